@@ -29,7 +29,7 @@ from rich.table import Table
 
 from heterorl.common.types.sample import Sample
 from heterorl.view.pages import Pages
-from heterorl.view.sample_index import Progress, SampleIndex
+from heterorl.view.sample_index import SampleIndex, SourceProgress
 from heterorl.view.view_server import Answer, ViewServer, cookie_name
 from tests.support.samples import make_sample
 
@@ -42,7 +42,7 @@ class MadeUp:
     """A source that has nothing more."""
 
     name = "made up"
-    progress = Progress(is_done=True)
+    progress = SourceProgress(is_done=True)
 
     def start(self) -> None:
         """Nothing to begin."""

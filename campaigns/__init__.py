@@ -1,4 +1,4 @@
-"""Programs that take minutes to hours and are no tests: real processes killed, cut off and rotated, decoders fuzzed.
+"""Long programs that are not tests: they kill, cut off and rotate real processes, and fuzz decoders.
 
-Each is a target of the Makefile that says what it needs, and short runs of most of them are tests in tests/faults.
+Each has a Makefile target that states its needs; tests/faults runs short versions of most.
 """

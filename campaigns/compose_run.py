@@ -1,13 +1,12 @@
-"""Build the images, start the run of deploy/compose.yaml in a real Docker by the words of deploy/README.md, time every step.
+"""Build the images, start deploy/compose.yaml in a real Docker as deploy/README.md says, and time each step.
 
     python -m campaigns.compose_run --base DIR [--index URL | --wheels DIR] --json benchmarks/results/compose.json
 
-A Docker daemon of its own, with its own directory, runs beside the machine's; Compose is the one of `make programs`. No
-registry is asked: the image that all others are made from is a Debian 12 by debootstrap with its Python 3.11, Prometheus
-and Alertmanager are Debian's under the names that the file has, and Grafana is left out. What is done is what the sections
-"Certificates" and "Containers" say, whose commands are read from there; the model is small, and so are the numbers in a
-copy of deploy/config. Then the learner's process is killed, with --wan the lines are made slow, and all is stopped.
-Needs root, Debian's docker.io and debootstrap; --wheels is a directory with torch for the CPU.
+It starts its own Docker daemon in its own directory, with the Compose of `make programs`. It asks no registry: the base
+image is a Debian 12 by debootstrap with Python 3.11; Prometheus and Alertmanager are Debian's packages under the
+images' names; Grafana is left out. The commands come from the sections "Certificates" and "Containers"; model and
+numbers are small. Then it kills the learner, slows the links with --wan, and stops everything. It needs root, docker.io
+and debootstrap; --wheels is a directory with torch for the CPU.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ SMALL = {
 
 
 def make_images(docker: Docker, base: Path, directory: Path) -> None:
-    """The images that a registry would have."""
     (directory / "usr" / "bin").mkdir(parents=True)
     (directory / "usr" / "bin" / "python").symlink_to("python3")
     (directory / "etc" / "ssl" / "certs").mkdir(parents=True)
-    # Whoever stands between this network and the package index is trusted in the images too.
+    # The images trust the same certificate authorities as this machine, such as a proxy's.
     shutil.copy("/etc/ssl/certs/ca-certificates.crt", directory / "etc" / "ssl" / "certs")
     bundle = "etc/ssl/certs/ca-certificates.crt"
     files = ["--exclude=./var/lib/apt/lists/*", f"--exclude=./{bundle}", "-C", str(base), "."]
@@ -73,13 +71,13 @@ def make_images(docker: Docker, base: Path, directory: Path) -> None:
 
 
 def compose(docker: Docker, *words: str) -> str:
-    """deploy/compose.sh of the copy that runs."""
+    """Run deploy/compose.sh of the copy."""
     deploy = Path(docker.environment["HETERORL_CONFIG_DIR"]).parent
     return run(["bash", str(deploy / "compose.sh"), *words], environment=docker.environment)
 
 
 def lay_out(docker: Docker, sources: Path) -> None:
-    """Certificates, secrets, configuration, model and data, as the README has them."""
+    """Make certificates, secrets, configuration, model and data as the README says."""
     readme = (sources / "deploy" / "README.md").read_text()
     environment = {**docker.environment, "PATH": f"{BIN}:{os.environ['PATH']}"}
     for line in block(readme, "Certificates").splitlines():
@@ -103,7 +101,7 @@ def lay_out(docker: Docker, sources: Path) -> None:
 
 
 def status(docker: Docker, sources: Path) -> dict[str, Any] | None:
-    """What `heterorl status --json` says on the port that is published; None while nobody answers."""
+    """Output of `heterorl status --json` on the published port; None without an answer."""
     done = subprocess.run(
         [str(BIN / "heterorl"), "status", "--json", "--credentials", str(sources / "certs" / "operator-me")],
         env=docker.environment, capture_output=True, text=True, check=False, timeout=60,
@@ -112,7 +110,7 @@ def status(docker: Docker, sources: Path) -> dict[str, Any] | None:
 
 
 def scraped(query: str) -> list[dict[str, Any]]:
-    """What Prometheus answers on its published port."""
+    """Prometheus's answer on its published port."""
     url = f"http://127.0.0.1:9090/api/v1/query?query={urllib.parse.quote(query)}"
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -123,7 +121,7 @@ def scraped(query: str) -> list[dict[str, Any]]:
 
 
 def slow_lines(docker: Docker, steps: Steps) -> tuple[str, ...]:
-    """Lay compose.wan.yaml over the run; returns the words that name both files."""
+    """Start the run with compose.wan.yaml; returns the arguments that name both files."""
     docker.environment["WAN_DELAY"] = "200ms"
     lines = ("-f", "compose.yaml", "-f", "compose.wan.yaml")
     services = ("wan-coordinator", "wan-sampler-1", "wan-sampler-2")
@@ -136,7 +134,7 @@ def slow_lines(docker: Docker, steps: Steps) -> tuple[str, ...]:
 
 
 def live(docker: Docker, sources: Path, steps: Steps, *, wan: bool) -> dict[str, Any]:
-    """Start, see versions; kill the learner, see versions; with `wan` the same over slow lines; stop in order."""
+    """Start, wait for versions, kill the learner, wait again; with `wan` also over slow links; stop in order."""
 
     def head() -> int:
         found = status(docker, sources)

@@ -1,4 +1,4 @@
-"""What the timed installations share: a Debian from debootstrap, the words of a document, and named seconds."""
+"""Helpers of the timed installations: a Debian by debootstrap, command blocks of a document, timed steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 300.0
 
 
 def make_base(directory: Path, mirror: str) -> None:
-    """A Debian 12 in a directory, where there is none yet; as root, with debootstrap."""
+    """Make a Debian 12 in a directory if there is none; needs root and debootstrap."""
     if directory.exists():
         return
     partial = directory.resolve().with_suffix(".partial")
@@ -31,11 +31,7 @@ def make_base(directory: Path, mirror: str) -> None:
 
 
 def block(document: str, title: str) -> str:
-    """The first block of commands under a title of a document.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first command block under a title of a document; raises ValueError without one."""
     found = re.search(rf"^## {title}.*?^```\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"no commands under {title}")
@@ -43,11 +39,7 @@ def block(document: str, title: str) -> str:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait.
-
-    Raises:
-        TimeoutError: it never held.
-    """
+    """Wait until `holds` is true; raises TimeoutError after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -56,7 +48,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 class Steps:
-    """Names and seconds of what was done."""
+    """Names and seconds of the steps."""
 
     def __init__(self, console: Console) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -64,14 +56,12 @@ class Steps:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Measure a step."""
         begin = time.monotonic()
         yield
         self.rows.append({"step": name, "seconds": round(time.monotonic() - begin, 1)})
         self._console.print(f"{self.rows[-1]['seconds']:8.1f} s  {name}", markup=False)
 
     def show(self) -> None:
-        """All of them, and their sum."""
         table = Table("step", "seconds")
         for row in self.rows:
             table.add_row(row["step"], str(row["seconds"]))

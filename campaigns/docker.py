@@ -1,4 +1,4 @@
-"""A Docker daemon of its own, and an index for the packages that its builds install."""
+"""A separate Docker daemon, and a package index for its builds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Docker:
-    """A daemon of its own, and what its clients need to find it."""
+    """A Docker daemon in its own directory, with the environment that its clients need."""
 
     def __init__(self, directory: Path) -> None:
         socket = f"unix://{directory}/docker.sock"
@@ -33,17 +33,17 @@ class Docker:
         until(lambda: self.ask("info").returncode == 0)
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """One command of Docker's client."""
+        """Run the Docker client."""
         return subprocess.run(
             ["docker", *words], env=self.environment, capture_output=True, text=True, check=False, timeout=900
         )
 
     def tell(self, *words: str, text: str | None = None) -> str:
-        """The same, which must succeed; `text` is its standard input."""
+        """Run the Docker client, which must succeed; `text` is its standard input."""
         return run(["docker", *words], environment=self.environment, text=text)
 
     def stop(self) -> None:
-        """End every container, and the daemon."""
+        """End all containers and the daemon."""
         self.ask("rm", "--force", *self.ask("ps", "--all", "--quiet").stdout.split())
         self._process.terminate()
         self._process.wait(60)
@@ -53,11 +53,7 @@ class Docker:
 
 
 def run(command: list[str], *, environment: dict[str, str], where: Path = ROOT, text: str | None = None) -> str:
-    """What a command says.
-
-    Raises:
-        RuntimeError: it ended with another code than 0.
-    """
+    """Output of a command; raises RuntimeError for an exit code other than 0."""
     done = subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, check=False, input=text, timeout=1800
     )
@@ -68,7 +64,7 @@ def run(command: list[str], *, environment: dict[str, str], where: Path = ROOT, 
 
 @contextmanager
 def index_of(wheels: Path | None, directory: Path, other: str) -> Iterator[str]:
-    """A package index with torch as it lies in a directory; without one, the other index."""
+    """A package index with the torch wheel of a directory; without a directory, the other index."""
     if wheels is None:
         yield other
         return

@@ -1,12 +1,12 @@
-"""Bring a fresh Debian under systemd to a running run by the words of the documentation, and time every step.
+"""Bring a fresh Debian with systemd to a running run as the documentation says, and time each step.
 
     python -m campaigns.fresh_machine --base DIR [--bind DIR ...] [--pip-conf FILE] --json benchmarks/results/machine.json
 
-The machine is a container of systemd-nspawn with its own processes, files, users and systemd; it shares network and cores
-with its host. Its Debian, made once by debootstrap in --base, has Python, git and PostgreSQL, and no compiler. In it stand
-PostgreSQL, two coordinators, a relay, a learner and two samplers; a store that speaks S3's protocol runs on the host. What
-is done is what docs/launch.md and the README.md of `heterorl launch` say, whose commands are read from there. Then the
-coordinator that serves is killed for good. Needs root, debootstrap and systemd-container.
+The machine is a systemd-nspawn container with its own processes, files, users and systemd; it shares network and cores
+with its host. Its Debian, made once by debootstrap in --base, has Python, git and PostgreSQL, and no compiler. It runs
+PostgreSQL, two coordinators, a relay, a learner and two samplers; an S3 server runs on the host. The commands come from
+docs/launch.md and from the README.md of `heterorl launch`. Then it kills the active coordinator for good. It needs
+root, debootstrap and systemd-container.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION = 2
 
 
 class Machine:
-    """A copy of the base that runs; its commands."""
+    """A running copy of the base."""
 
     def __init__(self, base: Path, directory: Path, binds: list[Path]) -> None:
         self.root = directory / "machine"
@@ -75,7 +75,7 @@ class Machine:
         )
 
     def try_run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run a script of bash as root in the machine."""
+        """Run a bash script as root in the machine."""
         path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return subprocess.run(
             ["nsenter", "-t", self._init, "-a", "env", "-i", path, "HOME=/root", "LANG=C.UTF-8", "TERM=dumb",
@@ -84,23 +84,18 @@ class Machine:
         )  # fmt: skip
 
     def run(self, script: str) -> str:
-        """The same; what it says on standard output.
-
-        Raises:
-            RuntimeError: it ended with another code than 0.
-        """
+        """Run a bash script; returns its standard output, raises RuntimeError for an exit code other than 0."""
         done = self.try_run(script)
         if done.returncode:
             raise RuntimeError(f"{script}\nended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         return done.stdout
 
     def said(self) -> str:
-        """The last words of every unit."""
+        """Last log lines of every unit."""
         words = "systemctl --failed --no-legend; journalctl --no-pager -n 80 -u 'heterorl-*'"
         return self.try_run(words).stdout
 
     def stop(self) -> None:
-        """End all that runs in it."""
         if self._init:
             self.try_run("systemctl poweroff --force --force")
         self._process.terminate()
@@ -112,7 +107,7 @@ class Machine:
 
 
 def run_table(endpoint: str) -> dict[str, Any]:
-    """run.toml: everything beside everything."""
+    """run.toml with every kind of node."""
     payloads = {"bucket": BUCKET, "endpoint": endpoint, "credentials_file": KEYS}
     return {
         "run": {
@@ -134,7 +129,7 @@ def run_table(endpoint: str) -> dict[str, Any]:
 
 
 def install(machine: Machine, steps: Steps, endpoint: str) -> None:
-    """From bare Debian to units that are ready to start."""
+    """Install everything, from bare Debian to units that are ready to start."""
     with steps.step("clone the sources"):
         machine.run(f"git clone -q file://{ROOT} /srv/heterorl")
     with steps.step("the operator's environment: pip install '.[launch]'"):
@@ -166,7 +161,7 @@ def install(machine: Machine, steps: Steps, endpoint: str) -> None:
 
 
 def status(machine: Machine) -> dict[str, Any] | None:
-    """What `heterorl status --json` says; None while nobody answers."""
+    """Output of `heterorl status --json`; None without an answer."""
     command = "timeout 20 /srv/operator/bin/heterorl status --json --credentials /srv/launched/operator"
     done = machine.try_run(f"{command} {FIRST}:50051,{SECOND}:50051")
     return json.loads(done.stdout) if done.returncode == 0 else None
@@ -179,7 +174,7 @@ def head(machine: Machine) -> int:
 
 
 def run(machine: Machine, steps: Steps) -> dict[str, Any]:
-    """Start everything, see versions, kill the coordinator that serves for good, see versions."""
+    """Start everything, wait for versions, kill the active coordinator for good, wait for versions."""
     readme = (machine.root / "srv" / "launched" / "README.md").read_text()
     with steps.step("systemctl enable --now of every unit, in the README's order"):
         machine.run(block(readme, "Start"))

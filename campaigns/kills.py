@@ -1,9 +1,9 @@
-"""SIGKILL random processes of a real run at random instants, then account for everything that was acknowledged.
+"""SIGKILL random processes of a real run at random times, then account for everything that was acknowledged.
 
-python -m campaigns.kills --kills 1000 --out runs/kills --runs 1
+    python -m campaigns.kills --kills 1000 --out runs/kills --runs 1
 
-Several runs share the kills out and go side by side, each with its own processes, seed and account. With --turns the
-rollouts have several turns, and workers of their environment are killed too (campaigns/turn_kills.py).
+Several runs divide the kills and run in parallel, each with its own processes, seed and account. With --turns rollouts
+have several turns, and workers of their environment are killed too (campaigns/turn_kills.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]
 WEIGHTS = {"coordinator": 5, "learner": 2, "site-a": 1, "site-b": 1}
-"""The coordinator is back in a second, the others load torch first: killed as often, they would never get to work."""
+"""The coordinator restarts in a second; the others load torch first, and as many kills would never let them work."""
 
 
 async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[float, float]) -> dict[str, Any]:
-    """Run, kill, finish, account. Between two kills something is acknowledged, however slow the machine."""
+    """Run, kill, finish, account; between two kills at least one group is acknowledged."""
     chooser = random.Random(seed)
     contract = contract_of(cluster.model_dir, digits=1, max_new_tokens=3, group_size=2)
     killed = dict.fromkeys(WEIGHTS, 0)

@@ -1,11 +1,11 @@
-"""Guards broken one at a time in a copy of the tree, and which tests notice.
+"""Break one guard at a time in a copy of the tree, and see which tests notice.
 
     python -m campaigns.mutants --count 25 --seed 0 --json benchmarks/results/mutants.json
 
 A guard is an `if` that ends in `raise`, or a `min` or `max` of a value and a constant. The broken `if` never raises;
-the broken clamp is its bare value. The tests that reach the module through imports run nearest first: those of the
-landing tier, then the slow ones. A test counts when it fails again by itself, and passes on the whole tree. The answer
-is unknown where the time is over before all of them ran. Rows that the file holds already are kept.
+the broken clamp is its bare value. Tests that import the module run nearest first, those of the landing tier before the
+slow ones. A test counts if it fails again alone and passes on the whole tree. The result is unknown if the time ends
+before all of them ran. Rows already in the file are kept.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ ROOT = Path(__file__).parents[1]
 TIERS = {"landing": "not slow and not nodes", "second": "slow and not compiler and not image and not nodes"}
 """Marker expressions, in the order in which tests run."""
 BATCHES = (4, 16, 64)
-"""Files in each run of pytest, the rest in the last: it collects all of its files before it runs one."""
+"""Files in each run of pytest, the rest in the last: pytest collects all its files before it runs one."""
 ELSEWHERE = {"engines", "gpu", "trackers"}
 """Folders of tests that need another environment or device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """One place in a file of services; `start` and `end` bound in bytes the text that breaking replaces."""
+    """One guard; the text between bytes `start` and `end` is replaced to break it."""
 
     file: str
     line: int
     kind: str
     text: str
     nth: int
-    """Among those of one text in the file: lines move, this stays."""
+    """Index among equal texts in the file; it stays when lines move."""
     start: int
     end: int
     replacement: str
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The guard's name from one commit to the next."""
+        """Name of the guard across commits."""
         return self.file, self.text, self.nth
 
 
@@ -96,7 +96,7 @@ def _places(tree: ast.AST) -> Iterable[ast.If | ast.Call]:
 
 
 def _is_clamp(node: ast.If | ast.Call) -> bool:
-    """Whether it is `min` or `max` of a value and a bound that the source states."""
+    """Whether it is `min` or `max` of a value and a bound in the source."""
     if isinstance(node, ast.If) or not isinstance(node.func, ast.Name) or node.func.id not in ("min", "max"):
         return False
     return len(node.args) == 2 and not node.keywords and sum(_is_bound(arg) for arg in node.args) == 1
@@ -107,29 +107,27 @@ def _value(call: ast.Call) -> ast.expr:
 
 
 def _is_bound(node: ast.expr) -> bool:
-    """A number, or the name of a constant."""
+    """Whether it is a number or the name of a constant."""
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
 def all_guards(root: Path = ROOT) -> list[Guard]:
-    """The guards of all services."""
     paths = modules(root / "services").values()
     return [guard for path in paths for guard in guards_of(path.read_text(), path.relative_to(root).as_posix())]
 
 
 def draw(guards: Iterable[Guard], *, count: int, seed: int) -> list[Guard]:
-    """Some guards by chance; a change elsewhere in the tree leaves most of a seed's draw as it was."""
+    """Guards drawn by chance; a change elsewhere in the tree keeps most of a seed's draw."""
     return sorted(guards, key=lambda guard: hashlib.sha256(repr((seed, guard.key)).encode()).digest())[:count]
 
 
 def broken(source: str, guard: Guard) -> str:
-    """The source without one of its guards."""
     data = source.encode()
     return (data[: guard.start] + guard.replacement.encode() + data[guard.end :]).decode()
 
 
 def reaching(root: Path = ROOT) -> dict[str, list[str]]:
-    """By each file of services: the files of tests that reach it through imports, nearest first."""
+    """For each file of services, the test files that reach it through imports, nearest first."""
     ours = modules(root / "services")
     theirs = {
         ".".join(path.relative_to(root).with_suffix("").parts): path
@@ -152,13 +150,13 @@ def reaching(root: Path = ROOT) -> dict[str, list[str]]:
             for module in far.keys() & ours.keys():
                 file = ours[module].relative_to(root)
                 is_own = test.startswith(f"tests/unit/{file.parts[1]}/")
-                # Those that import it, then those of its service; of two as near, the one that reaches less says more.
+                # Importers first, then tests of its service; of two equally near, the one that reaches less.
                 by_file[file.as_posix()].append((far[module] > 1, not is_own, far[module], len(far), test))
     return {file: [test for *_, test in sorted(tests)] for file, tests in by_file.items()}
 
 
 def _started(name: str, path: Path) -> set[str]:
-    """What a file names as a program of another process: a module's whole name, or a file in its folder."""
+    """Programs that a file starts: whole module names, or files in its folder."""
     constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
     words = {value for value in constants if isinstance(value, str) and "." in value}
     return words | {f"{name.rpartition('.')[0]}.{word.removesuffix('.py')}" for word in words if word.endswith(".py")}
@@ -180,7 +178,7 @@ def _distances(graph: Mapping[str, Iterable[str]], start: str) -> dict[str, int]
 
 
 class Copy:
-    """A clone of the committed tree, where guards are broken and tests run; the working tree is never touched."""
+    """A clone of the committed tree for broken guards and their tests."""
 
     def __init__(self, directory: Path, python: str) -> None:
         self.root = directory / "tree"
@@ -194,7 +192,7 @@ class Copy:
 
     @contextlib.contextmanager
     def without(self, guard: Guard) -> Iterator[None]:
-        """One guard broken, until the block ends."""
+        """Break one guard until the block ends."""
         path = self.root / guard.file
         source = path.read_text()
         self._write(path, broken(source, guard))
@@ -209,7 +207,7 @@ class Copy:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def first_failure(self, tests: Sequence[str], *, marker: str, skip: Iterable[str], limit_s: float) -> str | None:
-        """The first test that fails; empty where none does, None where the time is over first."""
+        """The first failing test; empty if none fails, None if the time ends first."""
         command = [
             self._python, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:randomly",
             "-m", marker, *(f"--deselect={test}" for test in skip), *tests,
@@ -231,10 +229,8 @@ class Copy:
 
 
 def failed(output: str, code: int) -> str:
-    """The test that pytest's summary names; empty where all passed or none was of the tier.
-
-    Raises:
-        RuntimeError: pytest itself failed.
+    """The test in pytest's summary; empty if all passed or none was selected. Raises RuntimeError if pytest itself
+    failed.
     """
     # 0: all passed; 5: none was chosen.
     if code in (0, 5):
@@ -246,7 +242,7 @@ def failed(output: str, code: int) -> str:
 
 
 def judge(copy: Copy, guard: Guard, tests: Sequence[str], *, known: set[str], limit_s: float) -> dict[str, Any]:
-    """The row of one guard; tests that prove nothing are added to `known`."""
+    """The row of one guard; adds tests that prove nothing to `known`."""
     row: dict[str, Any] = {
         "file": guard.file, "line": guard.line, "kind": guard.kind, "guard": guard.text, "nth": guard.nth,
         "commit": copy.commit, "files": len(tests), "noticed": "none", "test": "", "cut_off": [],
@@ -302,7 +298,6 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw, break, run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)

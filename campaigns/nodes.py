@@ -1,11 +1,11 @@
-"""End the machines of a learner under torchrun at random moments, in every way, then account for everything.
+"""End the machines of a learner under torchrun at random times in every way, then account for everything.
 
     python -m campaigns.nodes --kills 20 --out runs/nodes [--json benchmarks/results/nodes.json]
 
-Two machines are network namespaces with an agent of torchrun and a rank each (FSDP2, gloo). The coordinator, two
-samplers and a witness are processes of the host, behind certificates. A supervisor stands for the scheduler: it waits
-until all that ran has ended, and starts again what is there. After the loss of a machine that is the other one alone,
-on the same state directory; then both again. Needs root and iproute2.
+Two network namespaces stand for machines, each with a torchrun agent and a rank (FSDP2, gloo). The coordinator, two
+samplers and a witness are processes of the host, with certificates. A supervisor stands for the scheduler: it waits
+until all processes ended, then restarts what is left. After the loss of a machine the other one runs alone on the same
+state directory, then both run again. It needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]
 GROUPS_PER_STEP = 32
-"""With 8, the first steps of a new optimizer follow noise: in 20 of them 0.28 of the answers become 0.21 to 0.25."""
+"""With 8, the first steps of a new optimizer follow noise: 20 of them reduce accuracy from 0.28 to 0.21 to 0.25."""
 LEARNING_RATE = 5e-4
 START_S = 240.0
-"""After so long without a version the campaign gives up."""
+"""Seconds without a new version after which the campaign gives up."""
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained while the machines are damaged."""
+    """The training while machines are damaged."""
 
     digits: int
     max_new_tokens: int
@@ -58,11 +58,11 @@ class Setting:
     learner: dict[str, Any] = field(default_factory=dict)
     batch_rows: int = 32
     cache: Path | None = None
-    """Of a warm-started model; None for a model that knows nothing and is asked nothing in the end."""
+    """Directory of the warm-started model; None for an untrained model without a final evaluation."""
 
 
 def large(cache: Path) -> Setting:
-    """The campaign's: accuracy is to rise."""
+    """The campaign's setting, in which accuracy must rise."""
     # As samplers draw: what is trained is not the most likely answer.
     evaluation = {"every_versions": 10, "num_prompts": 256, "batch_rows": 256, "temperature": 1.0}
     return Setting(
@@ -72,11 +72,10 @@ def large(cache: Path) -> Setting:
 
 
 SMALL = Setting(digits=1, max_new_tokens=3, group_size=2, groups_per_step=4, batch_rows=4)
-"""For a look at the machines alone."""
+"""A setting that only exercises the machines."""
 
 
 def make_cluster(directory: Path, network: Network, setting: Setting) -> Cluster:
-    """Configurations of the run."""
     host = network.host.address
     certificates = Certificates(directory / "certs", run="kills")
     certificates.authority.issue(role=Role.COORDINATOR, site="main", hosts=(host,), out=None, now=now(), lifetime=DAY)
@@ -104,7 +103,7 @@ def make_cluster(directory: Path, network: Network, setting: Setting) -> Cluster
 
 
 class Campaign:
-    """The supervisor, and who does the damage."""
+    """The supervisor and the faults."""
 
     def __init__(self, cluster: Cluster, network: Network, *, seed: int) -> None:
         self._cluster = cluster
@@ -113,16 +112,16 @@ class Campaign:
         self._num_starts = 0
         self.rows: list[Row] = []
         self.unasked = 0
-        """Ends of the learner that no fault had caused."""
+        """Ends of the learner without a fault."""
         self.late: list[str] = []
-        """Faults after which something still ran when the time was over."""
+        """Faults after which a process still ran at the time limit."""
         _, tables = cluster.tables("learner")
         self._config = cluster.directory / "config" / "learner.toml"
         self._config.parent.mkdir(exist_ok=True)
         self._config.write_text(tomli_w.dumps(tables))
 
     async def run(self, operator: CoordinatorClient, faults: Sequence[Fault], *, versions: int, limit_s: float) -> None:
-        """Damage so many times, or so long; then train on until the versions are there, and end in order."""
+        """Inject the faults within `limit_s`, train until `versions` are published, then end in order."""
         machines = [0, 1]
         began = started = time.monotonic()
         for fault in faults:
@@ -157,7 +156,7 @@ class Campaign:
             (self._cluster.directory / "rows.json").write_text(json.dumps([asdict(row) for row in self.rows]))
 
     async def _train(self, operator: CoordinatorClient, machines: list[int], *, beyond: int) -> Job:
-        """A job that has published so many versions."""
+        """A job that has published `beyond` more versions."""
         wanted = (await operator.get_status()).head_version + beyond
         while True:
             self._num_starts += 1
@@ -178,7 +177,7 @@ class Campaign:
                 raise AssertionError(f"the learner does not stay; see {job.log}")
 
     async def _reach(self, operator: CoordinatorClient, job: Job, version: int) -> bool:
-        """Whether the job gets there before it ends."""
+        """Whether the job publishes `version` before it ends."""
         deadline, newest = time.monotonic() + START_S, -1
         while job.is_whole():
             head = (await operator.get_status()).head_version
@@ -192,7 +191,7 @@ class Campaign:
         return False
 
     async def _damage(self, job: Job, fault: Fault, machines: list[int]) -> tuple[float, float]:
-        """Returns the seconds until no rank ran, and until no agent did."""
+        """Seconds until no rank ran, and until no agent did."""
         began = time.monotonic()
         job.note_ranks()
         if fault.kind == "parted":

@@ -1,4 +1,4 @@
-"""What the records of a run say in the end: of states, repetitions and accuracy."""
+"""Evidence in the records of a run: states, repetitions and accuracy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from heterorl.common.process.threads import own_command
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.export import read_published
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
+from heterorl.report.past_run import journal_rows
 from tests.support.cluster import Cluster
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """Of a journal whose torn last line is passed over."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-
-
 def repeated(cluster: Cluster) -> int:
-    """Versions and steps that took effect twice: in the learner's own journal, and in the coordinator's store."""
-    noted = Counter(row["version"] for row in rows(cluster.directory / "learner" / "versions.jsonl"))
+    """Versions and steps that took effect twice, in the learner's journal and the coordinator's store."""
+    noted = Counter(row["version"] for row in journal_rows(cluster.directory / "learner" / "versions.jsonl"))
     connection = cluster.database()
     taken = Counter(step for (step,) in connection.execute("SELECT step FROM steps"))
     connection.close()
@@ -31,9 +27,9 @@ def repeated(cluster: Cluster) -> int:
 
 
 def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
-    """Whether manifests, learner, its newest checkpoint and samplers have one state for every version.
+    """Whether manifests, learner, newest checkpoint and samplers agree on the state of every version.
 
-    The payloads of the coordinator are replayed from version 0; the checkpoint's weights are read and hashed anew.
+    It replays the coordinator's payloads from version 0, and hashes the weights of the checkpoint.
     """
     connection = cluster.database()
     found = list(connection.execute("SELECT version, state_root, manifest FROM versions"))
@@ -58,7 +54,7 @@ def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
 
 
 def differences(roots: dict[int, str], records: dict[str, list[tuple[int, str]]]) -> list[str]:
-    """Rows of the records that do not say what the coordinator does, and records that end before its head."""
+    """Rows that differ from the coordinator's, and records that end before its head."""
     head = max(roots)
     found = [
         f"{name} {version}" for name, rows in records.items() for version, root in rows if roots.get(version) != root
@@ -69,13 +65,13 @@ def differences(roots: dict[int, str], records: dict[str, list[tuple[int, str]]]
 
 def seen(path: Path) -> list[tuple[int, str]]:
     """Version and state of each row of a journal."""
-    return [(row["version"], row["state_root"]) for row in rows(path)]
+    return [(row["version"], row["state_root"]) for row in journal_rows(path)]
 
 
 def checkpoint_roots(cluster: Cluster, *, head: int) -> list[tuple[int, str]]:
-    """Version and state of the learner's checkpoints up to the head, from their own bytes.
+    """Version and state of the learner's checkpoints up to the head, computed from their bytes.
 
-    A later one is of a version that the end of the learner left unpublished.
+    A later checkpoint belongs to a version that was never published.
     """
     from transformers import AutoModelForCausalLM
 
@@ -86,13 +82,13 @@ def checkpoint_roots(cluster: Cluster, *, head: int) -> list[tuple[int, str]]:
 
 
 def curve(cluster: Cluster) -> list[list[float]]:
-    """Version and accuracy of each evaluation that the learner made."""
-    found = rows(cluster.directory / "learner" / "evaluations.jsonl")
+    """Version and accuracy of each evaluation by the learner."""
+    found = journal_rows(cluster.directory / "learner" / "evaluations.jsonl")
     return [[row["version"], round(row["accuracy"], 4)] for row in found]
 
 
 def held_out(cluster: Cluster, *, head: int, samples: int = 4) -> dict[str, Any]:
-    """What the run came to, by `heterorl evaluate`: versions 0 and `head`, pulled, on all prompts that are held out."""
+    """Evaluate versions 0 and `head` with `heterorl evaluate` on all held-out prompts."""
     path = cluster.directory / "held-out.json"
     config = cluster.directory / "config" / "site-a.toml"
     subprocess.run(
@@ -107,7 +103,7 @@ def held_out(cluster: Cluster, *, head: int, samples: int = 4) -> dict[str, Any]
 
 
 def rise(evaluated: dict[str, Any]) -> dict[str, Any]:
-    """The first and the last evaluation, and the mean difference with its 95 % interval over prompts, which are paired."""
+    """First and last evaluation, and their mean paired difference with its 95 % interval over prompts."""
     first, last = (_means(evaluated["evaluations"][at]) for at in (0, -1))
     found = interval([last[prompt] - value for prompt, value in first.items()])
     assert found is not None, "there are prompts"
@@ -123,6 +119,5 @@ def rise(evaluated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _means(evaluation: dict[str, Any]) -> dict[int, float]:
-    """Accuracy of each prompt."""
     rewards = {one["prompt_index"]: [sample["reward"] for sample in one["samples"]] for one in evaluation["prompts"]}
     return {index: sum(values) / len(values) for index, values in rewards.items()}

@@ -1,4 +1,4 @@
-"""What is done to the machines of a learner, in which order, and within which time it must be over."""
+"""Faults of a learner's machines: their kinds, order and time limits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 RANK_TIMEOUT_S = 10.0
 RANKS_ENDED_S = 1.25 * RANK_TIMEOUT_S + 2.0
-"""Until no rank runs on any machine: what the learner's documentation states, and what the cores are late by."""
+"""Until no rank runs: the documented limit, plus the delay of busy cores."""
 ENDED_S = RANKS_ENDED_S + 10.0
-"""Until their agents have ended too, which is torchrun's and takes seconds of cores that are not its own."""
+"""Until the agents have ended too; torchrun takes seconds of shared cores for that."""
 TRAINS_S = 150.0
-"""From there until a new version: torch is loaded twice by each machine, on cores that are not these processes' alone."""
+"""From then until a new version: each machine loads torch twice on shared cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to which machine of those that run the learner; machine 0 has rank 0 and the rendezvous."""
+    """A fault of one of the learner's machines; machine 0 has rank 0 and the rendezvous."""
 
     kind: str
     machine: int = 0
@@ -26,14 +26,14 @@ ON_TWO = (
     Fault("machine", 1), Fault("rank", 0), Fault("parted"), Fault("stopped", 1), Fault("machine", 0), Fault("agent", 1),
     Fault("cut off", 1), Fault("rank", 1), Fault("stopped", 0), Fault("agent", 0), Fault("cut off", 0),
 )  # fmt: skip
-"""machine: SIGKILL of agent and rank together; rank, agent: of one of them; stopped: SIGSTOP of the rank; cut off: the
-cable is pulled; parted: the machines do not reach each other, and both reach the coordinator."""
+"""machine: SIGKILL of agent and rank; rank, agent: of one of them; stopped: SIGSTOP of the rank; cut off: the cable is
+pulled; parted: the machines cannot reach each other, but both reach the coordinator."""
 ON_ONE = (Fault("machine"), Fault("rank"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One fault; seconds until no rank ran, until no agent ran either, and from there until a new version."""
+    """One fault; seconds until no rank ran, until no agent ran, and from there until a new version."""
 
     fault: str
     machine: int
@@ -44,7 +44,7 @@ class Row:
     next_version_s: float
 
     def late(self) -> str:
-        """Which of the times was over its bound; empty for none."""
+        """The times that exceeded their limits; empty if none did."""
         bounds = (
             (self.ranks_ended_s, RANKS_ENDED_S, "no rank ran"),
             (self.ended_s, ENDED_S, "no agent ran"),
@@ -55,7 +55,7 @@ class Row:
 
 
 def plan(kills: int, *, seed: int) -> list[Fault]:
-    """Each fault once, then at random; after the loss of a machine, one of the machine that is left."""
+    """Each fault once, then at random; after the loss of a machine, a fault of the remaining one."""
     chooser = random.Random(seed)
     on_two = [*ON_TWO, *chooser.choices(ON_TWO, k=kills)]
     faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""Renew every certificate of a running run, again and again, and restart its coordinator in between by either signal.
+"""Renew every certificate of a running run repeatedly, and restart its coordinator in between with either signal.
 
 python -m campaigns.rotation --rounds 20 --out runs/rotation
 """
@@ -35,7 +35,7 @@ PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.2)
 
 
 class Rotation:
-    """A run behind certificates, with traffic of its samplers and of a witness; `close` ends the processes."""
+    """A run with certificates, and with traffic of its samplers and of a witness."""
 
     def __init__(self, directory: Path) -> None:
         self.certificates = Certificates(directory / "certs", run="kills")
@@ -45,7 +45,7 @@ class Rotation:
             self.certificates.node(role, site)
 
     async def campaign(self, *, rounds: int) -> dict[str, Any]:
-        """Rotate and restart; every round waits for progress of samplers, learner and witness after each change."""
+        """Rotate and restart; after each change wait for progress of samplers, learner and witness."""
         for name in PROCESSES:
             self.cluster.start(name)
         contract = contract_of(self.cluster.model_dir, digits=1, max_new_tokens=3, group_size=2)
@@ -91,7 +91,6 @@ class Rotation:
         }
 
     def renew_all(self) -> None:
-        """Renew every node's certificate by the operator's command."""
         for node in NODES:
             path = str(self.certificates.directory / node)
             options = ["certs", "renew", path, "--dir", str(self.certificates.directory)]
@@ -113,7 +112,6 @@ class Rotation:
         )
 
     async def end_coordinator(self, ending: signal.Signals) -> None:
-        """End the coordinator by a signal."""
         child = self.cluster.children["coordinator"]
         child.process.send_signal(ending)
         code = await asyncio.to_thread(child.process.wait, 60)
@@ -121,7 +119,7 @@ class Rotation:
         assert code == (0 if ending is signal.SIGTERM else -signal.SIGKILL), child.log.read_text()
 
     def count_refusals(self) -> None:
-        """Add what the coordinator counted; its counters end with the process."""
+        """Add the coordinator's counts, which end with its process."""
         ports = re.findall(r"metrics on port (\d+)", self.cluster.children["coordinator"].log.read_text())
         assert metrics_port(self.cluster.children["coordinator"].log) is not None
         with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=30) as answer:

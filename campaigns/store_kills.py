@@ -1,17 +1,17 @@
-"""SIGKILL PostgreSQL, a bucket's server and coordinators over them at random moments, then account for everything that was acknowledged.
+"""SIGKILL PostgreSQL, a bucket's server and coordinators at random times, then account for what was acknowledged.
 
-python -m campaigns.store_kills --kills 20 --out runs/kills-stores
+    python -m campaigns.store_kills --kills 20 --out runs/kills-stores
 
-    postgres   the server and its sessions; it is started again at once
-    active     the coordinator that serves
-    standby    the coordinator that waits for its place
-    bucket     the server of the bucket that payloads are in; it is away for up to a second, and has its objects again
-    outage     the bucket's server and then the active coordinator: who takes over finds no bucket for up to 8 s
-    race       both coordinators, the second one while it may be taking over; both ask for the lock again
+    postgres   the server and its sessions; it restarts at once
+    active     the active coordinator
+    standby    the standby coordinator
+    bucket     the bucket's server; it is away for up to a second and keeps its objects
+    outage     the bucket's server, then the active coordinator: the standby finds no bucket for up to 8 s
+    race       both coordinators, the second while it may be taking over; both ask for the lock again
 
-Whatever ends is started again as the shipped units do it: not where it ended by itself with code 2. Each coordinator has
-a data_dir of its own, so all that they share is the database and the bucket. Two sites push and a learner consumes and publishes; what
-each was answered is its own record. The order of commits, and the epoch of each, is read from the server's log.
+Processes restart as the shipped units restart them: not after an own exit with code 2. Each coordinator has its own
+data_dir, so they share only database and bucket. Two sites push, and a learner consumes and publishes; each records its
+acknowledgements. The order of commits and their epochs come from the server's log.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ SITES = ("eu-1", "us-1")
 PREFIX = "run"
 PER_VERSION = 4
 OUTAGE_S = 8.0
-"""Longer than a unit's RestartSec, so that a coordinator which ended for want of the bucket would meet its end again."""
+"""Longer than a unit's RestartSec: a coordinator that ended without the bucket would find it missing again."""
 NEVER_AGAIN = 2
 """RestartPreventExitStatus of the shipped units."""
 ANSWER_S = 60.0
-"""Until somebody serves again, at worst; a promise is far less."""
+"""Upper limit until a coordinator answers again."""
 _PATIENT = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=2.0)
 
 
 class Pair:
-    """Two coordinators of one store, each started again whenever it ends."""
+    """Two coordinators of one store, each restarted when it ends."""
 
     def __init__(self, directory: Path, url: str, payloads: BucketConfig) -> None:
         self._directory = directory
@@ -77,13 +77,13 @@ class Pair:
         self._children: dict[str, Child] = {}
         self._killed: set[int] = set()
         self.num_ended = 0
-        """Coordinators that ended by themselves, as one does that lost its store."""
+        """Coordinators that ended by themselves, such as after losing the store."""
         self.stay_down: list[str] = []
-        """Those that no unit would start again."""
+        """Coordinators that no unit would restart."""
 
     @property
     def addresses(self) -> str:
-        """What clients are given."""
+        """Addresses for clients."""
         return ",".join(self._addresses.values())
 
     @property
@@ -94,7 +94,6 @@ class Pair:
         return max(served, key=served.__getitem__)
 
     def begin(self, name: str) -> None:
-        """Start one."""
         config = {
             "run_id": "run", "data_dir": str(self._directory / f"data-{name}"), "listen": self._addresses[name],
             "tls": {"insecure": True}, "store": {"url": self._url}, "metrics_port": 0, "learner_lease_s": 3600.0,
@@ -106,7 +105,7 @@ class Pair:
         )
 
     def kill(self, name: str) -> None:
-        """Kill one; `keep` starts it again."""
+        """Kill one; `keep` restarts it."""
         process = self._children[name].process
         if process.poll() is None:
             self._killed.add(process.pid)
@@ -114,7 +113,7 @@ class Pair:
             process.wait()
 
     async def keep(self) -> None:
-        """Start both, and again whatever ends, for ever."""
+        """Start both, and restart each that ends."""
         for name in self._addresses:
             self.begin(name)
         while True:
@@ -130,12 +129,11 @@ class Pair:
             await asyncio.sleep(0.05)
 
     def stop(self) -> None:
-        """End both by SIGTERM."""
         stop_together(list(self._children.values()))
 
 
 class Trainer:
-    """A learner of the campaign's own: consumes groups, publishes, and writes down what was acknowledged."""
+    """A learner of the campaign: consumes groups, publishes, and records acknowledgements."""
 
     def __init__(self, client: CoordinatorClient, directory: Path) -> None:
         self._client = client
@@ -143,15 +141,15 @@ class Trainer:
         self.published: dict[int, tuple[Digest, tuple[GroupId, ...]]] = {}
         self.refused: list[HeterorlError] = []
         self.num_uploads = self.num_put = 0
-        """Payloads that were brought, and those of them that went by the bucket; the others were streamed."""
+        """Payloads uploaded, and those of them through the bucket; the others were streamed."""
 
     async def begin(self) -> None:
-        """Take the lease, publish version 0."""
+        """Take the lease and publish version 0."""
         await self._until_done(self._run.begin)
         await self._publish([])
 
     async def run(self) -> None:
-        """Consume groups for ever."""
+        """Consume groups forever."""
         batch: list[GroupId] = []
         while True:
             try:
@@ -179,7 +177,7 @@ class Trainer:
                     asked.put_nowait(PER_VERSION)
 
     async def _publish(self, batch: list[GroupId]) -> None:
-        """Publish a version that consumed a batch, and empty it; nothing has changed where that fails."""
+        """Publish a version that consumed `batch`, and empty it; a failure changes nothing."""
         # Each upload and each publication is asked for until it is answered, under one name.
         self._run.upload = self._upload  # type: ignore[method-assign]
         before, consumed = self._run.arena, tuple(batch)
@@ -206,7 +204,7 @@ class Trainer:
         return int(durable)
 
     async def _put(self, data: bytes, digest: Digest) -> bool:
-        """Bring a payload by way of the bucket, as a learner does first; False where it is to be streamed."""
+        """Upload a payload through the bucket, as a learner tries first; False if it must be streamed."""
 
         async def frames(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
             yield data[offset:stop]
@@ -218,7 +216,7 @@ class Trainer:
             is_whole = await self._client.take_payload(**how) == len(data)
         except HeterorlError as error:
             self.refused.append(error)
-            # A learner leaves a store that failed alone for longer than this campaign lasts.
+            # A learner avoids a failed store for longer than this campaign lasts.
             self._client._writes._not_before = 0.0
             return False
         self.num_put += is_whole
@@ -234,7 +232,7 @@ class Trainer:
 
 
 class Campaign:
-    """One store, one pair of coordinators, one learner, two sites, and the kills of all but the last three."""
+    """One store, two coordinators, one learner, two sites, and the kills."""
 
     def __init__(self, directory: Path, server: PostgresServer, bucket: BucketServer, *, seed: int) -> None:
         self._server = server
@@ -295,9 +293,9 @@ class Campaign:
                         progress.update(bar, advance=1, description=words)
                 await self._work(witnesses, trainer)
             except TimeoutError:
-                # Whoever lost what was acknowledged to it may be refused for ever: the account says what.
+                # A client whose acknowledged data is lost may be refused forever: the account tells.
                 refused = trainer.refused[-1:] + [error for one in witnesses for error in one.refused[-1:]]
-                self._stalled = f"nothing goes on: {'; '.join(map(str, refused)) or 'and nobody says why'}"
+                self._stalled = f"no progress: {'; '.join(map(str, refused)) or 'without an error'}"
             finally:
                 for task in background:
                     task.cancel()
@@ -315,7 +313,7 @@ class Campaign:
                 await asyncio.sleep(0.02)
 
     async def _kill(self, kind: str) -> float:
-        """Kill; returns the moment from which nobody serves, or could serve again."""
+        """Kill; returns the time from which a coordinator is missing."""
         active = self._pair.active
         other = "b" if active == "a" else "a"
         self._killed[kind] += 1
@@ -344,7 +342,7 @@ class Campaign:
         return began
 
     async def _answers(self, client: CoordinatorClient) -> None:
-        """Wait until a coordinator says how the run stands, which it reads from the store."""
+        """Wait until a coordinator reports the run's status from the store."""
         async with asyncio.timeout(ANSWER_S):
             while True:
                 with contextlib.suppress(HeterorlError):
@@ -415,14 +413,14 @@ def is_kept(summary: dict[str, Any]) -> bool:
         and summary["epochs_committing_at_once"] == 1
         and not summary["commits_of_an_older_epoch"]
         and not summary["stay_down"]
-        # Whoever comes after an outage of the bucket is brought there again.
+        # After an outage of the bucket, uploads use it again.
         and summary["put"] > summary["uploads"] / 2
         and summary["acknowledged"] >= sum(summary["kills"].values())
     )
 
 
 def tables_of(summary: dict[str, Any]) -> list[Table]:
-    """What a person reads at the end."""
+    """Tables for the end."""
     account = Table("what", "count", title="what was promised")
     for name in (
         "acknowledged", "versions", "payloads", "uploads", "put", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",

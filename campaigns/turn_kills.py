@@ -1,4 +1,4 @@
-"""SIGKILL processes of a run of trajectories, workers of its environment too, then account for assignments and turns.
+"""SIGKILL processes of a multi-turn run, also environment workers, then account for assignments and turns.
 
 python -m campaigns.kills --turns --kills 100 --out runs/turn-kills
 """
@@ -30,7 +30,7 @@ from tests.support.links import PLAINTEXT
 
 SAMPLERS = ["site-a", "site-b"]
 WEIGHTS = {"site-a": 3, "worker": 3, "coordinator": 2, "learner": 1}
-"""`worker` is a process in which episodes of site-a live."""
+"""`worker` is a process that holds episodes of site-a."""
 ENVIRONMENT = '''
 """Talk for six turns; each answer takes a while, and a text with an e in it is worth more."""
 
@@ -73,7 +73,7 @@ def playing(directory: Path, *, seed: int) -> Cluster:
 
 
 async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str, Any]:
-    """Run, kill, finish, account. Before each kill a group is acknowledged; a sampler is killed between two turns."""
+    """Run, kill, finish, account; a group is acknowledged before each kill, and samplers are killed between two turns."""
     chooser = random.Random(seed)
     killed = dict.fromkeys(WEIGHTS, 0)
     kept: Kept = {}
@@ -105,7 +105,7 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
 
 
 def kept_turns(cluster: Cluster, site: str) -> Kept:
-    """What the journal of a site has."""
+    """Turns in the journal of a site."""
     with closing(sqlite3.connect(cluster.directory / site / "outbox.sqlite")) as file:
         rows = file.execute("SELECT assignment, member, payload FROM turns ORDER BY 1, 2, number").fetchall()
     found: Kept = {}
@@ -145,7 +145,7 @@ def _workers_of(pid: int) -> list[int]:
 
 
 def _groups(cluster: Cluster) -> Iterable[Group]:
-    """Groups whose bytes the coordinator still has: those that wait, and samples of those that do not."""
+    """Groups whose bytes the coordinator still has: pending ones and samples."""
     with closing(cluster.database()) as file:
         waiting = file.execute("SELECT payload FROM groups WHERE payload IS NOT NULL").fetchall()
         sampled = file.execute("SELECT content FROM sample_payloads").fetchall()
@@ -153,7 +153,7 @@ def _groups(cluster: Cluster) -> Iterable[Group]:
 
 
 def _turns(cluster: Cluster, kept: Kept) -> dict[str, int]:
-    """Members that were killed between two turns: those that went on with the same tokens, and those that did not."""
+    """Members killed between two turns, by whether they continued with the same tokens."""
     logs = "".join((cluster.directory / "logs" / f"{site}.log").read_text() for site in SAMPLERS)
     given_up = {int(number) for number in re.findall(r"assignment (\d+) gives no group", logs)}
     came = {(group.id.site, group.assignment): group for group in _groups(cluster)}
@@ -172,7 +172,7 @@ def _turns(cluster: Cluster, kept: Kept) -> dict[str, int]:
 
 
 def _assignments(cluster: Cluster) -> dict[str, int]:
-    """Assignments that ended in nothing, and those that ended twice."""
+    """Assignments without an end, and those that ended twice."""
     with closing(cluster.database()) as file:
         ((following,),) = file.execute("SELECT value FROM meta WHERE key = 'next_assignment'").fetchall()
         out = {number for (number,) in file.execute("SELECT assignment FROM work")}

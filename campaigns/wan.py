@@ -1,9 +1,10 @@
-"""Two sites, a long lossy line between them, and an outage in the middle, watched by a real Prometheus.
+"""Two sites, a long lossy link between them, and an outage, observed by a real Prometheus.
 
     python -m campaigns.wan --outage 200 --out runs/wan [--json benchmarks/results/wan.json] [--images docs/wan]
 
-Site A (coordinator, learner, Prometheus, a witness that pushes groups of its own) and site B (two samplers) are network
-namespaces; every byte between them goes over a TUN device. Certificates are on. Needs `unshare -rn` and /dev/net/tun.
+Site A (coordinator, learner, Prometheus, a witness that pushes its own groups) and site B (two samplers) are network
+namespaces; all traffic between them crosses a TUN device. Links have certificates. It needs `unshare -rn` and
+/dev/net/tun.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ PROCESSES = ("coordinator", "learner", *SAMPLERS)
 RUN = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 8}, "group_size": 4}
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.5)
 MAX_OUTSTANDING, MAX_STALENESS = 16384, 2048
-"""Groups, versions: room for what two sites generate in an outage, beside what waits for the learner, and for its age."""
+"""Groups and versions: room for what two sites generate in an outage besides the learner's queue, and for its age."""
 ROWS = 4
-"""One group at a time: sites that outpaced the learner would fill the run's outstanding work, and then be paced."""
+"""One group at a time: faster sites would fill the run's outstanding work and be throttled."""
 MAX_RECOVERY_S, MAX_DELIVERY_S = 60.0, 15.0
 MIN_GENERATED = 0.9
-"""Of what was generated in the same time before."""
+"""Share of what was generated in the same time before."""
 OTHER_ALERTS = {"HeterorlNoRewardSignal"}
-"""Says of random weights that they learn little, and nothing of the line."""
+"""It concerns random weights, which learn little, and not the link."""
 
 
 def make_cluster(directory: Path) -> Cluster:
-    """Configurations of the run; `site-b1` and `site-b2` listen for Prometheus on their end of the line."""
+    """Configurations of the run; the samplers listen for Prometheus on their end of the link."""
     certificates = Certificates(directory / "certs", run="kills", lifetime=9 * DAY)
     certificates.authority.issue(
         role=Role.COORDINATOR, site="main", hosts=(ADDRESS_A,), out=None, now=now(), lifetime=9 * DAY
@@ -76,7 +77,7 @@ def make_cluster(directory: Path) -> Cluster:
 
 
 class TwoSites:
-    """The run, its line and its Prometheus."""
+    """The run, its link and its Prometheus."""
 
     def __init__(self, directory: Path, *, outage_s: float, steady_s: float) -> None:
         self.directory = directory
@@ -238,7 +239,7 @@ class TwoSites:
         self.marks[name] = {**accepted, "head": status.head_version, "dropped": dropped}
 
     def _spooled(self, site: str) -> int:
-        """Groups in a sampler's outbox, read beside its process."""
+        """Groups in a sampler's outbox, read while its process runs."""
         path = f"file:{self.directory / site / 'outbox.sqlite'}?mode=ro"
         connection = sqlite3.connect(path, uri=True)
         try:
@@ -248,14 +249,14 @@ class TwoSites:
 
     @staticmethod
     def _connect_s(port: int) -> float:
-        """One round trip: SYN there, its answer back."""
+        """One round trip: the time of a TCP connect."""
         started = time.perf_counter()
         with socket.create_connection((ADDRESS_B, port), 30):
             return time.perf_counter() - started
 
 
 def problems(summary: dict[str, Any]) -> list[str]:
-    """Promises that were not kept."""
+    """Broken promises."""
     groups, versions, evidence = summary["groups_of_site_b"], summary["heads"], summary["prometheus"]
     long = summary["outage_s"] > 185
     checks = {

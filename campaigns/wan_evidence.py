@@ -1,4 +1,4 @@
-"""What a real Prometheus says about an outage: numbers by the dashboards' own queries, and pictures."""
+"""Evidence of an outage from a real Prometheus: numbers by the dashboards' queries, and pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACCEPTED = '60 * sum by (site) (rate(heterorl_coordinator_pushed_groups_total{st
 
 
 def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> dict[str, Any]:
-    """Numbers between `times["begin"]` and `times["end"]`; keys of `times` are instants in seconds since the epoch."""
+    """Numbers between `times["begin"]` and `times["end"]`; `times` are in seconds since the epoch."""
     sites_up = 'up{service="sampler"}'
     # A scrape bears the time of its begin: the last one in the outage may end well after it, the first began before.
     middle = (times["cut"] + 6.0, times["heal"] - 6.0)
@@ -49,7 +49,7 @@ def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> di
 
 
 def draw(server: Prometheus, times: dict[str, float], directory: Path) -> None:
-    """Write every dashboard over the run as PNG, and one picture of the outage with the numbers that it shows."""
+    """Write every dashboard of the run as PNG, and one picture of the outage with its numbers."""
     directory.mkdir(parents=True, exist_ok=True)
     minutes = (times["end"] - times["begin"] + 10) / 60
     for board in BOARDS:

@@ -1,6 +1,6 @@
-"""One picture of an outage: what comes from each site, how long it is silent, how far it is behind, from its begin on.
+"""Picture of an outage: groups of each site, its silence, and its lag in versions.
 
-python -m campaigns.wan_picture runs/wan/images/outage.json docs/wan.png draws it again from the numbers of a run.
+`python -m campaigns.wan_picture runs/wan/images/outage.json docs/wan.png` draws it from the numbers of a run.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PANELS = {
     "silence": "seconds since the last\nsign of life",
     "behind": "versions behind\nthe learner",
 }
-"""What an outage is seen by, to the label of its panel."""
+"""Panels and their labels."""
 WITNESS = "witness"
-"""The site beside the learner, whose line is never cut."""
+"""The site next to the learner, whose link is never cut."""
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1, 1.5)))
 _SHADE = "#57606a"
 Series = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
-"""Panel to site to (second since the begin, value)."""
+"""Panel to site to (seconds since the begin, value)."""
 
 
 def since(times: Mapping[str, float], rows: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Rows of Prometheus for each panel, as seconds since the begin; with the span in which nothing gets through."""
+    """Prometheus rows of each panel in seconds since the begin, with the span of the outage."""
     begin = times["begin"]
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for panel, found in rows.items():
@@ -48,7 +48,7 @@ def since(times: Mapping[str, float], rows: Mapping[str, Sequence[Any]]) -> dict
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: three panels under one another, of one axis of time."""
+    """Write the picture: three panels over one time axis."""
     series: Series = found["series"]
     sites = list(dict.fromkeys(site for panel in PANELS for site in series[panel]))
     figure = Figure(figsize=(10.0, 7.5), dpi=160, layout="constrained")
@@ -61,7 +61,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             axes.plot(
                 [at for at, _ in points], [value for _, value in points], linewidth=1.6,
                 color=_COLOURS[place % len(_COLOURS)], linestyle=_DASHES[place % len(_DASHES)],
-                label="a test site beside the learner" if site == WITNESS else site,
+                label="a test site next to the learner" if site == WITNESS else site,
             )  # fmt: skip
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""The console script: nothing is imported before Ctrl-C is understood."""
+"""The console script. It handles Ctrl-C before it imports anything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while it is loaded ends it without a traceback, exit code 130."""
+    """Run the command line; Ctrl-C during its import exits with code 130 and without a traceback."""
     try:
         from heterorl.cli.main import main as run
 

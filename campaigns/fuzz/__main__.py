@@ -4,7 +4,7 @@
     python -m campaigns.fuzz --target chunk2 --case 4711  one case again, with its traceback
 
 A crash is anything but a valid result or one of this project's own errors: another exception, an assertion, more memory
-than the cap. A case depends on its target and number alone, so it can be repeated.
+than the cap. A case depends only on its target and number, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from campaigns.fuzz.run import TARGETS, fuzz, repeat
+from campaigns.fuzz.targets import TARGETS, fuzz, repeat
 
 
 def main() -> int:

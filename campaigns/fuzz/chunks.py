@@ -1,7 +1,7 @@
-"""Targets: the codecs of a chunk at each width, and the reader of zstandard frames.
+"""Fuzz targets: the chunk codecs of each width, and the reader of zstandard frames.
 
-Half of the cases damage bytes that the encoder wrote; half build a chunk of random streams under headers that nearly
-fit, so that what lies behind the frames' own checks is reached.
+Half of the cases damage encoded bytes; half build random streams with headers that nearly fit, to reach the code after
+the frames' own checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {1: np.int8, 2: np.int16, 4: np.int32}
 
 
 class ChunkTarget:
-    """apply_chunk of one width: a typed error leaves the chunk as it was, anything else applies."""
+    """apply_chunk of one width: a typed error leaves the chunk unchanged, anything else applies."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -42,7 +42,7 @@ class ChunkTarget:
                 self._coded += [(int(method), data) for method, data, _ in found]
 
     def case(self, draw: random.Random) -> tuple[int, bytes, int]:
-        """A method, its bytes, and which chunk they are applied to."""
+        """A method, its bytes, and the chunk they are applied to."""
         method, data = draw.choice(self._coded)
         chunk = draw.randrange(len(self._chunks))
         if draw.random() < 0.5:
@@ -54,7 +54,6 @@ class ChunkTarget:
         return *steps(draw, size), chunk
 
     def run(self, case: tuple[int, bytes, int]) -> None:
-        """Apply the bytes to a copy of the chunk."""
         method, data, number = case
         chunk = self._chunks[number].copy()
         try:
@@ -126,13 +125,12 @@ class ZstdTarget:
         ]
 
     def case(self, draw: random.Random) -> tuple[bytes, int]:
-        """A frame and the size that is expected of it."""
+        """A frame and its expected size."""
         frame, num_bytes = draw.choice(self._frames)
         if draw.random() < 0.3:
             num_bytes = draw.choice((0, 1, num_bytes + 1, 300, 5200))
         return mutated(frame, draw, other=draw.choice(self._frames)[0]), num_bytes
 
     def run(self, case: tuple[bytes, int]) -> None:
-        """Decompress."""
         content = decompress(case[0], num_bytes=case[1])
         assert len(content) == case[1], "another size than expected"

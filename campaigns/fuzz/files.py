@@ -1,4 +1,4 @@
-"""Targets: payload files with and without fitting checksums, composing them, and the trainable state on disk."""
+"""Fuzz targets: payload files with and without valid checksums, composing them, and trainable state on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECORD = struct.Struct("<IQQ")
 
 
 def scratch(owner: object) -> Path:
-    """A directory that goes with its owner; in memory where there is such a file system."""
+    """A temporary directory that is deleted with its owner; in memory if possible."""
     memory = Path("/dev/shm")
     directory = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
     weakref.finalize(owner, shutil.rmtree, directory, ignore_errors=True)
@@ -35,7 +35,7 @@ def scratch(owner: object) -> Path:
 
 
 def sealed(data: bytes) -> bytes:
-    """The same file under checksums that fit, as far as its own numbers allow."""
+    """The file with valid checksums, as far as its own numbers allow."""
     result = bytearray(data)
     if len(result) < _RECORDS + 8:
         return data
@@ -54,7 +54,7 @@ def sealed(data: bytes) -> bytes:
 
 
 class _Payloads:
-    """Valid payloads of a small layout, and a file to write damaged ones to."""
+    """Valid payloads of a small layout, and a file for damaged ones."""
 
     def __init__(self) -> None:
         self.path = scratch(self) / "case"
@@ -84,11 +84,9 @@ class ContainerTarget(_Payloads):
     """read_header: records that fit the chunks and the file, or a typed error."""
 
     def case(self, draw: random.Random) -> bytes:
-        """A file's bytes."""
         return self.draw_file(draw)
 
     def run(self, case: bytes) -> None:
-        """Read roots and header."""
         self.path.write_bytes(case)
         with contextlib.suppress(CorruptData):
             read_roots(self.path)
@@ -102,12 +100,11 @@ class PayloadTarget(_Payloads):
     """apply_payload: a state, or a typed error."""
 
     def case(self, draw: random.Random) -> tuple[bytes, bool]:
-        """A file's bytes, and whether it is applied to nothing."""
+        """A file's bytes, and whether there is no base state."""
         data = self.draw_file(draw)
         return data, data[44:76] == bytes(32)
 
     def run(self, case: tuple[bytes, bool]) -> None:
-        """Apply it."""
         data, is_snapshot = case
         self.path.write_bytes(data)
         staging = Arena(self.layout) if is_snapshot else self.old.copy()
@@ -118,11 +115,9 @@ class ComposeTarget(_Payloads):
     """compose: one payload of one damaged one, or a typed error and no file."""
 
     def case(self, draw: random.Random) -> bytes:
-        """A file's bytes."""
         return self.draw_file(draw)
 
     def run(self, case: bytes) -> None:
-        """Compose it alone."""
         self.path.write_bytes(case)
         target = self.path.with_name("out")
         try:
@@ -134,7 +129,7 @@ class ComposeTarget(_Payloads):
 
 
 class StateTarget:
-    """The reader of safetensors: trainable state, or a typed error that leaves the model as it was."""
+    """The safetensors reader: trainable state, or a typed error that leaves the model unchanged."""
 
     def __init__(self) -> None:
         import torch
@@ -152,7 +147,7 @@ class StateTarget:
         self._weights = [parameter.detach().clone() for parameter in self._model.parameters()]
 
     def case(self, draw: random.Random) -> tuple[str, bytes]:
-        """One of the three files, damaged; of safetensors often the header, which is JSON behind its length."""
+        """One of the three files, damaged; in safetensors often the JSON header."""
         name = draw.choice(sorted(self._files))
         data = self._files[name]
         if name.endswith(".json") or draw.random() < 0.3:
@@ -164,7 +159,7 @@ class StateTarget:
         return name, struct.pack("<Q", len(text)) + text + data[8 + size :]
 
     def run(self, case: tuple[str, bytes]) -> None:
-        """Read the state with the damaged file in its place."""
+        """Read the state with the damaged file in place."""
         from heterorl.learner.backends.optimizer_state import read_state
 
         name, data = case

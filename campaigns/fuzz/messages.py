@@ -1,4 +1,4 @@
-"""Targets: protobuf to values, manifests to chunks, and plans of payloads."""
+"""Fuzz targets: protobuf to values, manifests to chunks, and pull plans."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _INTEGERS = {
 
 
 def any_value(field: FieldDescriptor, draw: random.Random) -> Any:
-    """A value of a scalar field's type, often at an edge of it."""
+    """A value of a scalar field's type, often at its limits."""
     if field.cpp_type in _INTEGERS:
         low, high = _INTEGERS[field.cpp_type]
         return draw.choice([draw.randrange(10), low, high, draw.randint(low, high)])
@@ -80,7 +80,7 @@ def any_value(field: FieldDescriptor, draw: random.Random) -> Any:
 
 
 def any_message(kind: type[Message], draw: random.Random, *, depth: int = 3) -> Message:
-    """A message with some fields set to any values."""
+    """A message with some fields set to arbitrary values."""
     message = kind()
     for field in message.DESCRIPTOR.fields:
         if draw.random() < 0.2:
@@ -102,7 +102,7 @@ def any_message(kind: type[Message], draw: random.Random, *, depth: int = 3) -> 
 
 
 class MessageTarget:
-    """*_from_pb of what gRPC lets through: a value or a typed error."""
+    """*_from_pb of what gRPC accepts: a value or a typed error."""
 
     def case(self, draw: random.Random) -> tuple[int, bytes]:
         """A decoder and serialised bytes, damaged in half of the cases."""
@@ -113,7 +113,6 @@ class MessageTarget:
         return number, data
 
     def run(self, case: tuple[int, bytes]) -> None:
-        """Decode."""
         kind, decode = DECODERS[case[0]]
         try:
             message = kind.FromString(case[1])
@@ -124,10 +123,10 @@ class MessageTarget:
 
 
 class StatementTarget:
-    """statement_from_bytes: settings with known keys that are written as they were read, or a typed error."""
+    """statement_from_bytes: settings with known keys that survive a round trip, or a typed error."""
 
     def case(self, draw: random.Random) -> bytes:
-        """A statement with any values, damaged in some cases."""
+        """A statement with arbitrary values, damaged in some cases."""
         table: dict[str, Any] = {"contract": draw.choice(("", "f" * 64)), "group_size": draw.randrange(9)}
         table["use_chat_template"] = draw.random() < 0.5
         for key in TABLES:
@@ -138,7 +137,6 @@ class StatementTarget:
         return mutated(data.encode(), draw, other=data.encode()) if draw.random() < 0.5 else data.encode()
 
     def run(self, case: bytes) -> None:
-        """Decode, and write again."""
         assert statement_to_bytes(statement_from_bytes(case)) == case, "another form"
 
 
@@ -151,7 +149,7 @@ def any_json(draw: random.Random, depth: int) -> Any:
 
 
 class ManifestTarget:
-    """manifest_from_bytes and chunks_of: chunks that are as many as the digests, or a typed error."""
+    """manifest_from_bytes and chunks_of: as many chunks as digests, or a typed error."""
 
     def case(self, draw: random.Random) -> bytes:
         """A manifest's bytes; sizes often nearly fit."""
@@ -175,7 +173,6 @@ class ManifestTarget:
         return mutated(data, draw, other=data) if draw.random() < 0.4 and data else data
 
     def run(self, case: bytes) -> None:
-        """Decode, and derive the chunks."""
         manifest = manifest_from_bytes(case)
         chunks = chunks_of(manifest)
         assert len(chunks) == len(manifest.chunk_digests), "chunks and digests disagree"
@@ -183,10 +180,10 @@ class ManifestTarget:
 
 
 class PlanTarget:
-    """plan_pull over any payloads: a path that leads to the goal, or a typed error."""
+    """plan_pull over arbitrary payloads: a path to the goal, or a typed error."""
 
     def case(self, draw: random.Random) -> tuple[list[PayloadRef], int, int]:
-        """Payloads of random versions, what is held and what is wanted."""
+        """Payloads of random versions, the held version and the wanted one."""
         payloads = [
             PayloadRef(
                 kind=draw.choice(list(PayloadKind)),

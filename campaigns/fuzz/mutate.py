@@ -1,4 +1,4 @@
-"""Damage to bytes: bits, numbers at the edges of their types, cuts, repeats and splices."""
+"""Damages bytes: bit flips, numbers at the limits of their types, cuts, repeats and splices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _WAYS: tuple[Callable[[bytearray, random.Random, bytes], None], ...] = (
 
 
 def mutated(data: bytes, draw: random.Random, *, other: bytes = b"") -> bytes:
-    """Up to four damages to `data`; `other` is what may be spliced in."""
+    """Up to four damages to `data`; `other` may be spliced in."""
     result = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         if not result:

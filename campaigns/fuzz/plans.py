@@ -1,4 +1,4 @@
-"""Target: a plan of a coordinator that nobody should trust, taken as far as files: parsed, judged, fetched."""
+"""Fuzz target: the plan of an untrusted coordinator, parsed, judged and fetched into files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (0, 1, 10, MAX_BYTES, MAX_BYTES + 1, 1 << 40, 2**63 - 1, 2**64 - 1)
 
 
 class _Inline(ThreadPoolExecutor):
-    """Runs what it is given at once: a thread's stack would count as memory of the case."""
+    """Runs calls at once: a thread's stack would count as memory of the case."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -40,7 +40,7 @@ class _Inline(ThreadPoolExecutor):
 
 
 class _Source:
-    """Sends frames as the case has them, whatever is asked."""
+    """Sends the case's frames for any request."""
 
     def __init__(self, frames: list[bytes]) -> None:
         self._frames = frames
@@ -51,14 +51,14 @@ class _Source:
 
 
 class FetchTarget:
-    """plan_from_pb and Fetcher: files of the spool alone, no larger than allowed, or a typed error."""
+    """plan_from_pb and Fetcher: only files of the spool within size limits, or a typed error."""
 
     def __init__(self) -> None:
         self._root = scratch(self)
         (self._root / "victim").write_bytes(b"owner")
 
     def case(self, draw: random.Random) -> tuple[list[tuple[str, int]], list[bytes], list[int]]:
-        """Payloads as they are stated, frames as they are sent, and lengths of what lies in the spool."""
+        """Stated payloads, sent frames, and lengths of files in the spool."""
         payloads = [(draw.choice(NAMES), draw.choice(SIZES)) for _ in range(draw.randrange(1, 4))]
         frames = [draw.randbytes(draw.choice((0, 1, 9, 100, MAX_BYTES + 1))) for _ in range(draw.randrange(4))]
         whole = b"".join(frames)
@@ -67,7 +67,6 @@ class FetchTarget:
         return payloads, frames, [draw.randrange(20) for _ in range(draw.randrange(3))]
 
     def run(self, case: tuple[list[tuple[str, int]], list[bytes], list[int]]) -> None:
-        """Take the plan to its files."""
         payloads, frames, lying = case
         spool = self._root / "spool"
         spool.mkdir(exist_ok=True)

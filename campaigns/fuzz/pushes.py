@@ -1,4 +1,4 @@
-"""Target: pushed bytes as the coordinator reads and judges them; what it takes, a learner can open and train on."""
+"""Fuzz target: pushed bytes as the coordinator judges them; a learner can open and train on what it accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = 300
 LONGEST = 12
 """Tokens of a completion in the contract."""
 ROUTED = 4
-"""Bytes of a token's record of experts."""
+"""Bytes of a token's expert record."""
 _CONTRACT = dataclasses.replace(
     CONTRACT,
     vocab_size=1000,
@@ -36,19 +36,21 @@ _CONTRACT = dataclasses.replace(
 _TURNS = dataclasses.replace(
     _CONTRACT, routed_token_bytes=0, max_turns=3, max_trajectory_tokens=30, min_members=1
 )  # fmt: skip
-"""The same for rollouts of several turns."""
+"""The contract for rollouts of several turns."""
 _MAX_PROMPT = 64
 _NEWER = b"\xf2\x3f\x03new"
-"""A field of a program that is newer."""
+"""A field of a newer program."""
 _COLUMNS = [field.name for field in rollout_pb2.Group.DESCRIPTOR.fields if field.type == field.TYPE_BYTES]
 _ODD = (b"\xff" * 4, bytes(4), struct.pack("<f", float("nan")), struct.pack("<d", float("inf")), b"\1")
 
 
 class PushTarget:
-    """The way of a push from its bytes to arrivals: a group without a problem keeps every rule when it is opened."""
+    """From a push's bytes to arrivals: an accepted group keeps every rule when it is opened."""
 
     def case(self, draw: random.Random) -> bytes:
-        """A push of honest groups, of groups with a changed column, or of any; damaged in a third of the cases."""
+        """A push of honest groups, of groups with a changed column, or of arbitrary ones; damaged in a third of the
+        cases.
+        """
         parts = []
         for _ in range(draw.choice((1, 1, 2, 3))):
             message = rollout_pb2.Group.FromString(seal(_honest(draw, has_turns=draw.random() < 0.5)).data)
@@ -64,7 +66,6 @@ class PushTarget:
         return mutated(data, draw, other=data) if draw.random() < 0.33 else data
 
     def run(self, case: bytes) -> None:
-        """Read it, and open what is taken."""
         message = parse(case, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
         assert isinstance(message, rollout_pb2.PushGroupsRequest)
         problems = []
@@ -127,7 +128,7 @@ def _must_hold_of_turns(group: Group) -> None:
 
 
 def _change(message: rollout_pb2.Group, draw: random.Random) -> None:
-    """Change one column: a byte of it, its end, or an odd number in it."""
+    """Change one column: a byte, its end, or a number in it."""
     name = draw.choice(_COLUMNS)
     column = bytearray(getattr(message, name))
     kind = draw.randrange(4)
@@ -187,7 +188,7 @@ def _rollout(draw: random.Random, *, num_prompt: int) -> Rollout:
 
 
 def _trajectory(draw: random.Random, *, num_prompt: int) -> Rollout:
-    """Turns of completions, with given tokens between them, now and then behind fewer tokens than there were."""
+    """Turns of completions with given tokens between them, sometimes keeping fewer tokens than there were."""
     parts = [_rollout(draw, num_prompt=num_prompt) for _ in range(draw.randint(1, 3))]
     ids: list[int] = []
     spans: list[Span] = []

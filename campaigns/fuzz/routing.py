@@ -1,4 +1,4 @@
-"""Target: a peer's record of experts, judged beside a plain reading of the format, then replayed by routers."""
+"""Fuzz target: a peer's expert record, compared with a plain reading of the format, then replayed by routers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A record that is said to be of so many tokens."""
+    """A record with a stated number of tokens."""
 
     shape: RoutingShape
     num_tokens: int
@@ -33,7 +33,7 @@ class Case:
 
 
 class _TopKRouter(nn.Module):
-    """Answers as those of transformers do."""
+    """Answers as transformers gives them."""
 
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class _TopKRouter(nn.Module):
 
 
 class RoutingTarget:
-    """RoutingShape.problem and RouterReplay: refused exactly where the format is broken, and else taken as it is."""
+    """RoutingShape.problem and RouterReplay: refuse exactly the broken records, and replay the others unchanged."""
 
     def __init__(self) -> None:
         self._routers = {shape: nn.ModuleList(_TopKRouter(shape) for _ in range(shape.num_layers)) for shape in SHAPES}
         self._replays = {shape: RouterReplay(routers) for shape, routers in self._routers.items()}
 
     def case(self, draw: random.Random) -> Case:
-        """An honest record; in half of the cases damaged, or of another shape or number of tokens."""
+        """An honest record; in half of the cases damaged, or with another shape or number of tokens."""
         shape, num_tokens = draw.choice(SHAPES), draw.randint(1, 6)
         own = draw.choice(SHAPES) if draw.random() < 0.1 else shape
         experts = [draw.sample(range(own.num_experts), own.top_k) for _ in range(num_tokens * own.num_layers)]
@@ -64,7 +64,7 @@ class RoutingTarget:
         return Case(shape, num_tokens, record)
 
     def run(self, case: Case) -> None:
-        """Judge it twice; what is taken is what the routers then choose."""
+        """Judge it twice; routers choose exactly what an accepted record states."""
         problem, layers = case.shape.problem(case.record, case.num_tokens), _read(case)
         assert bool(problem) is (layers is None), f"{problem or 'taken'}, and a plain reading says otherwise"
         if layers is None:
@@ -82,7 +82,7 @@ class RoutingTarget:
 
 
 def _read(case: Case) -> list[list[Sequence[int]]] | None:
-    """Experts of each token and layer, by the words of the format; None where it is broken."""
+    """Experts of each token and layer, read plainly; None for a broken record."""
     shape, width = case.shape, 1 if case.shape.num_experts <= 256 else 2
     if not case.record:
         return []

@@ -1,4 +1,4 @@
-"""The commands `heterorl certs` and `heterorl join`. They import cryptography when they run: `--help` is instant."""
+"""The commands `heterorl certs` and `heterorl join`. They import cryptography when they run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address
 
 app = typer.Typer(
-    help="Certificates of a run, from a private authority in a directory: who may be learner, sampler or operator.",
+    help="Certificates of a run, signed by a private authority in a directory.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
 RoleName = Literal["coordinator", "learner", "sampler", "operator", "relay"]
 DirOption = Annotated[Path, typer.Option("--dir", help="Directory of the authority; keep it off the nodes.")]
-DaysOption = Annotated[int, typer.Option(help="Days until it expires.", min=1, max=398)]
+DaysOption = Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)]
 DIRECTORY = Path("certs")
 DESK_PORT = 50052
 DAYS = 90
@@ -42,11 +42,14 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @app.command("init")
 def init(
-    run: Annotated[str, typer.Argument(help="Name of the run, as `run_id` of the coordinator.")],
+    run: Annotated[str, typer.Argument(help="Name of the run: `run_id` of the coordinator.")],
     directory: DirOption = DIRECTORY,
     days: Annotated[int, typer.Option(help="Days until the authority expires.", min=1, max=3650)] = 1825,
 ) -> None:
-    """Make an authority for a run. Its key, ca.key, can make any identity: back it up and show it to nobody."""
+    """Create a certificate authority for a run.
+
+    Its key, ca.key, can sign any identity: back it up and keep it secret. Example: `heterorl certs init math-run`
+    """
     from heterorl.certs.authority_directory import Authority
 
     Authority(directory).init(run=run, now=_now(), lifetime=datetime.timedelta(days=days))
@@ -56,21 +59,28 @@ def init(
 
 @app.command("issue")
 def issue(
-    role: Annotated[RoleName, typer.Argument(help="What the node is.")],
-    site: Annotated[str, typer.Argument(help="Name of its site; a sampler's `site`. A relay of eu carries eu, eu.*")],
+    role: Annotated[RoleName, typer.Argument(help="Role of the node.")],
+    site: Annotated[str, typer.Argument(help="Site of the node: a sampler's `site`. A relay of eu serves eu and eu.*")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="DNS name or IP address that a coordinator or relay is dialled by; repeat for more."),
+        typer.Option(help="DNS name or IP address at which nodes dial this coordinator or relay; repeatable."),
     ] = None,
     coordinator: Annotated[
         str,
-        typer.Option(help="host:port that the node dials; noted beside its files for `heterorl status` and others."),
+        typer.Option(
+            help="host:port that the node dials; noted with its files for `heterorl status` and other commands."
+        ),
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Directory of the node's files; ROLE-SITE in --dir.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the node's files; default: ROLE-SITE in --dir.")
+    ] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
-    """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
+    """Issue a key and a certificate for one node: copy ca.crt, node.crt and node.key to it.
+
+    Example: `heterorl certs issue sampler eu-1`
+    """
     from heterorl.certs.authority_directory import PUBLIC, REVOKED, Authority, write_file
     from heterorl.common.identity.spiffe import Role
     from heterorl.common.identity.tls import ADDRESS_FILE
@@ -91,15 +101,15 @@ def issue(
 
 @app.command("renew")
 def renew(
-    node: Annotated[Path, typer.Argument(help="Directory of a node's files, as `issue` made it.")],
+    node: Annotated[Path, typer.Argument(help="Directory of the node's files, made by `issue`.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address of the new certificate, in place of those of the old one; repeat for more."),
+        typer.Option(help="Name or address of the new certificate; repeatable. Default: those of the old one."),
     ] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
-    """Replace a node's certificate and key in place. Running nodes take new files up without dropping a call."""
+    """Replace a node's certificate and key in place. A running node reads the new files without dropping a call."""
     from heterorl.certs.authority_directory import Authority
 
     old = Authority(directory).renew(node, hosts=host or (), now=_now(), lifetime=datetime.timedelta(days=days))
@@ -110,35 +120,35 @@ def renew(
 @app.command("revoke")
 def revoke(
     what: Annotated[
-        str, typer.Argument(help="Serial number or certificate file; a node's directory means all its certificates.")
+        str, typer.Argument(help="Serial number, certificate file, or a node's directory for all its certificates.")
     ] = "",
-    site: Annotated[str, typer.Option(help="In place of WHAT: every certificate of this site, joined or issued.")] = "",
-    role: Annotated[RoleName, typer.Option(help="Role of that site.")] = "sampler",
+    site: Annotated[str, typer.Option(help="Instead of WHAT: all certificates of this site.")] = "",
+    role: Annotated[RoleName, typer.Option(help="Role of the node at --site.")] = "sampler",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Refuse a certificate from the next call on, wherever a coordinator's `tls.revoked` names a copy of this list.
+    """Revoke a certificate; a coordinator refuses it from the next call, once `tls.revoked` names a copy of this list.
 
-    A node that joined by token has no directory here: name it by --site and --role, or by its serial number, which
+    A node that joined by token has no directory here: name it by --site and --role, or by the serial number that
     `heterorl certs list` shows.
     """
     from heterorl.certs.authority_directory import Authority
     from heterorl.common.identity.spiffe import Role
 
     if bool(what) == bool(site):
-        raise ConfigError("WHAT", "name either WHAT or --site", action="`heterorl certs list` shows all of them")
+        raise ConfigError("WHAT", "give either WHAT or --site", action="`heterorl certs list` shows all of them")
     authority = Authority(directory)
     for identity in authority.revoke(what) if what else authority.revoke_node(role=Role(role), site=site):
         _print(f"revoked: {identity.uri} ({identity.serial:x})")
     _print(f"list: {authority.revoked_path}")
     for copy in authority.copies():
         _print(f"copy: {copy}")
-    _print("now copy the list to the coordinator, over the file that its `tls.revoked` names; it counts from the next")
-    _print("call on, without a restart. Without `tls.revoked` nothing is refused: `heterorl doctor` there says so.")
+    _print("now copy the list over the file that the coordinator's `tls.revoked` names; it applies from the next call,")
+    _print("without a restart. Without `tls.revoked` it refuses nothing: `heterorl doctor` there warns of that.")
 
 
 @app.command("list")
 def list_(directory: DirOption = DIRECTORY) -> None:
-    """Show every certificate of an authority, the one that expires first on top."""
+    """List all certificates of an authority, the one that expires first on top."""
     from heterorl.certs.authority_directory import Authority
 
     now = _now()
@@ -157,7 +167,7 @@ def list_(directory: DirOption = DIRECTORY) -> None:
     if Console(width=1000, markup=False).measure(whole).maximum <= console.width:
         console.print(whole)
         return
-    # A serial number is there to be copied: it stays in one piece, on a line of its own where the screen is narrow.
+    # Serial numbers are copied, so on a narrow screen each has its own line.
     console.print(_table(rows, num_columns=5))
     console.print("serial numbers, in the same order:")
     for role, site, *_, serial, hosts in rows:
@@ -181,20 +191,25 @@ def _print(text: str) -> None:
     console_of().print(text, soft_wrap=True)
 
 
-token_app = typer.Typer(help="Tokens by which nodes get their first certificate themselves.", no_args_is_help=True)
+token_app = typer.Typer(help="One-time tokens with which nodes get their first certificate.", no_args_is_help=True)
 app.add_typer(token_app, name="token")
 
 
 @token_app.command("create")
 def create_token(
-    site: Annotated[str, typer.Option(help="Name of the node's site; a sampler's `site`.")],
-    role: Annotated[Literal["sampler", "learner", "operator"], typer.Option(help="What the node is.")] = "sampler",
-    expires: Annotated[str, typer.Option(help="How long the token counts: 30m, 1h, 2d.")] = "1h",
-    authority: Annotated[str, typer.Option(help="host:port of `certs serve` as nodes reach it; goes into it.")] = "",
+    site: Annotated[str, typer.Option(help="Site of the node: a sampler's `site`.")],
+    role: Annotated[Literal["sampler", "learner", "operator"], typer.Option(help="Role of the node.")] = "sampler",
+    expires: Annotated[str, typer.Option(help="How long the token is valid: 30m, 1h, 2d.")] = "1h",
+    authority: Annotated[
+        str, typer.Option(help="host:port at which nodes reach `certs serve`; stored in the token.")
+    ] = "",
     directory: DirOption = DIRECTORY,
-    days: Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)] = 90,
+    days: Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)] = DAYS,
 ) -> None:
-    """Print a token that becomes one certificate, once, for this site and role. It is a secret until then."""
+    """Print a one-time token for the first certificate of this site and role. Keep it secret until it is used.
+
+    Example: `heterorl certs token create --site eu-1 --expires 2h`
+    """
     from heterorl.certs.enrolment import Enrolment
     from heterorl.common.identity.spiffe import Role
 
@@ -202,13 +217,13 @@ def create_token(
         check_address("--authority", authority)
     until = time.time() + parse_duration(expires)
     made = Enrolment(directory).create(role=Role(role), site=site, address=authority, days=days, expires=until)
-    # Alone on standard output, so that a script can take it.
+    # The only line on standard output, for scripts.
     typer.echo(made.text())
 
 
 @token_app.command("list")
 def list_tokens(directory: DirOption = DIRECTORY) -> None:
-    """Show every token: for whom, until when, whether it was used."""
+    """List all tokens: node, expiry, and whether each was used."""
     from heterorl.certs.enrolment import Enrolment
     from heterorl.common.identity.spiffe import split_uri
 
@@ -224,24 +239,24 @@ def list_tokens(directory: DirOption = DIRECTORY) -> None:
 
 @token_app.command("delete")
 def delete_token(
-    token: Annotated[str, typer.Argument(help="Its number, as `list` shows it.")], directory: DirOption = DIRECTORY
+    token: Annotated[str, typer.Argument(help="Number of the token, from `list`.")], directory: DirOption = DIRECTORY
 ) -> None:
-    """Forget a token. A certificate that it became stays: `heterorl certs revoke` refuses that."""
+    """Delete a token. Its certificate stays valid: `heterorl certs revoke` refuses that."""
     from heterorl.certs.enrolment import Enrolment
 
     Enrolment(directory).delete(token)
-    console_of().print(f"forgotten: {token}")
+    console_of().print(f"deleted: {token}")
 
 
 @app.command("serve")
 def serve(
-    listen: Annotated[str, typer.Option(help="host:port to answer joining nodes on.")] = f"0.0.0.0:{DESK_PORT}",
+    listen: Annotated[str, typer.Option(help="host:port to listen on for joining nodes.")] = f"0.0.0.0:{DESK_PORT}",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Answer nodes that join with a token, where the authority is; stop it when all have joined.
+    """Answer nodes that join with a token. Run it on the authority's machine and stop it when all have joined.
 
-    It needs no certificate of the caller, only a token. The authority's key stays on this machine: the coordinator
-    needs neither this command nor the key.
+    A caller needs a token and no certificate. The authority's key stays on this machine; the coordinator needs neither
+    this command nor the key.
     """
     from heterorl.certs.enrolment_server import EnrolmentServer
     from heterorl.common.process import logs
@@ -255,26 +270,29 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with server.listening(listen) as port:
-            console_of().print(f"answering joining nodes on port {port}; Ctrl-C ends it", soft_wrap=True)
+            console_of().print(f"answering joining nodes on port {port}; Ctrl-C stops it", soft_wrap=True)
             await stop.wait()
 
     asyncio.run(answer())
 
 
 def join(
-    token: Annotated[str, typer.Option(help="What `heterorl certs token create` printed; - reads standard input.")],
+    token: Annotated[str, typer.Option(help="Token from `heterorl certs token create`; - reads standard input.")],
     coordinator: Annotated[str, typer.Option(help="host:port of the coordinator.")],
     authority: Annotated[
-        str, typer.Option(help=f"host:port of the authority; default: the token's, or port {DESK_PORT} there.")
+        str,
+        typer.Option(
+            help=f"host:port of the authority; default: the token's, else port {DESK_PORT} on the coordinator's host."
+        ),
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key; ROLE-SITE here.")
+        Path | None, typer.Option(help="Directory for ca.crt, node.crt and node.key; default: ROLE-SITE here.")
     ] = None,
 ) -> None:
-    """Get this node's certificate: the private key is made here and never leaves this machine.
+    """Get this node's certificate with a token. The private key is made here and never leaves this machine.
 
-    Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
-    After a lost answer, the same command gets it again.
+    Prints the first lines of the node's configuration. The token proves the authority before anything is sent. If the
+    answer got lost, run the same command again. Example: `heterorl join --token - --coordinator run.example:50051`
     """
     from heterorl.certs.authority_directory import PUBLIC, write_file
     from heterorl.certs.enrolment_client import join as get
@@ -289,7 +307,7 @@ def join(
     address = authority or parsed.address or f"{coordinator.rpartition(':')[0]}:{DESK_PORT}"
     check_address("--authority", address)
     asyncio.run(get(parsed, address=address, out=target))
-    # For the commands of an operator, which then need not be told.
+    # Operator commands read the address from here.
     write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
     console = console_of()
     paths = files_in(target.resolve())
@@ -305,7 +323,7 @@ def join(
 
 
 def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict[str, str]) -> list[str]:
-    """The beginning of the node's configuration, as TOML; of an operator's commands, who needs none."""
+    """First lines of a node's configuration as TOML; for an operator, the commands to run next."""
     lines = [f"# {role} {site} of run {run}"]
     if role == "operator":
         directory = str(Path(paths["cert"]).parent)
@@ -326,11 +344,7 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a number with s, m, h or d.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Seconds of a duration such as 30m, 1h or 2d; raises ConfigError for other text."""
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
     if match is None or int(match[1]) == 0:
         raise ConfigError("--expires", f"{text!r} is not like 30m, 1h or 2d")

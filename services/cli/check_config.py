@@ -1,4 +1,4 @@
-"""The configuration of a service, by the service's name: its schema, whose file one is, and `heterorl check-config`."""
+"""The command `heterorl check-config`, and the configuration schema of each service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCHEMAS: dict[Service, tuple[str, str]] = {
 
 
 def schema_of(service: Service) -> type[Config]:
-    """The schema of a service's configuration; imported when it is asked for."""
+    """The configuration class of a service, imported on demand."""
     module, name = _SCHEMAS[service]
     schema: type[Config] = getattr(importlib.import_module(module), name)
     return schema
@@ -36,9 +36,8 @@ def schema_of(service: Service) -> type[Config]:
 def load_service(service: Service, path: Path | None, overrides: Sequence[str] = ()) -> Any:
     """Read, merge and check a service's configuration.
 
-    Raises:
-        InvalidConfig: keys are unknown, or values out of bounds; names every one by its path.
-        ConfigError: a file or an override cannot be read, or the file is another service's.
+    Raises InvalidConfig for unknown keys and bad values, ConfigError for a file that cannot be read or is another
+    service's.
     """
     try:
         return load(schema_of(service), path, overrides)
@@ -47,44 +46,45 @@ def load_service(service: Service, path: Path | None, overrides: Sequence[str] =
         other = owner(table)
         if path is None or other == service or 2 * num_unknown(other, table) >= num_unknown(service, table):
             raise
-        action = f"name it to {other}, or give {service} its own"
-        raise ConfigError("--config", f"{path} is the file of a {other}, not of a {service}", action=action) from error
+        action = f"pass it to `{other}`, or pass the {service}'s own file"
+        raise ConfigError("--config", f"{path} has the keys of a {other}, not of a {service}", action=action) from error
 
 
 def owner(table: dict[str, Any]) -> Service:
-    """The service that knows most keys of a table; of several a sampler, then a learner, a coordinator, a relay."""
+    """The service that knows most keys of a table; ties go to sampler, learner, coordinator, relay, in this order."""
     return min(_SCHEMAS, key=lambda service: num_unknown(service, table))
 
 
 def num_unknown(service: Service, table: dict[str, Any]) -> int:
-    """How many keys of a table a service does not know."""
+    """Number of keys of a table that a service does not know."""
     known = set(all_keys(schema_of(service)))
     return sum(key not in known for key in flatten(table))
 
 
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
 NUM_COUNTED = 5_000
-"""Prompts whose tokens are counted, evenly spread over the task."""
+"""Prompts whose tokens are counted, spread evenly over the task."""
 NUM_RESET = 64
-"""The same of a task with an environment, where each begins an episode."""
+"""The same for a task with an environment, where each prompt starts an episode."""
 
 
 def check_config(
     service: Service,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
     keys_only: Annotated[
-        bool, typer.Option("--keys-only", help="Check keys and values alone; for a file of another machine.")
+        bool, typer.Option("--keys-only", help="Check only keys and values; for a file of another machine.")
     ] = False,
 ) -> None:
-    """Check a configuration without starting anything: every key, and what the service would load.
+    """Check a configuration without starting the service: every key, and what the service would load.
 
-    That is task, data, one reward, a step of each environment behind the model's template, a loss of your own,
-    tokenizer, the model's configuration and the engine's package; it reads no weights. Over the network it asks the hub
-    alone, for a model that is not here.
+    It loads the task, its data, the tokenizer and the model's configuration, computes one reward, and takes a step in
+    each environment. It tries a custom loss and the engine's package. It reads no weights. It uses the network only to
+    ask the hub for a model that is not on this machine.
 
-    Exit code 0: it is valid. 2: it is not; each problem is one line.
+    Exit code 0: valid. 2: not valid; each problem is one line. Example: `heterorl check-config learner --config
+    learner.toml`
     """
     loaded = load_service(service, config, set_ or ())
     said: list[str] = []
@@ -95,8 +95,8 @@ def check_config(
         raise OperatorError("\n".join([f"{len(found)} problems:", *map(str, found)]))
     console = console_of()
     if missing := left_to_the_run(service, loaded):
-        console.print(f"asked of the run at the start: {', '.join(missing)}", soft_wrap=True)
-        console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
+        console.print(f"taken from the run at the start: {', '.join(missing)}", soft_wrap=True)
+        console.print(f"accepted besides built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
     for line in [f"{service} configuration is valid", *said]:
         console.print(line, soft_wrap=True)
     if service == "learner":
@@ -106,7 +106,7 @@ def check_config(
 
 
 def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
-    """The keys that a sampler with a [join] section takes from the run it joins."""
+    """Keys that a sampler with a [join] section takes from the run it joins."""
     if service != "sampler":
         return ()
     from heterorl.sampler.adoption import missing_keys
@@ -115,11 +115,7 @@ def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
 
 
 def check_link(service: Service, config: Any) -> None:
-    """Say at once, before a model is loaded, that a link would be refused.
-
-    Raises:
-        ConfigError: it would.
-    """
+    """Refuse a link without the certificates it needs, before a model is loaded; raises ConfigError."""
     keys = {"coordinator": ("listen",), "relay": ("listen", "coordinator")}.get(service, ("coordinator",))
     for key in keys:
         check_tls(config.tls, key=key, address=getattr(config, key))
@@ -128,7 +124,7 @@ def check_link(service: Service, config: Any) -> None:
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
-    """What would keep a service from starting, one after another; `say` is told of the prompts: how many, how long."""
+    """Yield each problem that would keep a service from starting; `say` gets a line about the prompts."""
     yield from _problem(check_link, service, config)
     if not is_loading:
         return
@@ -139,9 +135,13 @@ def problems(
             yield DependencyMissing(package.replace("_", "-"), extra)
     kind = (config.engine if service == "sampler" else config.backend).kind
     if kind in ("vllm", "deepspeed"):
-        yield from _problem(_check_engine, kind)
+        from heterorl.common.model.library_versions import check_package
+
+        yield from _problem(check_package, kind)
     if service == "learner" and importlib.util.find_spec("torch") is not None:
-        yield from _problem(_try_loss, config)
+        from heterorl.learner.train.custom_loss_check import check_custom_loss
+
+        yield from _problem(check_custom_loss, config.loss)
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
         yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
@@ -163,7 +163,7 @@ def _problem(step: Callable[..., object], *arguments: object) -> Iterator[Hetero
 
 
 def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
-    """The packages that the configuration asks for, and the extras that bring them."""
+    """Packages that the configuration needs, with the extra that installs each."""
     yield from (("torch", service), ("transformers", service))
     if service == "learner" and config.backend.kind == "torch" and config.backend.liger:
         yield "liger_kernel", "gpu"
@@ -171,27 +171,15 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
         yield "opentelemetry", "otel"
 
 
-def _check_engine(kind: str) -> None:
-    from heterorl.common.model.library_versions import check_package
-
-    check_package(kind)
-
-
-def _try_loss(config: Any) -> None:
-    from heterorl.learner.train.custom_loss_check import check_custom_loss
-
-    check_custom_loss(config.loss)
-
-
 def _build_task(config: Any, prompter: Any) -> Any:
     from heterorl.common.tasks.task_config import build_task
 
-    # Nothing is written: a branch of the hub is where it is today.
+    # Nothing is written, so a branch of the hub is read at its newest commit.
     return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
 
 
 def counted(task: Any, prompter: Any) -> str:
-    """How many prompts a task has, and the longest of some that are spread over it."""
+    """Number of prompts of a task, and the longest of a sample of them."""
     from heterorl.common.tasks.environments.environment_task import environments_of
     from heterorl.common.tasks.sources.cells import lengths_of
 

@@ -1,6 +1,6 @@
-"""How an operator's commands reach a coordinator: the options that name it and certificates, one call, a screen.
+"""Options, calls and screens that operator commands share to reach a coordinator.
 
-Guarantees: whatever goes wrong ends in an error that says which option to change. Must never fall back to plaintext.
+Invariants: every failure names the option to change; no call falls back to plaintext.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ ADDRESS_VARIABLE, CREDENTIALS_VARIABLE = "HETERORL_ADDRESS", "HETERORL_CREDENTIA
 AddressArgument = Annotated[
     str,
     typer.Argument(
-        help=f"host:port of the coordinator; default: {ADDRESS_VARIABLE}, or what `join` noted in --credentials.",
+        help=f"host:port of the coordinator; default: {ADDRESS_VARIABLE}, else the note of `join` in --credentials.",
         show_default=False,
     ),
 ]
 CredentialsOption = Annotated[
     Path | None,
     typer.Option(
-        help="Directory of ca.crt, node.crt and node.key, as `heterorl join` makes it; "
+        help="Directory of an operator's ca.crt, node.crt and node.key, made by `heterorl join`; "
         f"default: {CREDENTIALS_VARIABLE}."
     ),
 ]
-CaOption = Annotated[str, typer.Option(help="PEM file of the run's authority; without --credentials.")]
+CaOption = Annotated[str, typer.Option(help="PEM file of the run's authority, instead of --credentials.")]
 CertOption = Annotated[str, typer.Option(help="PEM file of an operator's certificate.")]
-KeyOption = Annotated[str, typer.Option(help="PEM file of its private key.")]
-InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")]
+KeyOption = Annotated[str, typer.Option(help="PEM file of the certificate's private key.")]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; only for a coordinator on loopback.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a command line says of the link to a coordinator."""
+    """Address and certificates that a command line names."""
 
     address: str = ""
     credentials: Path | None = None
@@ -64,10 +64,9 @@ class Link:
         return replace(self, address=address)
 
     def find(self) -> tuple[str, TlsConfig]:
-        """Address and certificates: what the command says, then the environment, then what `join` noted.
+        """Address and certificates from the command line, else the environment, else the note of `join`.
 
-        Raises:
-            ConfigError: an address or certificates are missing or wrong, or named twice.
+        Raises ConfigError if one is missing, wrong or named twice.
         """
         from heterorl.common.errors import ConfigError
         from heterorl.common.identity.tls import noted_address
@@ -80,8 +79,8 @@ class Link:
         if not address and credentials is not None:
             address = noted_address(credentials)
         if not address:
-            action = f"name host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it in its"
-            raise ConfigError("ADDRESS", "is not given", action=f"{action} directory")
+            action = f"give host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it too"
+            raise ConfigError("ADDRESS", "is not set", action=action)
         check_address("ADDRESS", address)
         return address, self._files(credentials)
 
@@ -97,17 +96,14 @@ class Link:
             return TlsConfig(**files_in(credentials), insecure=self.insecure)
         if not self.insecure and len(stated) < len(files):
             missing = next(name for name, value in files.items() if not value)
-            action = "name an operator's directory by --credentials, or all of --ca, --cert and --key; `heterorl join`"
-            problem = "is not set, and the link needs certificates"
-            raise ConfigError(f"tls.{missing}", problem, action=f"{action} with its token makes it")
+            action = (
+                "give an operator's directory with --credentials (`heterorl join` makes it), or --ca, --cert and --key"
+            )
+            raise ConfigError(f"tls.{missing}", "is not set, and the link needs certificates", action=action)
         return TlsConfig(**files, insecure=self.insecure)
 
     def ask(self, call: Callable[[CoordinatorClient], Awaitable[ResultT]]) -> ResultT:
-        """Connect, make one call, and return its answer.
-
-        Raises:
-            HeterorlError: the coordinator's refusal, or that it cannot be reached.
-        """
+        """Connect, make one call, and return its answer; raises the coordinator's refusal, or Unreachable."""
         address, tls = self.find()
         silence_grpc()
         from heterorl.common.errors import Unreachable
@@ -121,7 +117,7 @@ class Link:
         try:
             return asyncio.run(run())
         except Unreachable as error:
-            # Nothing is kept and tried again here, other than by a service.
+            # A command does not retry as a service does, so the error says what to check.
             known = asyncio.run(explain_link(address, tls=tls))
             if known is not None:
                 raise Unreachable(known[0], action=known[1]) from error
@@ -132,7 +128,7 @@ class Link:
 
 
 def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of a link in place of its parameter `link`, and the address as an argument.
+    """Give a command the address argument and the link options in place of its parameter `link`.
 
     `cert` is the annotation of --cert.
     """
@@ -158,7 +154,7 @@ def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Cal
             link = Link(**{name: given.pop(name) for name in ("address", *options) if name in given})
             command(link=link, **given)
 
-        # What typer reads; `wraps` would show it the command's own parameters.
+        # Typer reads these; `wraps` would show the command's own parameters.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         del run.__wrapped__
@@ -168,13 +164,13 @@ def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Cal
 
 
 def console_of(*, stderr: bool = False) -> Console:
-    """A screen on which names and reasons of other machines are text, never markup."""
+    """A console that prints text from other machines literally, without markup."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 @contextmanager
 def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the other stream, gone at the end; takes bytes done and bytes in all."""
+    """A progress bar on standard error that disappears at the end; takes done and total bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     with Progress(
@@ -186,9 +182,9 @@ def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
-    """What a handshake says about a link that failed, and what to do; None where it says nothing.
+    """Problem and action that a TLS handshake reveals for a link that failed; None if it reveals none.
 
-    gRPC tells names, authorities and expiry apart in a log of its own only.
+    gRPC reports names, authorities and expiry only in its own log.
     """
     from heterorl.doctor import link_checks
     from heterorl.doctor.check import Failure, Level
@@ -212,5 +208,5 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
 
 def silence_grpc() -> None:
-    """Keep gRPC's own lines from the screen of a command, which says in words what they mean; before its import."""
+    """Suppress gRPC's own log lines on a command's screen; call it before gRPC is imported."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

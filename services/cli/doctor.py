@@ -5,38 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from heterorl.cli.check_config import load_service, num_unknown, owner
+from heterorl.cli.check_config import ConfigOption, Service, SetOption, load_service, num_unknown, owner
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config import flatten, read_tables
 
-RoleName = Literal["sampler", "learner", "coordinator", "relay"]
-
 
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")] = None,
+    config: ConfigOption = None,
     role: Annotated[
-        RoleName | None, typer.Option(help="What the node is; by default, whose keys the file has.")
+        Service | None, typer.Option(help="Role of the node; default: the one whose keys the file has.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    set_: SetOption = None,
     credentials: Annotated[
         Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of [tls].")
     ] = None,
-    calls: Annotated[int, typer.Option(help="Calls that the round trip is measured by.", min=1, max=1000)] = 10,
-    json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    calls: Annotated[int, typer.Option(help="Calls over which the round trip is measured.", min=1, max=1000)] = 10,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Check a node before it joins a run: link, certificates, clock, disk, memory, device, versions, contract.
 
-    Exit code 0: nothing failed; warnings may need a look. 1: a check failed, and its line says what to do.
-    2: the configuration is wrong.
+    Exit code 0: no check failed (warnings may need a look). 1: a check failed; its line says what to do. 2: the
+    configuration is wrong. Example: `heterorl doctor --config sampler.toml`
     """
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.check import checks_json, checks_table, exit_code
@@ -55,21 +51,17 @@ def doctor(
     raise typer.Exit(exit_code(checks))
 
 
-def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> RoleName:
-    """The service that knows most keys of a configuration; of several a sampler.
-
-    Raises:
-        ConfigError: none does.
-    """
+def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> Service:
+    """The service that knows most keys of a configuration; raises ConfigError if no service knows one."""
     table, _ = read_tables(config, overrides)
     role = owner(table)
     if table and num_unknown(role, table) == len(flatten(table)):
-        raise ConfigError("--role", "the keys of --config are of no service", action="name the role")
+        raise ConfigError("--role", "no service has the keys of --config", action="pass --role")
     return role
 
 
 def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
-    """What the doctor needs to know of a configuration."""
+    """What the doctor reads of a configuration."""
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
 
@@ -103,7 +95,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
 
 
 def _dialled(config: Any) -> str:
-    """Where a coordinator is reached from its own machine."""
+    """Address of a coordinator on its own machine."""
     try:
         announced = (config.data_dir / "address").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The command `heterorl env try`: one episode of a configuration's environment, by a model or by hand."""
+"""The command `heterorl env try`: one episode of a task's environment, by a model or by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.check_config import load_service
+from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 
@@ -23,32 +23,33 @@ if TYPE_CHECKING:
     from heterorl.common.text.prompter import Prompter
     from heterorl.common.types.common import Int32Array
 
-env = typer.Typer(help="Environments, before a run plays them.", no_args_is_help=True)
+env = typer.Typer(help="Try environments before a run uses them.", no_args_is_help=True)
 
 
 @env.command("try")
 def env_try(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the learner.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set task.max_turns=3`.")] = None,
-    prompt: Annotated[int, typer.Option(help="Number of the prompt.", min=0)] = 0,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Of the held-out prompts.")] = False,
+    set_: SetOption = None,
+    prompt: Annotated[int, typer.Option(help="Index of the prompt.", min=0)] = 0,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Take a held-out prompt.")] = False,
     model: Annotated[
-        str, typer.Option(metavar="DIR", help="Let this model draw the turns; by default model_dir of the file.")
+        str, typer.Option(metavar="DIR", help="Model that samples the turns; default: model_dir of the file.")
     ] = "",
     by_hand: Annotated[
-        bool, typer.Option("--by-hand", help="Type the turns; the default on a terminal without --model.")
+        bool, typer.Option("--by-hand", help="Type the turns; default on a terminal without --model.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the trajectory as JSON.")] = False,
 ) -> None:
-    """Play one episode of task.environment: by hand, or by a model as a sampler would.
+    """Play one episode of task.environment: by hand, or with a model as a sampler would.
 
-    By hand each line is a turn, a call of a tool is a line of JSON, {"name": "add", "arguments": {"a": 1}}, and Ctrl-D
-    ends the episode. It needs no model. A model draws with the file's [sampling] and proves its chat template too.
+    By hand, each line is a turn. A tool call is a line of JSON such as {"name": "add", "arguments": {"a": 1}}. Ctrl-D
+    ends the episode. This needs no model. A model samples with the file's [sampling] and tests its chat template too.
 
-    Exit code 0: the episode ended with a reward. 2: it did not, and a line says why.
+    Exit code 0: the episode ended with a reward. 2: it did not; a line says why. Example: `heterorl env try --config
+    learner.toml --by-hand`
     """
     if model and by_hand:
-        raise ConfigError("--model", "--by-hand is named too", action="name one of them")
+        raise ConfigError("--model", "--by-hand is given too", action="remove one of them")
     chosen = [f"model_dir={json.dumps(model)}"] if model else []
     loaded = load_service("learner", config, [*(set_ or ()), *chosen])
     if not loaded.task.has_environment:
@@ -62,7 +63,7 @@ def env_try(
     if not is_typed:
         prompter()
     task = build_task(loaded.task, measure=lambda prompts: prompter().num_tokens(prompts))
-    # What is written for people leaves the other stream to JSON.
+    # Text goes to standard error if standard output is JSON.
     console = console_of(stderr=json_)
     try:
         asked, spec = _asked(task, prompt, is_held_out=held_out)
@@ -91,14 +92,14 @@ def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, Enviro
 
     count = task.num_evaluation_prompts if is_held_out else task.num_prompts
     if index >= count:
-        raise ConfigError("--prompt", f"{index}, and there are {count}, from 0 to {count - 1}")
+        raise ConfigError("--prompt", f"must be from 0 to {count - 1}; got {index}")
     asked = task.evaluation_prompt(index) if is_held_out else task.prompt(index)
     if asked.refusal:
         raise PromptRefused("task.environment", asked.refusal, action="correct the environment, or the row")
     spec = environment_of(task, asked)
     if spec is None:
-        problem = f"prompt {index} is of a source without task.environment"
-        raise ConfigError("--prompt", problem, action="name another one")
+        problem = f"the source of prompt {index} has no task.environment"
+        raise ConfigError("--prompt", problem, action="choose another prompt")
     return asked, spec
 
 
@@ -113,7 +114,7 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 
     screen = Screen(console)
     screen.begin(asked, spec, num_tokens=None)
-    played = play(spec, PersonPlayer(ask, has_tools=bool(spec.tools)), on_turn=screen.turn, on_said=screen.said)
+    played = play(spec, PersonPlayer(ask, has_tools=bool(spec.tools)), screen)
     screen.end(played)
     return played
 
@@ -136,6 +137,6 @@ def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Sc
     )  # fmt: skip
     screen.begin(asked, conversation.spec, num_tokens=ids.size)
     player = ModelPlayer(engine, conversation, ids, room=room, config=config)
-    played = play(conversation.spec, player, on_turn=screen.turn, on_said=screen.said)
+    played = play(conversation.spec, player, screen)
     screen.end(played)
     return ids, played

@@ -1,11 +1,14 @@
-"""One episode of `heterorl env try`: played by a model or a person, and shown; it ends as a sampler's does."""
+"""One episode of `heterorl env try`: played by a model or a person, and shown on the terminal.
+
+It ends by the same rules as an episode of a sampler.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One turn, and what the environment said to it; a person's has no tokens."""
+    """One turn and the environment's answer; a typed turn has no token ids."""
 
     text: str
     policy_s: float
@@ -38,30 +41,9 @@ class Turn:
     environment_s: float = 0.0
 
 
-class Player(Protocol):
-    """A model or a person, who takes the turns of the policy."""
-
-    def next_turn(self) -> Turn | None:
-        """The next turn; None ends the episode."""
-        ...
-
-    def take_turn(self, episode: Episode, turn: Turn) -> None:
-        """Show the turn to the environment, and keep what is said to it.
-
-        Raises:
-            EpisodeError: the episode has ended without a reward.
-            PromptRefused: the template does not write what is said.
-        """
-        ...
-
-    def limit(self) -> FinishReason | None:
-        """Why no other turn can follow; None where one can."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Played:
-    """An episode that ended; `finish_reason` is None where a person ended it."""
+    """An episode that ended; `finish_reason` is None if a person ended it."""
 
     turns: list[Turn] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -69,13 +51,11 @@ class Played:
     reward: float = 0.0
 
 
-def play(
-    spec: EnvironmentSpec, player: Player, *, on_turn: Callable[[int, Turn], None], on_said: Callable[[Turn], None]
-) -> Played:
-    """Play one episode; `on_turn` is told each turn by its number, from 1 on, `on_said` the turn with its answer.
+def play(spec: EnvironmentSpec, player: ModelPlayer | PersonPlayer, screen: Screen) -> Played:
+    """Play one episode and show each turn on the screen; raises ConfigError if the environment failed.
 
-    Raises:
-        ConfigError: the environment failed.
+    A player's `next_turn` gives a turn, or None to end; `take_turn` hands it to the environment; `limit` is the reason
+    why no turn can follow.
     """
     played = Played()
     begun = time.monotonic()
@@ -83,11 +63,11 @@ def play(
         with spec.open() as episode:
             while (turn := player.next_turn()) is not None:
                 played.turns.append(turn)
-                on_turn(len(played.turns), turn)
+                screen.turn(len(played.turns), turn)
                 asked = time.monotonic()
                 player.take_turn(episode, turn)
                 turn.environment_s = time.monotonic() - asked
-                on_said(turn)
+                screen.said(turn)
                 played.finish_reason = _end(spec, played, player, seconds=time.monotonic() - begun)
                 if played.finish_reason is not None:
                     break
@@ -99,33 +79,33 @@ def play(
     return played
 
 
-def _end(spec: EnvironmentSpec, played: Played, player: Player, *, seconds: float) -> FinishReason | None:
+def _end(
+    spec: EnvironmentSpec, played: Played, player: ModelPlayer | PersonPlayer, *, seconds: float
+) -> FinishReason | None:
     turn = played.turns[-1]
     if turn.said.done:
         return FinishReason.LENGTH if turn.is_cut else FinishReason.EOS
-    # A person has all the time.
+    # A person's episode has no time limit.
     seconds = 0.0 if turn.token_ids is None else seconds
     return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or player.limit()
 
 
 class ModelPlayer:
-    """A model's turns; implements Player."""
+    """Turns that a model samples."""
 
     def __init__(
         self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: TokenLimits, config: Any
     ) -> None:
-        """`prompt` is token ids; of the learner's configuration `sampling` is read."""
+        """`prompt` is token ids; reads [sampling] of the learner's configuration."""
         self._engine, self._conversation, self._room = engine, conversation, room
         self._prompt, self._parts = prompt, [prompt]
         self._max_new_tokens = config.sampling.max_new_tokens
         self._max_trajectory_tokens = config.sampling.max_trajectory_tokens
 
     def next_turn(self) -> Turn:
-        """Draw one, always the same one of the same weights and prompt.
+        """Sample a turn; equal weights and prompt give equal turns.
 
-        Raises:
-            PromptTooLong: the model has no room for another turn.
-            EngineError: nothing was drawn.
+        Raises PromptTooLong if the model has no room for a turn, EngineError if the engine refused.
         """
         from heterorl.common.generation.inference_engine import generate_all
 
@@ -140,7 +120,6 @@ class ModelPlayer:
         return Turn(text=text, policy_s=time.monotonic() - begun, is_cut=is_cut, token_ids=ids)
 
     def take_turn(self, episode: Episode, turn: Turn) -> None:
-        """Keep the ids that are given too."""
         assert turn.token_ids is not None, "it was drawn"
         turn.said = self._conversation.answer(episode, turn.token_ids)
         if not turn.said.done:
@@ -148,15 +127,15 @@ class ModelPlayer:
             self._parts.append(turn.given_ids)
 
     def limit(self) -> FinishReason | None:
-        """Whether a turn of the longest length still has its place in the trajectory."""
+        """CONTEXT if a turn of maximum length would not fit into the trajectory."""
         num_tokens = sum(part.size for part in self._parts) - self._prompt.size
         return FinishReason.CONTEXT if num_tokens + self._max_new_tokens > self._max_trajectory_tokens else None
 
 
 class PersonPlayer:
-    """Typed turns; implements Player.
+    """Turns that a person types.
 
-    A call of a tool is typed as a policy writes one: an object of JSON, with or without the tags of `hermes`.
+    A person types a tool call as a policy writes one: a JSON object, with or without the tags of `hermes`.
     """
 
     def __init__(self, ask: Callable[[], str | None], *, has_tools: bool) -> None:
@@ -164,20 +143,17 @@ class PersonPlayer:
         self._ask, self._has_tools = ask, has_tools
 
     def next_turn(self) -> Turn | None:
-        """Ask for a line."""
         begun = time.monotonic()
         text = self._ask()
         return None if text is None else Turn(text=text, policy_s=time.monotonic() - begun)
 
     def take_turn(self, episode: Episode, turn: Turn) -> None:
-        """Show the environment what was typed."""
         from heterorl.common.text.conversation import answer_to
 
         parser: Any = ("hermes" if "<tool_call>" in turn.text else "json") if self._has_tools else None
         turn.said = answer_to(turn.text, episode=episode, parser=parser, is_cut=False)
 
     def limit(self) -> FinishReason | None:
-        """A person may always go on."""
         return None
 
 
@@ -192,18 +168,18 @@ _ENDS = {
 
 
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """What the policy is asked."""
+    """Messages of a prompt; a plain text is one user message."""
     return prompt.messages or (Message(role="user", content=prompt.text),)
 
 
 class Screen:
-    """Writes an episode as it is played."""
+    """Prints an episode turn by turn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def begin(self, prompt: Prompt, spec: EnvironmentSpec, *, num_tokens: int | None) -> None:
-        """Write what the policy reads at first."""
+        """Print the prompt and the tools."""
         tokens = "" if num_tokens is None else f", {num_tokens} tokens"
         self._write(f"{spec.episodes.name}, prompt {prompt.index}, seed {spec.seed}{tokens}")
         for tool in spec.tools:
@@ -214,14 +190,13 @@ class Screen:
             self._say(message.role, message.content)
 
     def turn(self, number: int, turn: Turn) -> None:
-        """Write a turn that was drawn; one that was typed stands there."""
+        """Print a sampled turn; a typed one is on the screen already."""
         if turn.token_ids is not None:
             cut = ", cut at sampling.max_new_tokens" if turn.is_cut else ""
             words = f"policy, turn {number}: {turn.token_ids.size} tokens{cut}, {turn.policy_s:.2f} s"
             self._say(words, turn.text)
 
     def said(self, turn: Turn) -> None:
-        """Write what the environment said."""
         for message in turn.said.messages:
             self._say(f"{message.role} {message.name}".rstrip(), message.content)
         given = "" if turn.given_ids is None else f"{turn.given_ids.size} tokens given, "
@@ -229,7 +204,7 @@ class Screen:
             self._write(f"[{given}environment {turn.environment_s:.3f} s]")
 
     def end(self, played: Played) -> None:
-        """Write how it ended."""
+        """Print the end, the reward and the totals."""
         reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
         turns = "1 turn" if len(played.turns) == 1 else f"{len(played.turns)} turns"
         self._write(f"\nend after {turns}: {_ENDS[played.finish_reason]}{reason}")
@@ -248,12 +223,12 @@ class Screen:
         self._write("\n".join(f"  {line}" for line in text.splitlines()) or "  (nothing)")
 
     def _write(self, text: str) -> None:
-        # Of a policy or an environment: no character may steer the terminal.
+        # A policy or an environment wrote it: control characters must not reach the terminal.
         self._console.print(visible(text), soft_wrap=True)
 
 
 def as_json(prompt: Prompt, spec: EnvironmentSpec, played: Played, *, ids: Int32Array | None) -> dict[str, Any]:
-    """The trajectory; `ids` are those of the prompt, None where a person played."""
+    """The trajectory as JSON values; `ids` are the prompt's, None if a person played."""
     return {
         "environment": spec.episodes.name,
         "prompt": {"index": prompt.index, "seed": spec.seed, "messages": _written(messages_of(prompt)), **_ids(ids)},

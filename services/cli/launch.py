@@ -1,4 +1,4 @@
-"""The command `heterorl launch`: from run.toml to what Compose, systemd, Slurm or Kubernetes start its nodes by."""
+"""The command `heterorl launch`: files that Compose, systemd, Slurm or Kubernetes start a run from."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 
 
 def launch(
-    launcher: Annotated[Launcher, typer.Argument(help="What starts the nodes.")],
-    run: Annotated[Path, typer.Argument(help="The run's file: docs/launch.md.", metavar="RUN.toml")],
-    out: Annotated[Path, typer.Option(help="Directory to write; new or empty.")],
+    launcher: Annotated[Launcher, typer.Argument(help="Program that starts the nodes.")],
+    run: Annotated[Path, typer.Argument(help="File of the run: see docs/launch.md.", metavar="RUN.toml")],
+    out: Annotated[Path, typer.Option(help="New or empty directory to write.")],
     part: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this part: coordinator, learner, or a site with what is under its name; repeatable. Another "
-            "launcher starts the rest."
+            help="Only this part: coordinator, learner, or a site with its subsites; repeatable. Another launcher "
+            "starts the rest."
         ),
     ] = None,
 ) -> None:
-    """Write what each node of a run needs, from one file: configurations, units or manifests, and a README.
+    """Write the files that start each node of a run: configurations, units or manifests, and a README.
 
-    Nothing is started and nobody is asked. Each configuration is checked as its service would check it, on this
-    machine, so that every package of the run's own rewards may be missing here.
+    It starts nothing and uses no network. It checks each configuration with the schema of its service; packages that
+    only your rewards need may be missing on this machine.
 
-    Exit code 0: written. 2: run.toml or --out is wrong, nothing was written.
+    Exit code 0: written. 2: run.toml or --out is wrong; nothing was written. Example: `heterorl launch compose run.toml
+    --out launched`
     """
     for package, module in (("Jinja2", "jinja2"), ("tomli-w", "tomli_w")):
         if importlib.util.find_spec(module) is None:
@@ -45,13 +46,13 @@ def launch(
 
     loaded = load(RunFile, run)
     if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):
-        problem = f"{loaded.tls.directory} would be another authority for each launcher"
-        raise ConfigError("tls.directory", problem, action="name an absolute directory, which all certs.sh share")
+        problem = f"{loaded.tls.directory} is relative, so each launcher would create its own authority"
+        raise ConfigError("tls.directory", problem, action="set an absolute directory, which all certs.sh share")
     check_nodes(nodes_of(loaded), _problems)
     tree = render(launcher, loaded, part or ())
     write_tree(tree, out)
     console = console_of()
-    console.print(f"{len(tree)} files in {out}; begin with {out / 'README.md'}", soft_wrap=True)
+    console.print(f"wrote {len(tree)} files to {out}; read {out / 'README.md'} first", soft_wrap=True)
 
 
 def _problems(kind: Service, table: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The one command `heterorl`. Imports what a subcommand needs when it runs, so that `--help` is instant."""
+"""The command `heterorl`: its subcommands, each of which imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 import heterorl
 from heterorl.cli.certs import app as certs
 from heterorl.cli.certs import join
-from heterorl.cli.check_config import Service, check_config, check_link, load_service
+from heterorl.cli.check_config import ConfigOption, Service, SetOption, check_config, check_link, load_service
 from heterorl.cli.connection import console_of
 from heterorl.cli.doctor import doctor
 from heterorl.cli.env import env
@@ -38,7 +38,7 @@ from heterorl.common.process.config import explain, read_tables
 
 app = typer.Typer(
     name="heterorl",
-    help="Train language models by reinforcement learning across sites that are joined only by the Internet.",
+    help="Train language models by reinforcement learning across data centres that only the Internet connects.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -50,7 +50,7 @@ TRY, RUN, WATCH, STEER, CHECK, NAMES = (
 
 
 RESEARCH = "heterorl_research"
-"""The package of `heterorl lab`, in a distribution of its own."""
+"""Package of `heterorl lab`, which another distribution installs."""
 
 
 def _say_version(is_asked: bool) -> None:
@@ -63,21 +63,19 @@ def _say_version(is_asked: bool) -> None:
 def _start(
     context: typer.Context,
     version: Annotated[  # noqa: ARG001 - its callback ends the command
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
 LogStyle = Literal["console", "json"]
-LogOption = Annotated[LogStyle, typer.Option("--log", help="`console` for people, `json` for machines.")]
+LogOption = Annotated[LogStyle, typer.Option("--log", help="Format of log lines: `console` or `json`.")]
 
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
-    """What a service says of itself with every line of its log."""
+    """Fields of every log line of a service."""
     from heterorl.common.identity.spiffe import Identity, read_identity
 
     who: dict[str, str] = {"role": service, "version": heterorl.__version__}
@@ -86,7 +84,7 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
     try:
         identity = read_identity(Path(config.tls.cert).read_bytes()) if config.tls.cert else None
     except OSError:
-        # The link itself will say so.
+        # The link reports it.
         identity = None
     if isinstance(identity, Identity):
         return who | {"run": identity.run, "site": identity.site}
@@ -96,7 +94,7 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 def _serve(
     service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: Any
 ) -> NoReturn:
-    # Lines of gRPC's core below errors are of links that heterorl names itself; read once, before its import.
+    # gRPC's core logs links that heterorl reports itself. It reads the variable once, at its import.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from heterorl.common.process import logs
     from heterorl.common.rpc.transport_options import keep_freed_frames
@@ -106,7 +104,7 @@ def _serve(
     check_link(service, loaded)
     logs.bind(**_who(service, loaded))
     if service not in ("coordinator", "relay"):
-        # Before torch is loaded, which takes longer than to see that a directory is not there.
+        # Before torch is loaded: a missing directory is found in less time.
         check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"heterorl.{service}.app")
     keep_freed_frames()
@@ -119,10 +117,11 @@ def coordinator(
     set_: SetOption = None,
     log: LogOption = "console",
     standby: Annotated[
-        bool, typer.Option("--standby", help="Serve once no other coordinator has the store; needs store.url.")
+        bool,
+        typer.Option("--standby", help="Wait until no other coordinator has the store, then serve; needs store.url."),
     ] = False,
 ) -> None:
-    """Run the coordinator: versions policies, brokers weights, queues groups. One per run, needs no GPU."""
+    """Run the coordinator: it stores versions, distributes weights and queues groups. One per run; needs no GPU."""
     _serve("coordinator", config, set_, log, is_standby=standby)
 
 
@@ -132,13 +131,16 @@ def learner(
     set_: SetOption = None,
     log: LogOption = "console",
     nproc: Annotated[
-        int, typer.Option(help="Processes of this machine; more than 1 needs backend fsdp2 or deepspeed.", min=1)
+        int,
+        typer.Option(
+            help="Processes on this machine, one for each GPU; above 1 needs backend fsdp2 or deepspeed.", min=1
+        ),
     ] = 1,
 ) -> None:
-    """Run the learner: streams whole groups, takes optimizer steps, publishes versions.
+    """Run the learner: it trains on whole groups of rollouts and publishes policy versions.
 
-    On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Rank 0
-    alone reads the configuration and knows the coordinator.
+    On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Only
+    rank 0 reads the configuration and connects to the coordinator.
     """
     from heterorl.learner.backends.ranks.rank_env import end_with_agent, rank_env_of
 
@@ -146,7 +148,7 @@ def learner(
     if rank_env is None:
         _serve("learner", config, set_, log, num_ranks=nproc)
     if nproc > 1:
-        raise ConfigError("--nproc", "a launcher has started the processes already", action="remove it")
+        raise ConfigError("--nproc", "torchrun has started the processes already", action="remove it")
     end_with_agent(os.environ)
     if rank_env.rank == 0:
         _serve("learner", config, set_, log, rank_env=rank_env)
@@ -159,13 +161,13 @@ def learner(
 
 @app.command(rich_help_panel=RUN)
 def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
-    """Run a sampler: pulls weights, generates, scores and pushes groups. As many as you like, at any site."""
+    """Run a sampler: it pulls weights, generates and scores rollouts, and pushes groups. Run any number at any site."""
     _serve("sampler", config, set_, log)
 
 
 @app.command(rich_help_panel=RUN)
 def relay(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
-    """Run a relay at a site with several samplers: what all of them pull crosses the line once. Needs no GPU."""
+    """Run a relay at a site with several samplers: the site downloads each payload once. Needs no GPU."""
     _serve("relay", config, set_, log)
 
 
@@ -173,30 +175,28 @@ def relay(config: ConfigOption = None, set_: SetOption = None, log: LogOption = 
 def demo(
     out: Annotated[
         Path,
-        typer.Option(help="Directory of configurations, logs, report and model: new, empty, or an earlier demo's."),
+        typer.Option(help="Directory for configurations, logs, report and model: new, empty, or of an earlier demo."),
     ] = Path("runs/demo"),
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Under a minute instead of two: 24 steps, 8 versions behind; a smoke run.")
+        bool, typer.Option("--tiny", help="Smoke run of under a minute instead of two: 24 steps, 8 versions behind.")
     ] = False,
     algorithm: Annotated[
-        str, typer.Option(help="Loss of the learner: `gepo`, `gspo`, `grpo`; a wrong name lists all.")
+        str, typer.Option(help="Loss of the learner, such as `gepo`, `gspo` or `grpo`; a wrong name lists all.")
     ] = "gepo",
     seed: Annotated[int, typer.Option(help="Seed of model, task and sampling.")] = 0,
-    cache: Annotated[Path, typer.Option(help="Directory of the warm-started model, kept for the next run.")] = Path(
+    cache: Annotated[Path, typer.Option(help="Directory that keeps the warm-started model for the next run.")] = Path(
         ".cache/heterorl"
     ),
-    device: Annotated[
-        str, typer.Option(help="Where learner and samplers compute: `cpu`, or `cuda`, one card.")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of learner and samplers: `cpu`, or `cuda` for one GPU.")] = "cpu",
 ) -> None:
-    """Watch a small model improve by GEPO on this machine while its samplers are 64 versions behind.
+    """Train a small model on this machine while its samplers are 64 versions behind; takes about two minutes.
 
-    Warm-starts a small model on addition, starts one coordinator, one learner and two samplers as processes that talk
-    only gRPC over loopback, each with a certificate of its own, and shows the run live. Ends with report.html,
-    summary.json and a Hugging Face model in --out.
+    It warm-starts a small model on addition, then starts a coordinator, a learner and two samplers as processes. They
+    talk gRPC over loopback, each with its own certificate. A live table shows the run. It writes report.html,
+    summary.json and a Hugging Face model to --out.
 
-    Exit code 0: every promise was kept. 1: one was not, or the run failed. 2: an option is wrong, nothing was started.
-    130: Ctrl-C; the processes were stopped in order, and summary.json says what is known.
+    Exit code 0: all promises were kept. 1: one was broken, or the run failed. 2: an option is wrong; nothing was
+    started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results so far.
     """
     from heterorl.demo.config import DemoOptions, check_options
 
@@ -232,7 +232,10 @@ app.command("launch", rich_help_panel=RUN)(launch)
 
 @app.command("print-config", rich_help_panel=CHECK)
 def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
-    """Show every key of a configuration, its value, and where the value comes from."""
+    """Show every key of a configuration, its value, and where the value comes from.
+
+    Example: `heterorl print-config sampler --config sampler.toml --set engine.kind=vllm`
+    """
     loaded = load_service(service, config, set_ or ())
     _, sources = read_tables(config, set_ or ())
     table = Table("key", "value", "source", title=f"{service} configuration")
@@ -243,23 +246,30 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
 
 @app.command("verify-lineage", rich_help_panel=CHECK)
 def verify_lineage(
-    directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not be running.")],
-    key: Annotated[list[str] | None, typer.Option("--key", help="Public key that may have signed; repeatable.")] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
+    directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not run.")],
+    key: Annotated[
+        list[str] | None, typer.Option("--key", help="Public key accepted for signatures; repeatable.")
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Also rebuild every version's weights from its payloads; slow.")
+    ] = False,
 ) -> None:
-    """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
+    """Check the whole history of a run offline: version numbers, digests, signatures, payloads. Exit code 2 on a fault.
+
+    Example: `heterorl verify-lineage /var/lib/heterorl/coordinator --replay`
+    """
     from heterorl.cli.verify_data_dir import verify_directory
 
     raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=console_of()))
 
 
-keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)
+keys = typer.Typer(help="Keys with which a learner signs its versions.", no_args_is_help=True)
 app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 
 
 @keys.command("new")
-def keys_new(path: Annotated[Path, typer.Argument(help="File to write the private key to; must not exist.")]) -> None:
-    """Make a private key, readable by you alone, and print its public key for the samplers' `trusted_keys`."""
+def keys_new(path: Annotated[Path, typer.Argument(help="New file for the private key.")]) -> None:
+    """Create a private key that only you can read, and print its public key for the samplers' `trusted_keys`."""
     from heterorl.common.identity.signing import new_key
 
     typer.echo(new_key(path).public_key)
@@ -281,7 +291,7 @@ app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 
 def add_lab(app: typer.Typer) -> None:
-    """Add `lab` where its package is installed; elsewhere a hidden `lab` says what to install."""
+    """Add `lab` if its package is installed; otherwise a hidden `lab` that says what to install."""
     if importlib.util.find_spec(RESEARCH) is None:
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command("lab", hidden=True, add_help_option=False, context_settings=anything)(_refuse_lab)
@@ -297,7 +307,7 @@ add_lab(app)
 
 
 def main() -> None:
-    """Run the command line; a typed error becomes one line, and exit code 2 or what it states."""
+    """Run the command line; a typed error becomes one line, and its exit code (2 unless it states another)."""
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:

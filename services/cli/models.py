@@ -1,4 +1,4 @@
-"""The commands `heterorl evaluate` and `heterorl export`: what a model scores, and a trained one as files."""
+"""The commands `heterorl evaluate` and `heterorl export`: score a model, and write a trained one as files."""
 
 from __future__ import annotations
 
@@ -30,32 +30,37 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL|HOST:PORT",
-            help="A Hugging Face directory or hub id, or a run's coordinator, from which versions are pulled.",
+            help="A Hugging Face directory or hub id, or the coordinator of a run to pull versions from.",
         ),
     ],
     version: Annotated[
-        list[int] | None, typer.Option(help="Version of the run to pull; repeatable. The newest if none is given.")
+        list[int] | None, typer.Option(help="Version of the run to pull; repeatable. Default: the newest.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="A sampler's TOML file: its engine, sets and certificates.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key of it: `--set engine.device=cuda`.")
+        list[str] | None, typer.Option("--set", help="Override one of its keys: `--set engine.device=cuda`.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="One of its [[evaluation]] sets; repeatable.")] = None,
-    task: Annotated[str, typer.Option(help="Evaluate this task instead of its sets, such as `jsonl:test.jsonl`.")] = "",
-    prompts: Annotated[int | None, typer.Option(help="Held-out prompts of each set.", min=1)] = None,
-    samples: Annotated[int | None, typer.Option(help="Completions of each prompt.", min=1)] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Evaluate only this [[evaluation]] set; repeatable.")] = None,
+    task: Annotated[str, typer.Option(help="Evaluate this task instead, such as `jsonl:test.jsonl`.")] = "",
+    prompts: Annotated[
+        int | None, typer.Option(help="Held-out prompts of each set; default: as configured.", min=1)
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Completions of each prompt; default: as configured.", min=1)
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="Softmax temperature; 0 is greedy.", min=0)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.", min=0.0, max=1.0)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest completion, tokens.", min=1)] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON with every completion.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling: probability mass.", min=0.0, max=1.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of a completion, tokens.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the results with every completion.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Evaluate a model, or versions of a run, on held-out prompts: avg@n and pass@k with intervals over prompts.
+    """Evaluate a model or versions of a run on held-out prompts: avg@n and pass@k, with intervals over prompts.
 
-    Draws and scores exactly what the run's own evaluations draw and score. Without [[evaluation]] in the configuration
-    the set is the held-out prompts of its task, with the temperature, top_p and max_new_tokens that [sampling] states.
+    It samples and scores exactly as the run's own evaluations do. Without [[evaluation]] in the configuration, the set
+    is the held-out prompts of its task, with temperature, top_p and max_new_tokens of [sampling]. Example: `heterorl
+    evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """
     from heterorl.cli.check_config import load_service
     from heterorl.cli.connection import silence_grpc
@@ -70,7 +75,7 @@ def evaluate(
         loaded = loaded.model_copy(update={"evaluation": ()})
     is_run = not Path(subject).exists() and _ADDRESS.match(subject) is not None
     if version and not is_run:
-        raise ConfigError("--version", f"{subject} is a model, which has none", action="name host:port of a run")
+        raise ConfigError("--version", f"{subject} is a model, which has no versions", action="give host:port of a run")
     changes = {
         "num_prompts": prompts,
         "samples_per_prompt": samples,
@@ -103,7 +108,7 @@ def _evaluate(
     from heterorl.evaluation.evaluate_sets import evaluate_all
     from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of
 
-    # A set is the run's, whatever is evaluated on it: its prompts are counted by the run's tokenizer.
+    # The set belongs to the run, so the run's tokenizer counts its prompts, whichever model is evaluated.
     by_subject = not config.model_dir and not is_run
     prompter = cache(lambda: prompter_of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
 
@@ -121,7 +126,7 @@ def _evaluate(
         else:
             _say(f"loading {subject}")
             subjects = iter([stack.enter_context(open_model(subject, config))])
-        # To the other stream: what is printed stays JSON, or a table, alone.
+        # On standard error: standard output holds only JSON or tables.
         begin, advance = stack.enter_context(_progress())
         return evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
 
@@ -138,7 +143,7 @@ def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]]:
-    """What begins and what is done: bars on a terminal, else a line at each tenth of a set."""
+    """Callbacks for the begin of a set and for each prompt: bars on a terminal, else a line for each tenth of a set."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -174,16 +179,19 @@ ExportDtype = Literal["bf16", "fp16", "fp32"]
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
-    model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
-    out: Annotated[Path, typer.Option(help="Directory to write; a new one.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as peft reads them.")] = False,
-    dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; as published if not given.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights, such as 5GB.")] = "50GB",
+    checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint or state_dir.")],
+    model_dir: Annotated[
+        Path, typer.Option(help="The model the run started from: its config and tokenizer are copied.")
+    ],
+    out: Annotated[Path, typer.Option(help="New directory to write.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, in peft's format.")] = False,
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as published.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file of weights, such as 5GB.")] = "50GB",
 ) -> None:
     """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged.
 
-    The model is not loaded: one tensor at a time is in memory. The directory appears when all of it is on the disk.
+    It streams one tensor at a time and never holds the whole model in memory. The directory appears when it is
+    complete. Example: `heterorl export --checkpoint learner/ --model-dir Qwen/Qwen3-0.6B --out trained`
     """
     from heterorl.learner.export import export_model
 

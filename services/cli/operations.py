@@ -1,6 +1,6 @@
-"""What an operator orders of a run: rollback, a site's release, backup, restore, and a sampler's agreement to a rewind.
+"""Commands that steer a run: rollback, release of a site, backup, restore, audit, and a sampler's consent to a rewind.
 
-A sampler's agreement (`accept-rewind`) is given at its site: no coordinator can order it.
+A person gives the consent (`accept-rewind`) at the sampler's site: no coordinator can order it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.check_config import load_service
+from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
@@ -22,84 +22,85 @@ if TYPE_CHECKING:
     from heterorl.common.rpc.maintenance import Backup
 
 NEWEST = 20
-"""Versions that `rollback --list` shows where no number is given."""
+"""Versions that `rollback --list` shows by default."""
 
 
 @linked()
 def rollback(
     link: Link,
     to: Annotated[
-        int | None, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)
+        int | None, typer.Option(help="Version whose weights to publish again; -1 cancels the order.", min=-1)
     ] = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="Show the versions that one can go back to, with their held-out results.")
+        bool, typer.Option("--list", help="Show the versions to roll back to, with their held-out results.")
     ] = False,
     last: Annotated[
-        int, typer.Option(help="Of --list: so many of the newest, and the best of each set.", min=1)
+        int, typer.Option(help="With --list: number of newest versions; the best of each set is shown too.", min=1)
     ] = NEWEST,
-    all_: Annotated[bool, typer.Option("--all", help="Of --list: every version.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="With --list: every version.")] = False,
 ) -> None:
-    """Have the learner publish the weights of an earlier version as the next one, with a new optimizer."""
+    """Order the learner to publish the weights of an earlier version as the next one, with a fresh optimizer.
+
+    Example: `heterorl rollback --list`, then `heterorl rollback --to 120`
+    """
     if (to is None) == (not list_):
-        raise ConfigError("--to", "name one of --to and --list", action="--list shows which versions --to can name")
+        raise ConfigError("--to", "give one of --to and --list", action="--list shows the versions that --to accepts")
     if to is None:
         from heterorl.cli.live.run_tables import read_versions, shown, versions_table
 
         found = link.ask(read_versions)
         lines = shown(found, num=None if all_ else last)
-        console_of().print(versions_table(lines) if lines else "no version but the newest can be rebuilt")
+        console_of().print(versions_table(lines) if lines else "only the newest version can be rebuilt")
         if len(lines) < len(found):
             typer.echo(f"{len(found) - len(lines)} more: --last N or --all shows them")
         return
     try:
         head = link.ask(lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
     except UnknownVersion as error:
-        # What a service should do then is pull another one; an operator chooses again.
-        action = "`heterorl rollback --list` shows the versions that one can go back to"
+        # The error's own action is for a service, which would pull another version.
+        action = "`heterorl rollback --list` shows the versions to choose from"
         raise UnknownVersion(error.args[0], action=action) from error
-    said = f"the learner goes back to version {to} at its next step" if to >= 0 else "no order is left"
+    said = f"the learner goes back to version {to} at its next step" if to >= 0 else "the order is cancelled"
     typer.echo(f"{said}; the head is version {head}")
 
 
-sites = typer.Typer(help="The sites of a run.", no_args_is_help=True)
+sites = typer.Typer(help="Sites of a run.", no_args_is_help=True)
 
 
 @sites.command("release")
 @linked()
 def sites_release(
     site: Annotated[str, typer.Argument(help="Name of the site.")],
-    reason: Annotated[str, typer.Option(help="Why it may come back; kept in the log of audit.")],
+    reason: Annotated[str, typer.Option(help="Why it may come back; written to the audit log.")],
     link: Link,
 ) -> None:
-    """End a site's quarantine and forget its failures; it gets work again at its next call."""
+    """End a site's quarantine and reset its failure count; it gets work again at its next call."""
     from heterorl.common.types.common import SiteId
 
     request_id = secrets.token_hex(8)
     before = link.ask(lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id))
-    free = f"{site} was not in quarantine; its failures are forgotten"
+    free = f"{site} was not in quarantine; its failure count is reset"
     typer.echo(f"{site} is released; it was in quarantine because {before}" if before else free)
 
 
 def accept_rewind(
     rewind: Annotated[
-        str, typer.Argument(metavar="RUN:VERSION", help="The run, and the version that the run's operator restored.")
+        str, typer.Argument(metavar="RUN:VERSION", help="The run, and the version its operator restored.")
     ],
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="TOML file of the sampler; it must not be running.")
+        Path | None, typer.Option("--config", "-c", help="TOML file of the sampler; it must not run.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    set_: SetOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Agree, at a site, that a run went back to an earlier version: its sampler forgets the later ones that it saw.
+    """Agree, at a site, that a run went back to an earlier version: its sampler forgets the later versions it saw.
 
-    Only for a run whose operator says that it was restored from a backup of that version. Agreed once, for this once: a
-    run that goes back again is refused again. Signatures are checked as before.
+    Use it only if the run's operator says that the run was restored from a backup of that version. It holds for this
+    one rewind: the sampler refuses a second one. It checks signatures as before.
     """
     run, _, number = rewind.rpartition(":")
     if not run or not number.isdecimal():
-        raise ConfigError("RUN:VERSION", f"{rewind} is no run and version", action="write it as math-run:120")
+        raise ConfigError("RUN:VERSION", f"{rewind!r} is not RUN:VERSION", action="write it as math-run:120")
     loaded = load_service("sampler", config, set_ or ())
     from heterorl.sampler.trust_record import agree, differences
 
@@ -107,25 +108,23 @@ def accept_rewind(
     for words in found:
         typer.echo(words)
     if not found:
-        raise OperatorError(f"nothing above version {number} was seen here", action="start the sampler")
+        raise OperatorError(f"the sampler saw no version above {number}", action="start the sampler")
     if not yes:
         typer.confirm(f"Did the operator of run {run} say that it was restored at version {number}?", abort=True)
     agree(loaded.state_dir, run=run, to_version=int(number))
     typer.echo(f"run {run} may go on from version {number}; start the sampler")
 
 
-audit = typer.Typer(help="A coordinator's log of audit, read offline.", no_args_is_help=True)
-DirectoryArgument = Annotated[
-    Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not be running on it.")
-]
+audit = typer.Typer(help="The audit log of a coordinator, read offline.", no_args_is_help=True)
+DirectoryArgument = Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not run.")]
 
 
 @audit.command("verify")
 def audit_verify(
     directory: DirectoryArgument,
-    expect: Annotated[str, typer.Option(help="A digest noted earlier, which must be in the log.")] = "",
+    expect: Annotated[str, typer.Option(help="A digest noted earlier; the log must contain it.")] = "",
 ) -> None:
-    """Check every link of the log; prints the newest digest, to be noted elsewhere. Exit code 2 on any fault."""
+    """Check every link of the audit log and print the newest digest, to be noted elsewhere. Exit code 2 on a fault."""
     from heterorl.cli.verify_data_dir import verify_log
 
     raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
@@ -134,9 +133,9 @@ def audit_verify(
 @audit.command("show")
 def audit_show(
     directory: DirectoryArgument,
-    subject: Annotated[str, typer.Option(help="Only rows of this site, serial number or holder.")] = "",
+    subject: Annotated[str, typer.Option(help="Only rows about this site, serial number or holder.")] = "",
 ) -> None:
-    """Print the log, one row a line."""
+    """Print the audit log, one row a line."""
     from heterorl.cli.verify_data_dir import show_log
 
     show_log(directory, subject=subject, say=typer.echo)
@@ -146,17 +145,17 @@ def audit_show(
 def backup(
     link: Link,
     name: Annotated[
-        str, typer.Option(help="Name of the directory, under the coordinator's backup_dir; the time if not given.")
+        str, typer.Option(help="Name of the directory under the coordinator's backup_dir; default: the time.")
     ] = "",
 ) -> None:
-    """Have a running coordinator write its state at this moment into a directory that a coordinator starts from."""
+    """Have a running coordinator back up its current state into a directory that a coordinator can start from."""
     address, tls = link.find()
     made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
     typer.echo(
         f"{made.path} on the coordinator's machine: version {made.head_version}, {made.num_payloads} payloads,"
-        f" {made.num_bytes} bytes, newest row of audit {made.audit_digest or 'none'}"
+        f" {made.num_bytes} bytes, newest audit row {made.audit_digest or 'none'}"
     )
-    typer.echo("copy it to another disk, then delete it there: its payloads share their bytes with the run's")
+    typer.echo("copy it to another disk, then delete it there: its payloads are hard links to the run's")
 
 
 async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
@@ -168,17 +167,15 @@ async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(help="A backup, or the data_dir of a coordinator that was stopped.")],
+    source: Annotated[Path, typer.Argument(help="A backup, or the data_dir of a stopped coordinator.")],
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="TOML file of the coordinator that will serve it.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    set_: SetOption = None,
 ) -> None:
-    """Put a backup where a coordinator will start from it: a new data_dir, and an empty database at store.url.
+    """Restore a backup into a new data_dir, and into an empty database if store.url is set.
 
-    A backup is of no particular store: one of a run in SQLite goes into PostgreSQL, and the other way round.
+    Any store takes any backup: one of SQLite goes into PostgreSQL, and the reverse.
     """
     loaded = load_service("coordinator", config, set_ or ())
     from heterorl.coordinator.offline.restore_backup import restore as put
@@ -195,12 +192,12 @@ def restore(
     place = "the database of store.url" if loaded.store.url else "SQLite"
     typer.echo(
         f"run {found.run_id} is in {loaded.data_dir} and {place}: version {found.head_version}, {found.num_groups}"
-        f" groups that wait, {found.num_payloads} payloads, newest row of audit {found.audit_digest}"
+        f" groups that wait, {found.num_payloads} payloads, newest audit row {found.audit_digest}"
     )
     for digest in found.missing:
-        typer.echo(f"payload {digest[:12]} is not whole in the backup and was left out; the run goes on without it")
+        typer.echo(f"payload {digest[:12]} is incomplete in the backup and was left out; the run works without it")
     typer.echo(
-        "what was acknowledged after the backup is gone: let the coordinator that had it never start again. A sampler"
-        f" that saw a version above {found.head_version} ends and asks for its operator, who agrees there, once, by"
+        "groups acknowledged after the backup are lost: never start the old coordinator again. A sampler that saw a"
+        f" version above {found.head_version} ends; its operator agrees there, once, with"
         f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml`"
     )

@@ -1,4 +1,4 @@
-"""The command `heterorl plan`: amounts with units in, tables or JSON out."""
+"""The command `heterorl plan`: quantities with units in, tables or JSON out."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from rich.table import Table
 
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
-from heterorl.plan.assumptions import facts
-from heterorl.plan.estimate import Plan
+from heterorl.plan.assumptions import facts, parse
+from heterorl.plan.costs import changed_by
+from heterorl.plan.estimate import Plan, Question
+from heterorl.plan.estimate import plan as estimate
+from heterorl.plan.model_shape import shape_of_directory
 
 
 def plan(
     params: Annotated[float, typer.Option(help="Parameters of the model, such as 8e9.")] = 0.0,
     model_dir: Annotated[
-        Path | None, typer.Option(help="A Hugging Face directory: exact shapes from its config.json.")
+        Path | None, typer.Option(help="A Hugging Face directory: exact sizes from its config.json.")
     ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of the learner, one rank each.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
-    backend: Annotated[str, typer.Option(help="torch, fsdp2, zero-1, zero-2 or zero-3.")] = "fsdp2",
-    compute_dtype: Annotated[str, typer.Option(help="Of the passes: bf16 or fp32.")] = "bf16",
-    link: Annotated[str, typer.Option(help="Of a site to the coordinator, such as 1Gbit or 300Mbit.")] = "1Gbit",
-    rtt: Annotated[str, typer.Option(help="Round trip over it, such as 100ms.")] = "100ms",
-    tokens_per_step: Annotated[float, typer.Option(help="Prompts and completions of a step.")] = 1048576,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one machine.")] = 8,
+    backend: Annotated[str, typer.Option(help="Backend: torch, fsdp2, zero-1, zero-2 or zero-3.")] = "fsdp2",
+    compute_dtype: Annotated[str, typer.Option(help="Type of the forward and backward passes: bf16 or fp32.")] = "bf16",
+    link: Annotated[
+        str, typer.Option(help="Bandwidth of a site's link to the coordinator, such as 1Gbit or 300Mbit.")
+    ] = "1Gbit",
+    rtt: Annotated[str, typer.Option(help="Round trip of that link, such as 100ms.")] = "100ms",
+    tokens_per_step: Annotated[float, typer.Option(help="Tokens of one step, prompts and completions.")] = 1048576,
     sites: Annotated[int, typer.Option(help="Sites that share the completions of a step.")] = 1,
     lr: Annotated[
         float | None,
-        typer.Option(help="Step size, which gives --changed-fraction: 1e-6 is 1.4 %, 1e-5 is 9 %."),
+        typer.Option(help="Learning rate, which sets --changed-fraction: 1e-6 gives 1.4 %, 1e-5 gives 9 %."),
     ] = None,
     changed_fraction: Annotated[
         float | None,
-        typer.Option(
-            help="Share of the published elements that a version changes; 0.014 if neither this nor --lr is given."
-        ),
+        typer.Option(help="Share of published weights that a version changes, 0 to 1; default: 0.014, or from --lr."),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Another assumption: `--set mfu=0.4`; the table lists all.")
+        list[str] | None, typer.Option("--set", help="Change an assumption: `--set mfu=0.4`; the table lists all.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Say on paper what a run costs: a step, a version, memory, GPUs of samplers, bytes on the WAN, and a verdict.
+    """Estimate the cost of a run: time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link.
 
-    Nothing is loaded or asked. Exit code 0: answered, also where memory does not suffice. 2: an option is wrong.
+    It loads nothing and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option
+    is wrong. Example: `heterorl plan --params 8e9 --gpus 8 --link 1Gbit`
     """
-    from heterorl.cli.plan import show
-    from heterorl.plan import estimate as planning
-    from heterorl.plan.assumptions import parse
-    from heterorl.plan.model_shape import shape_of_directory
-
     shape = shape_of_directory(model_dir) if model_dir is not None else None
     if not params and shape is None:
-        raise ConfigError("--params", "is missing", action="give --params 8e9 or --model-dir DIR")
-    answer = planning.plan(
-        planning.Question(
+        raise ConfigError("--params", "is not set", action="give --params 8e9 or --model-dir DIR")
+    answer = estimate(
+        Question(
             parameters=params or (shape.parameters if shape else 0.0),
             shape=shape,
             gpus=gpus,
@@ -81,19 +80,17 @@ def plan(
 
 
 def _changed(lr: float | None, fraction: float | None) -> float:
-    from heterorl.plan.costs import changed_by
-
     if lr is None:
         return 0.014 if fraction is None else fraction
     if fraction is not None:
         raise ConfigError("--lr", "is given together with --changed-fraction", action="give one of them")
     if not 0.0 < lr < 1.0:
-        raise ConfigError("--lr", f"must be above 0 and below 1, is {lr:g}")
+        raise ConfigError("--lr", f"must be above 0 and below 1; got {lr:g}")
     return changed_by(lr)
 
 
 def rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name, amount and what it is made of, in the order in which people ask."""
+    """Rows of the table: name, amount, and its parts."""
     memory, asked = plan.memory, plan.question
     room = f"{'fits' if plan.fits else 'DOES NOT FIT'} into nine tenths of {asked.given.hbm_gb:g} GB"
     return [
@@ -107,7 +104,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
             "publication",
             time_words(plan.publication_s),
             f"round and exchange {time_words(plan.gather_s)}, code {time_words(plan.encode_s)},"
-            f" write {time_words(plan.write_s)}, send {time_words(plan.send_s)}; the last two beside a step",
+            f" write {time_words(plan.write_s)}, send {time_words(plan.send_s)}; the last two overlap a step",
         ),
         ("checkpoint", time_words(plan.checkpoint_s), "masters and moments, written by all ranks to one disk"),
         (
@@ -130,8 +127,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "WAN, a day of a site",
             f"{size_words(plan.day_in_bytes)} in",
-            f"and {size_words(plan.day_out_bytes)} out; the coordinator sends and receives that of each of"
-            f" {asked.sites} sites",
+            f"and {size_words(plan.day_out_bytes)} out; the coordinator carries that for each of {asked.sites} sites",
         ),
         (
             "GPUs of samplers",
@@ -169,7 +165,7 @@ def title(plan: Plan) -> str:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the plan and what it assumes."""
+    """Print the plan and its assumptions."""
     table = Table("", "amount", "made of", title=title(plan))
     for row in rows(plan):
         table.add_row(*row)
@@ -184,26 +180,18 @@ _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def bits_per_s(text: str) -> float:
-    """A link such as `1Gbit` or `300 Mbit/s`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Bits per second of a link such as `1Gbit` or `300 Mbit/s`; raises ConfigError for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError("--link", f"{text!r} is no speed", action="write it such as 1Gbit or 300Mbit")
+        raise ConfigError("--link", f"{text!r} is not a bandwidth", action="write it as 1Gbit or 300Mbit")
     return float(match[1]) * _BITS[match[2].lower()]
 
 
 def seconds(text: str) -> float:
-    """A time such as `100ms` or `0.1s`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Seconds of a time such as `100ms` or `0.1s`; raises ConfigError for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", text.strip())
     if match is None:
-        raise ConfigError("--rtt", f"{text!r} is no time", action="write it such as 100ms")
+        raise ConfigError("--rtt", f"{text!r} is not a time", action="write it as 100ms")
     return float(match[1]) / (1000.0 if match[2] == "ms" else 1.0)
 
 
@@ -216,7 +204,7 @@ def size_words(num_bytes: float) -> str:
 
 
 def rate_words(bits_per_s: float) -> str:
-    """A line in three digits, such as `40.0 Mbit/s`."""
+    """Bits per second in three digits, such as `40.0 Mbit/s`."""
     for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
         if bits_per_s >= unit:
             return f"{_digits(bits_per_s / unit)} {name}"
@@ -224,7 +212,7 @@ def rate_words(bits_per_s: float) -> str:
 
 
 def time_words(duration_s: float) -> str:
-    """Seconds in three digits, such as `12.3 s`; minutes from 600 s on."""
+    """Seconds in three digits, such as `12.3 s`; in minutes from 600 s on."""
     if duration_s >= 600.0:
         return f"{_digits(duration_s / 60.0)} min"
     return f"{_digits(duration_s)} s" if duration_s >= 1.0 else f"{_digits(1000.0 * duration_s)} ms"

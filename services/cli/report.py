@@ -22,19 +22,20 @@ def report(
         str,
         typer.Argument(
             metavar="DIRECTORY|HOST:PORT",
-            help="A coordinator's data_dir, a learner's state_dir, or a directory that holds them, for a past run; "
-            "host:port of a coordinator for one that is going on.",
+            help="For a past run: a coordinator's data_dir, a learner's state_dir, or a directory that holds them. "
+            "For a running one: host:port of its coordinator.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write; everything is inside it. report.html in DIRECTORY, or here for HOST:PORT."),
+        typer.Option(help="Self-contained file to write; default: report.html in DIRECTORY, or here for HOST:PORT."),
     ] = None,
-    pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files, too.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files.")] = None,
 ) -> None:
-    """Write one HTML page about a run: from its files, which stay as they are, or while it runs from its coordinator.
+    """Write one HTML page about a run: from its files, or from its coordinator while it runs.
 
-    A directory whose coordinator is running is asked at the address that it announced there, as an operator.
+    It never changes the files. If a coordinator runs on the directory, the report asks it at the address noted there,
+    with an operator's certificate. Example: `heterorl report runs/demo`
     """
     from heterorl.common.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Checks of a data directory that no coordinator runs on: `heterorl verify-lineage` and `heterorl audit`."""
+"""Offline checks of a coordinator's data_dir: `heterorl verify-lineage` and `heterorl audit`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from heterorl.coordinator.sites.audit import AuditRow
 
 SOUND, FAULTY = 0, 2
 MAX_SHOWN = 50
-"""Findings in the table; the verdict counts all."""
+"""Findings in the table; the verdict counts all of them."""
 
 
 def verify_directory(
@@ -38,11 +38,10 @@ def verify_directory(
     is_replaying: bool,
     console: Console,
 ) -> int:
-    """Check a data directory and print what was found; returns the exit code, 0 when all holds and 2 otherwise.
+    """Check a data directory and print the findings; returns exit code 0 if all holds, else 2.
 
-    Raises:
-        OperatorError: there is no store, it is in use, or a key is not a public key.
-        CorruptStore: the store cannot be read at all.
+    Raises OperatorError if there is no store, it is in use, or a key is not a public key; CorruptStore if it is
+    unreadable.
     """
     histories = read_histories(directory)
     trained: dict[int, Manifest] | None = None
@@ -120,18 +119,13 @@ Say = Callable[[str], None]
 
 
 def read_log(directory: Path) -> list[AuditRow]:
-    """All rows of a data directory's log.
-
-    Raises:
-        OperatorError: there is no store, or a coordinator is running on it.
-        CorruptStore: SQLite cannot read it.
-    """
+    """All rows of a data directory's audit log; raises OperatorError without a free store, CorruptStore for damage."""
     with open_store(directory) as connection:
         return audit.read(connection)
 
 
 def verify_log(directory: Path, *, expected: str, say: Say) -> int:
-    """Check every link and print the verdict; returns the exit code, 0 when all holds and 2 otherwise."""
+    """Check every link and print the verdict; returns exit code 0 if all holds, else 2."""
     rows = read_log(directory)
     faults = audit.find_faults(rows, expected=expected)
     for fault in faults:

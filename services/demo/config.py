@@ -1,7 +1,7 @@
-"""What the demonstration runs: its checked options, two regimes, configurations, certificates and the directory.
+"""Settings of the demo: checked options, two regimes, configurations, certificates, and the output directory.
 
-Guarantees: of an existing directory only what an earlier demonstration wrote is deleted, by name; a directory that
-holds anything but has no marker is refused untouched. Certificates are made for each demonstration, valid for a day.
+It deletes only files that an earlier demo wrote, by name, and refuses other directories. Certificates are new for each
+demo and valid for a day.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What a person may choose."""
+    """Options of the command."""
 
     out: Path = Path("runs/demo")
     tiny: bool = False
@@ -37,22 +37,20 @@ class DemoOptions:
     seed: int = 0
     cache: Path = Path(".cache/heterorl")
     device: str = "cpu"
-    """Where the learner and the samplers compute: cpu or cuda."""
+    """Device of learner and samplers: cpu or cuda."""
 
 
 def algorithms() -> tuple[str, ...]:
-    """Names of the learner's losses, from its own configuration; not `custom`, which needs a function."""
+    """Names of the learner's losses, except `custom`, which needs a function."""
     members = get_args(get_args(LossConfig)[0])
     names = (get_args(member.model_fields["kind"].annotation)[0] for member in members)
     return tuple(name for name in names if name != "custom")
 
 
 def check_options(options: DemoOptions) -> None:
-    """Refuse what would fail later.
+    """Refuse options that would fail later.
 
-    Raises:
-        ConfigError: an option has an impossible value; names the option and what it may be.
-        DependencyMissing: a package of the extra `demo` is not installed.
+    Raises ConfigError that names the option and its values, DependencyMissing for a package of the extra `demo`.
     """
     if options.algorithm not in algorithms():
         raise ConfigError("--algorithm", f"{options.algorithm!r} is not one of {', '.join(algorithms())}")
@@ -73,7 +71,7 @@ def check_options(options: DemoOptions) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise ConfigError("--device", "torch sees no CUDA device", action="leave it out to use the CPU")
+            raise ConfigError("--device", "torch sees no CUDA device", action="remove it to use the CPU")
 
 
 SITES = ("site-east", "site-west")
@@ -84,14 +82,14 @@ NODES = (
     *(("sampler", site) for site in SITES),
     ("operator", "demo"),
 )
-"""Role and site of every certificate; the operator's is the live view's."""
+"""Role and site of every certificate; the operator's is for the live view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Where staleness matters: a learning rate at which 64 versions are far away.
+    """Sizes of a run in which staleness matters, because the learning rate is high.
 
-    At a hundredth of it all algorithms are equal, because old and new policy hardly differ.
+    At a hundredth of it all algorithms give equal results: old and new policy hardly differ.
     """
 
     digits: int
@@ -107,7 +105,7 @@ class Regime:
     num_evaluation: int
     required_gain: float
     time_limit_s: float
-    """Longest time without a step, of a machine that is slow or busy."""
+    """Longest time without a step, for a slow machine."""
 
 
 FULL = Regime(
@@ -143,12 +141,12 @@ TINY = Regime(
 
 
 def certificates_dir(options: DemoOptions) -> Path:
-    """Directory of the demonstration's own authority."""
+    """Directory of the demo's own authority."""
     return options.out / "certs"
 
 
 def tls_table(options: DemoOptions, *, role: str, site: str) -> dict[str, str]:
-    """Section `tls` of a node: where `certificates.make_certificates` puts its files."""
+    """Section `tls` of a node."""
     node = certificates_dir(options) / f"{role}-{site}"
     return {"ca": str(node / "ca.crt"), "cert": str(node / "node.crt"), "key": str(node / "node.key")}
 
@@ -206,7 +204,7 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
         "state_dir": str(options.out / site),
         "metrics_port": 0,
         "group_size": regime.group_size,
-        # As the demo's range was measured: a site is exactly so many versions behind.
+        # The regime was measured with sites exactly lag_versions behind.
         "swap": "drain",
         "work_ahead_s": 0.0,
         "seed": options.seed + SITES.index(site),
@@ -227,11 +225,9 @@ LIFETIME = datetime.timedelta(days=1)
 
 
 def make_certificates(options: DemoOptions, *, now: datetime.datetime) -> None:
-    """Write the files that the configurations of the demonstration name; `now` is an aware instant.
+    """Write the certificates that the configurations name; `now` is an aware datetime.
 
-    Raises:
-        ConfigError: the directory holds an authority already.
-        OSError: it cannot be written.
+    Raises ConfigError if the directory has an authority already, OSError if it cannot be written.
     """
     authority = Authority(certificates_dir(options))
     authority.init(run=RUN_ID, now=now, lifetime=LIFETIME)
@@ -250,10 +246,9 @@ _NOTE = "Written by `heterorl demo`. Its next run with this --out replaces its o
 
 @contextlib.contextmanager
 def claim(out: Path) -> Iterator[Path]:
-    """Create the directory, or take over an earlier demonstration's and delete that one's results.
+    """Create the directory, or take over an earlier demo's and delete its results.
 
-    Raises:
-        ConfigError: the directory is somebody else's, cannot be written, or another demonstration runs in it.
+    Raises ConfigError if the directory is not a demo's, is not writable, or another demo runs in it.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError("--out", f"{out} is not a directory")
@@ -262,16 +257,16 @@ def claim(out: Path) -> Iterator[Path]:
             raise ConfigError(
                 "--out",
                 f"{out} is not empty and was not written by the demo; nothing in it was touched",
-                action="name a new or an empty directory",
+                action="give a new or empty directory",
             )
         out.mkdir(parents=True, exist_ok=True)
         file = (out / MARKER).open("a", encoding="ascii")
     except OSError as error:
         raise ConfigError("--out", f"cannot write to {out}: {error.strerror}") from error
     with file:
-        # The children do not inherit it.
+        # Child processes do not inherit the lock.
         if not try_lock(file):
-            raise ConfigError("--out", f"another demo is running in {out}", action="name another directory")
+            raise ConfigError("--out", f"another demo is running in {out}", action="give another directory")
         if file.tell() == 0:
             file.write(_NOTE)
             file.flush()

@@ -1,7 +1,7 @@
-"""What a run left behind: measured and judged by pure functions of its journals, and reported as one HTML page.
+"""Results of a demo: pure functions that measure and judge its journals, and its HTML page.
 
-Guarantees: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
-promises; a failed run names its failure, and what could be written all the same.
+Invariants: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
+promises; a failed run names its failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heterorl.report.figures import PICTURES, drawings, picture, titles
 from heterorl.report.report_page import fill
 
 PROMISED_BY = "gepo"
-"""The algorithm whose rise in accuracy is promised; the others are there to compare."""
+"""Only this algorithm promises a rise in accuracy; the others are for comparison."""
 
 
 class Ending(enum.Enum):
@@ -28,14 +28,14 @@ class Ending(enum.Enum):
 
     COMPLETE = "complete"
     BROKEN = "broken"
-    """All steps were taken, and a promise does not hold."""
+    """All steps were taken, but a promise was broken."""
     INTERRUPTED = "interrupted"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What was read of a run: rows of the journals, step reports and the newest status."""
+    """Data of a run: rows of the journals, step reports and the newest status."""
 
     reports: Sequence[StepReport]
     status: RunStatus | None
@@ -46,7 +46,7 @@ class Record:
 
 
 def start_accuracy(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
-    """Held-out accuracy of version 0 as the learner measured it: the same prompts and seeds as any later version."""
+    """Held-out accuracy of version 0, on the same prompts and seeds as later versions."""
     return next((row["accuracy"] for row in evaluations if row["version"] == 0), None)
 
 
@@ -80,7 +80,7 @@ def measure(record: Record, *, regime: Regime) -> dict[str, Any]:
 def broken_promises(
     summary: Mapping[str, Any], *, regime: Regime, algorithm: str, exit_codes: Mapping[str, int | None]
 ) -> list[str]:
-    """Promises that a run which was not interrupted broke."""
+    """Promises that an uninterrupted run broke."""
     problems = []
     if not summary["ledger_balanced"]:
         problems.append("the ledger does not balance")
@@ -98,7 +98,7 @@ def broken_promises(
 
 
 def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
-    """What a person reads at the end, line by line; a smoke run is too short to judge accuracy by."""
+    """Lines that the user reads at the end; a smoke run is too short to judge accuracy."""
     ending = Ending(summary["status"])
     before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
     done = f"{summary['steps']} of {summary['max_steps']} steps"
@@ -129,7 +129,7 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
 
 
 def digest_mismatches(versions: Sequence[Mapping[str, Any]], samplers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """Number of states on samplers that are not the learner's state of that version."""
+    """Number of sampler states that differ from the learner's state of that version."""
     roots = {entry["version"]: entry["state_root"] for entry in versions}
     return sum(roots.get(entry["version"]) != entry["state_root"] for records in samplers for entry in records)
 
@@ -146,7 +146,7 @@ def write_report(
     reports: Sequence[StepReport],
     versions: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write report.html and its PNG files for a run of at least one step; returns the path of the page."""
+    """Write report.html and its PNG files for a run with at least one step; returns the path of the page."""
     start = summary["warm_start_accuracy"]
     promised = None
     if start is not None and regime.required_gain > 0 and summary["algorithm"] == PROMISED_BY:

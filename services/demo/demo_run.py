@@ -1,8 +1,7 @@
-"""`heterorl demo`: warm start, four processes on loopback behind certificates, a live view, and a verdict.
+"""`heterorl demo`: warm start, four processes on loopback with certificates, a live view, and a verdict.
 
-Guarantees: a promise that the run broke (ledger, digests, a process that failed, accuracy that did not rise) is an exit
-code other than 0; Ctrl-C at any instant stops every process in order. Once a step was taken every end, a failure too,
-writes report and model.
+Invariants: a broken promise (ledger, digests, a failed process, accuracy) gives an exit code other than 0. Ctrl-C at
+any time stops all processes in order. After the first step every ending writes report and model.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from heterorl.demo.config import (
 from heterorl.demo.demo_results import Ending, Record, broken_promises, measure, start_accuracy, verdict, write_report
 from heterorl.demo.processes import Child, Interruption, start, stop_together
 from heterorl.report.figures import newest_accuracy, sparkline
+from heterorl.report.past_run import journal_rows
 from heterorl.sampler.trust_record import record_name
 
 REFRESH_S = 0.5
@@ -51,21 +51,18 @@ START_LIMIT_S = 60.0
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demonstration with checked options.
+    """Run the demo with checked options; returns the exit code.
 
-    Returns:
-        The exit code: 0 when every promise was kept, 1 when not, 128 plus the signal that stopped it.
-
-    Raises:
-        ConfigError: the directory is not the demonstration's to use.
+    The code is 0 if all promises were kept, 1 if not, 128 plus the signal that stopped it. Raises ConfigError for a
+    foreign directory.
     """
-    # What processes and paths say is text, never markup.
+    # Output of processes and paths is printed without markup.
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     regime = TINY if options.tiny else FULL
     with claim(options.out), Interruption() as interruption:
         model_dir = _warm(regime, options, console, interruption)
         if interruption.number:
-            console.print("stopped before any process was started; there are no results")
+            console.print("stopped before a process was started; no results")
             return interruption.exit_code
         demo = _Demo(options=options, regime=regime, model_dir=model_dir, console=console)
         summary = demo.run(interruption)
@@ -101,7 +98,7 @@ def _warm(regime: Regime, options: DemoOptions, console: Console, interruption: 
 
 
 class _Demo:
-    """The state of one demonstration."""
+    """State of one demo."""
 
     def __init__(self, *, options: DemoOptions, regime: Regime, model_dir: Path, console: Console) -> None:
         self._options = options
@@ -113,7 +110,7 @@ class _Demo:
         self._status: RunStatus | None = None
 
     def run(self, interruption: Interruption) -> dict[str, Any]:
-        """Start everything, watch it, stop it, and write what came of it; returns the summary."""
+        """Start everything, watch it, stop it, and write the results; returns the summary."""
         started, failure, was_interrupted = time.monotonic(), "", False
         try:
             asyncio.run(self._work(interruption))
@@ -129,7 +126,7 @@ class _Demo:
     async def _work(self, interruption: Interruption) -> None:
         with interruption.cancelling():
             address = await self._start()
-            # Short backoff: the view is drawn again half a second later.
+            # A short retry budget: the next refresh is half a second away.
             tls = TlsConfig.model_validate(tls_table(self._options, role="operator", site="demo"))
             async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
                 await self._watch(client)
@@ -170,10 +167,18 @@ class _Demo:
                 for child in self._children:
                     child.check()
                 if live is not None and self._status is not None:
-                    live.update(self._view(self._status), refresh=True)
+                    picture = render(
+                        self._status,
+                        self._reports,
+                        max_steps=self._regime.max_steps,
+                        warm_start=start_accuracy(journal_rows(self._options.out / "learner" / "evaluations.jsonl")),
+                        algorithm=self._options.algorithm.upper(),
+                        lag_versions=self._regime.lag_versions,
+                    )
+                    live.update(picture, refresh=True)
                 elif self._status is not None:
                     text = line(self._status, self._reports, max_steps=self._regime.max_steps)
-                    # The first step at once, a state that stays only once.
+                    # Print the first step at once, and an unchanged state only once.
                     is_first = bool(self._reports) and not num_shown
                     if text != shown and (is_first or time.monotonic() >= next_line):
                         self._console.print(text)
@@ -185,16 +190,6 @@ class _Demo:
                 if time.monotonic() > last_step_s + self._regime.time_limit_s:
                     raise HeterorlError(f"no step came for {self._regime.time_limit_s:.0f} s")
                 await asyncio.sleep(REFRESH_S)
-
-    def _view(self, status: RunStatus) -> Any:
-        return render(
-            status,
-            self._reports,
-            max_steps=self._regime.max_steps,
-            warm_start=start_accuracy(_rows(self._options.out / "learner" / "evaluations.jsonl")),
-            algorithm=self._options.algorithm.upper(),
-            lag_versions=self._regime.lag_versions,
-        )
 
     async def _look(self, client: CoordinatorClient) -> None:
         try:
@@ -209,23 +204,23 @@ class _Demo:
             self._console.print(f"the coordinator does not answer: {error}")
 
     def _stop(self) -> None:
-        """Each one serves those before it: samplers first, then the learner, then the coordinator."""
+        """Stop clients before servers: samplers, then the learner, then the coordinator."""
         for names in (SITES, ("learner",), ("coordinator",)):
             stopped = stop_together([child for child in self._children if child.name in names])
             if stopped:
                 self._console.print(f"stopped {', '.join(child.name for child in stopped)}")
 
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
-        """Measure, judge and write: the summary always, report and model once there was a step."""
+        """Measure, judge and write: always the summary, after the first step report and model too."""
         out, regime = self._options.out, self._regime
-        # The learner's own journal: it knows what happened while the processes were being stopped.
-        self._reports = _applied(_rows(out / "learner" / "steps.jsonl"))
+        # The learner's journal also has the steps taken while the processes were stopping.
+        self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
         record = Record(
             reports=self._reports,
             status=self._status,
-            versions=_rows(out / "learner" / "versions.jsonl"),
-            evaluations=_rows(out / "learner" / "evaluations.jsonl"),
-            samplers=[_rows(out / site / record_name("")) for site in SITES],
+            versions=journal_rows(out / "learner" / "versions.jsonl"),
+            evaluations=journal_rows(out / "learner" / "evaluations.jsonl"),
+            samplers=[journal_rows(out / site / record_name("")) for site in SITES],
         )
         summary: dict[str, Any] = {
             "status": (Ending.FAILED if failure else Ending.INTERRUPTED).value,
@@ -247,9 +242,10 @@ class _Demo:
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
             )
             summary["status"] = (Ending.BROKEN if summary["problems"] else Ending.COMPLETE).value
-        for key, write in (("report", self._report), ("model_dir", self._model)) if self._reports else ():
+        writers = {"report": lambda: self._report(summary, record), "model_dir": self._model}
+        for key, write in writers.items() if self._reports else ():
             try:
-                summary[key] = str(write(summary, record))
+                summary[key] = str(write())
             except (HeterorlError, OSError) as error:
                 failures = [summary["failure"], f"{key} could not be written: {error}"]
                 summary |= {"status": Ending.FAILED.value, "failure": "; ".join(filter(None, failures))}
@@ -261,10 +257,9 @@ class _Demo:
             self._options.out, regime=self._regime, summary=summary, reports=self._reports, versions=record.versions
         )
 
-    def _model(self, summary: dict[str, Any], record: Record) -> Path:
+    def _model(self) -> Path:
         from heterorl.learner.export import export_model
 
-        del summary, record
         out = self._options.out
         export_model(model_dir=self._model_dir, source=out / "learner", out_dir=out / "model")
         return out / "model"
@@ -274,13 +269,6 @@ def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
     """Steps that changed the weights, in order; a later row of a step replaces an earlier one."""
     reports = {row["step"]: report_from_row(row) for row in rows if row["is_applied"]}
     return [reports[step] for step in sorted(reports)]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Whole rows of a journal that its owner may be writing."""
-    if not path.exists():
-        return []
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text.endswith("}")]
 
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:
@@ -307,7 +295,7 @@ def render(
     algorithm: str,
     lag_versions: int,
 ) -> Group:
-    """Tables of the run and of its sites; `warm_start` is None until version 0 is evaluated."""
+    """Tables of the run and its sites; `warm_start` is None until version 0 is evaluated."""
     title = Text(f"heterorl demo: {algorithm}, samplers {lag_versions} versions behind")
     run = Table(title=title, show_header=False, min_width=70)
     run.add_column(justify="right", style="bold")
@@ -332,7 +320,7 @@ def render(
     for site in status.sites:
         behind = status.head_version - site.policy_version
         sites.add_row(
-            # A site names itself: text, never markup.
+            # A site chooses its name, so markup is off.
             Text(site.site),
             str(site.policy_version),
             str(behind),

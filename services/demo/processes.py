@@ -1,7 +1,7 @@
-"""The demonstration's processes, started as any operator would, and the signals that stop it.
+"""Starts and stops the demo's processes, and handles the signals that end it.
 
-Guarantees: a signal is never lost and never breaks the stopping of the processes: it raises where nothing runs yet,
-cancels where processes are watched, and is only noted everywhere else.
+A signal is never lost and never breaks the stopping of processes: it raises before processes run, cancels while they
+are watched, and is only noted otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TAIL_LINES = 15
 
 
 class ChildFailed(HeterorlError):
-    """A process ended before its time; `tail` is the end of its log, safe to print."""
+    """A process ended early; `tail` is the end of its log, safe to print."""
 
     def __init__(self, name: str, *, code: int, log: Path, tail: str) -> None:
         self.name = name
@@ -53,18 +53,14 @@ class Child:
         return self.process.poll()
 
     def check(self) -> None:
-        """Raise when the process failed.
-
-        Raises:
-            ChildFailed: with the end of its log.
-        """
+        """Raise ChildFailed, with the end of the log, if the process failed."""
         code = self.exit_code
         if code not in (None, 0):
             raise ChildFailed(self.name, code=code, log=self.log, tail=tail(self.log))
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log without what a terminal would obey."""
+    """The last lines of a log without control characters."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join("".join(c if c.isprintable() or c == "\t" else "?" for c in text) for text in lines)
 
@@ -86,19 +82,19 @@ def start(
     file = log.open("ab")
     words = [*([sys.executable, *command] if command else own_command("heterorl", service)), "--config", str(config)]
     words += options
-    # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
+    # In its own session: Ctrl-C reaches only the demo, which then stops the others in order.
     process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     return Child(name=name, process=process, log=log, file=file)
 
 
 def stop(children: Sequence[Child]) -> None:
-    """Ask processes to end, one after another; kill what does not end in time."""
+    """Ask processes to end, one after another; kill those that exceed GRACE_S."""
     for child in children:
         stop_together([child])
 
 
 def stop_together(children: Sequence[Child]) -> list[Child]:
-    """Ask processes to end, all at once; kill what does not end in time. Returns those that had been running."""
+    """Ask processes to end, all at once; kill those that exceed GRACE_S. Returns those that were running."""
     running = [child for child in children if child.exit_code is None]
     for child in running:
         child.process.send_signal(signal.SIGTERM)
@@ -114,7 +110,7 @@ def stop_together(children: Sequence[Child]) -> list[Child]:
 
 
 def _how(code: int) -> str:
-    """Say how a process ended; a negative code is a signal's number."""
+    """How a process ended; a negative code is a signal's number."""
     if code >= 0:
         return f"ended with code {code}"
     known = {entry.value for entry in signal.Signals}
@@ -139,7 +135,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         for number in _SIGNALS:
-            # Under nohup a closed terminal is to be survived.
+            # Under nohup the demo outlives its terminal.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -150,20 +146,16 @@ class Interruption:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at once: for work that holds no process."""
+        """Raise KeyboardInterrupt at once: for work without processes."""
         with self._doing(_raise):
             yield
 
     @contextlib.contextmanager
     def cancelling(self) -> Iterator[None]:
-        """Cancel the current task, also for a signal that came before; ends with the task's CancelledError.
-
-        Raises:
-            asyncio.CancelledError: a signal came.
-        """
+        """Cancel the current task on a signal, even one that came before; raises asyncio.CancelledError."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "called in a coroutine"
-        # From a signal handler only this wakes the loop.
+        # Only this call wakes the loop from a signal handler.
         with self._doing(lambda: loop.call_soon_threadsafe(task.cancel)):
             if self.number:
                 raise asyncio.CancelledError

@@ -1,7 +1,4 @@
-"""The outcome of one check, for people and programs.
-
-Guarantees: whatever is not in order comes with one sentence that says what to do.
-"""
+"""The result of one check, for people and programs. Every fault has a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rich.text import Text
 
 
 class Level(enum.StrEnum):
-    """How a check ended; FAIL alone makes the exit code 1."""
+    """How a check ended; only FAIL makes the exit code 1."""
 
     OK = "ok"
     WARN = "warn"
@@ -29,7 +26,7 @@ _STYLE = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red", Level
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What was found, and what to do about it."""
+    """A finding, and its remedy for WARN and FAIL."""
 
     name: str
     level: Level
@@ -42,38 +39,38 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why something could not be measured: a kind that decisions know, and the system's own words."""
+    """Why a measurement failed: a kind that the judgements know, and the system's message."""
 
     kind: str
     detail: str = ""
 
 
 TIMEOUT = "timeout"
-"""The kind of whatever did not end in its time."""
+"""Kind of a measurement that exceeded its time limit."""
 
 
 def ok(name: str, finding: str) -> Check:
-    """All is well."""
+    """A check that found no fault."""
     return Check(name=name, level=Level.OK, finding=finding)
 
 
 def warn(name: str, finding: str, remedy: str) -> Check:
-    """Works, but someone should look."""
+    """A check that found something an operator should look at."""
     return Check(name=name, level=Level.WARN, finding=finding, remedy=remedy)
 
 
 def fail(name: str, finding: str, remedy: str) -> Check:
-    """Does not work like this."""
+    """A check that found what does not work."""
     return Check(name=name, level=Level.FAIL, finding=finding, remedy=remedy)
 
 
 def skip(name: str, why: str) -> Check:
-    """Not asked, because an earlier check failed or it does not concern this node."""
+    """A check not made: an earlier one failed, or it does not concern this node."""
     return Check(name=name, level=Level.SKIP, finding=why)
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """0 unless a check failed."""
+    """1 if a check failed, else 0."""
     return int(any(check.level is Level.FAIL for check in checks))
 
 
@@ -87,7 +84,7 @@ def checks_json(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def checks_table(checks: Sequence[Check], *, title: str) -> Table:
-    """All checks as a table; what other machines said is text, never markup."""
+    """All checks as a table; text of other machines is shown literally."""
     table = Table("check", "", "finding", title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for entry in checks:
         finding = Text(entry.finding)

@@ -1,6 +1,6 @@
-"""Wires the doctor: measures in order, judges, and skips what cannot be asked any more.
+"""Runs the checks of a node in order, and skips those that an earlier failure makes impossible.
 
-Guarantees: each measurement has its own time limit, so that the whole ends whatever hangs.
+Each measurement has its own time limit, so the whole always ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from heterorl.common.rpc.maintenance import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import statement_from_bytes
-from heterorl.doctor import link_checks, machine_checks
+from heterorl.doctor import link_checks as link
+from heterorl.doctor import machine_checks as machine
 from heterorl.doctor.check import Check, Failure, skip
 from heterorl.doctor.link_checks import in_daemon_thread
 
 MESSAGE_BYTES = 16 << 20
-"""What a service without the setting takes."""
+"""Message limit of a service without that setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Seconds that each measurement may take."""
+    """Time limit of each measurement."""
 
     dns_s: float = 5.0
     port_s: float = 5.0
@@ -46,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorTarget:
-    """A node as its configuration describes it; `site` is empty where its certificate may name any."""
+    """The node to check, from its configuration; an empty `site` accepts any certificate."""
 
     role: Role
     address: str
@@ -56,11 +57,11 @@ class DoctorTarget:
     site: str = ""
     device: str = "cpu"
     engine: str = ""
-    """Package of the engine or backend, where it is an optional one."""
+    """Package of an optional engine or backend."""
     published_dtype: str = "bf16"
     max_message_bytes: int = MESSAGE_BYTES
     model_config: Any = None
-    """The configuration where it names a model; None otherwise."""
+    """The configuration if it names a model, else None."""
     num_calls: int = 10
     limits: Limits = field(default_factory=Limits)
 
@@ -71,21 +72,20 @@ class DoctorTarget:
 
     @property
     def port(self) -> int:
-        """Port of the coordinator."""
         return int(self.address.rpartition(":")[2])
 
 
 async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time.time) -> list[Check]:
-    """Run every check, in the order in which they depend on each other."""
+    """Run every check, in order of dependency."""
     joins = getattr(target.model_config, "join", None) is not None
-    # The machine is measured while the network is waited for, but for what only the run can say.
+    # The machine is measured during the network checks, except for what only the run knows.
     alone = dataclasses.replace(target, model_config=None) if joins else target
     local = asyncio.create_task(_measure_machine(alone))
     try:
         checks, diagnosis = await _examine_link(target, wall_time)
         if target.role is Role.COORDINATOR:
             plain = skip("revoked", "plaintext over loopback")
-            checks.append(plain if target.tls.insecure else link_checks.judge_revoked(read_revoked(target.tls)))
+            checks.append(plain if target.tls.insecure else link.judge_revoked(read_revoked(target.tls)))
         facts = await local
         if joins:
             facts = dataclasses.replace(facts, contract=await _measure_joined(target, diagnosis))
@@ -97,16 +97,19 @@ async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time
 
 
 async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
-    """The contract of a node that takes from the run what its file leaves out."""
+    """The contract of a node whose [join] section takes keys from the run."""
     from heterorl.sampler.adoption import adopt
 
     if diagnosis is None or not diagnosis.statement:
-        return Failure(kind="model", detail="the run has not stated what this file leaves out; ask again when it has")
+        return Failure(
+            kind="model",
+            detail="the learner has not stated the keys that this file leaves out; start it, then run the doctor again",
+        )
     try:
         config = adopt(target.model_config, statement_from_bytes(diagnosis.statement)).config
     except (ConfigError, InvalidRequest) as error:
         return Failure(kind="model", detail=str(error))
-    measure = lambda: machine_checks.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
+    measure = lambda: machine.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
     return await in_daemon_thread(measure, timeout_s=target.limits.model_s)
 
 
@@ -122,19 +125,19 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
             waiting.remove(check.name)
 
     def rest(why: str) -> list[Check]:
-        # Certificates lie on this machine: they are judged also when nobody answers.
+        # This node's certificate is checked even if the coordinator does not answer.
         if own is not None:
-            add(link_checks.judge_certificate(own, role=target.role, site=target.site, server=None))
-            add(link_checks.judge_expiry(own, now=wall_time()))
+            add(link.judge_certificate(own, role=target.role, site=target.site, server=None))
+            add(link.judge_expiry(own, now=wall_time()))
         return checks + [skip(name, why) for name in waiting]
 
-    addresses = await link_checks.resolve(host, port, timeout_s=limits.dns_s)
-    add(link_checks.judge_dns(host, addresses))
+    addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
+    add(link.judge_dns(host, addresses))
     if isinstance(addresses, Failure):
         return rest("the name has no address"), None
-    connected = await link_checks.connect(addresses, port, timeout_s=limits.port_s)
+    connected = await link.connect(addresses, port, timeout_s=limits.port_s)
     is_own = target.role is Role.COORDINATOR
-    add(link_checks.judge_port(target.address, connected, is_own=is_own))
+    add(link.judge_port(target.address, connected, is_own=is_own))
     if isinstance(connected, Failure):
         return rest("the port was not reached"), None
     server = None
@@ -142,17 +145,15 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         for name in ("tls", "certificate", "expiry"):
             add(skip(name, "plaintext over loopback"))
     elif isinstance(own, Failure):
-        return rest("there is no usable certificate"), None
+        return rest("this node has no usable certificate"), None
     else:
-        shaken = await link_checks.tls_handshake(
-            connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s
-        )
-        add(link_checks.judge_handshake(host, shaken))
+        shaken = await link.tls_handshake(connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s)
+        add(link.judge_handshake(host, shaken))
         if isinstance(shaken, Failure):
-            return rest("there was no handshake"), None
+            return rest("the handshake failed"), None
         server = shaken.server
-        add(link_checks.judge_certificate(own, role=target.role, site=target.site, server=server))
-        add(link_checks.judge_expiry(own, now=wall_time()))
+        add(link.judge_certificate(own, role=target.role, site=target.site, server=server))
+        add(link.judge_expiry(own, now=wall_time()))
     try:
         check_tls(target.tls, key="coordinator", address=target.address)
         client = DiagnosisClient(
@@ -162,70 +163,66 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
             policy=RetryPolicy(budget_s=0.0),
         )
     except ConfigError as error:
-        add(link_checks.judge_answer(Failure(kind="ConfigError", detail=str(error))))
+        add(link.judge_answer(Failure(kind="ConfigError", detail=str(error))))
         return rest("no call was made"), None
     async with client:
-        reached = await link_checks.ask(client, count=target.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
-        add(link_checks.judge_answer(reached))
+        reached = await link.ask(client, count=target.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
+        add(link.judge_answer(reached))
         if isinstance(reached, Failure):
             return rest("the coordinator did not answer"), None
-        add(link_checks.judge_clock(reached))
+        add(link.judge_clock(reached))
         server_limit = reached.diagnosis.max_message_bytes
         limit = min(target.max_message_bytes, server_limit)
-        trials = await link_checks.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
-        add(link_checks.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
-    # After large messages, by which the kernel may have learned of a narrower path.
-    add(link_checks.judge_mtu(await link_checks.path_mtu(connected.address, port, timeout_s=limits.port_s)))
+        trials = await link.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
+        add(link.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
+    # After large messages: from them the kernel may have learned a smaller MTU.
+    add(link.judge_mtu(await link.path_mtu(connected.address, port, timeout_s=limits.port_s)))
     return checks, reached.diagnosis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Machine:
-    disk: machine_checks.Disk | Failure
+    disk: machine.Disk | Failure
     memory: int | Failure
-    device: machine_checks.Device | Failure | None
+    device: machine.Device | Failure | None
     contract: Any
 
 
 async def _measure_machine(target: DoctorTarget) -> _Machine:
     limits = target.limits
-    disk = await in_daemon_thread(lambda: machine_checks.measure_disk(target.state_dir), timeout_s=limits.disk_s)
+    disk = await in_daemon_thread(lambda: machine.measure_disk(target.state_dir), timeout_s=limits.disk_s)
     is_gpu = target.device.startswith("cuda")
     device = None
     if is_gpu:
-        device = await in_daemon_thread(lambda: machine_checks.measure_device(target.device), timeout_s=limits.device_s)
+        device = await in_daemon_thread(lambda: machine.measure_device(target.device), timeout_s=limits.device_s)
     contract = None
     config = target.model_config
     if config is not None:
-        measure = lambda: machine_checks.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
+        measure = lambda: machine.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
         contract = await in_daemon_thread(measure, timeout_s=limits.model_s)
-    return _Machine(disk=disk, memory=machine_checks.measure_memory(), device=device, contract=contract)
+    return _Machine(disk=disk, memory=machine.measure_memory(), device=device, contract=contract)
 
 
 def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis | None) -> list[Check]:
-    files = 0 if target.model_config is None else machine_checks.model_bytes(target.model_config.model_dir)
+    files = 0 if target.model_config is None else machine.model_bytes(target.model_config.model_dir)
     state = max(files, diagnosis.bytes_full if diagnosis is not None else 0)
     is_gpu = target.device.startswith("cuda")
     checks = [
-        machine_checks.judge_disk(facts.disk, key=target.state_key, state_bytes=state),
-        machine_checks.judge_memory(facts.memory, role=target.role, is_on_gpu=is_gpu, state_bytes=state),
+        machine.judge_disk(facts.disk, key=target.state_key, state_bytes=state),
+        machine.judge_memory(facts.memory, role=target.role, is_on_gpu=is_gpu, state_bytes=state),
     ]
     if target.role in {Role.LEARNER, Role.SAMPLER}:
-        checks.append(
-            machine_checks.judge_device(facts.device, device=target.device, role=target.role, state_bytes=state)
-        )
+        checks.append(machine.judge_device(facts.device, device=target.device, role=target.role, state_bytes=state))
     checks.append(
-        machine_checks.judge_versions(
-            machine_checks.measure_versions(target.engine), role=target.role, diagnosis=diagnosis
-        )
+        machine.judge_versions(machine.measure_versions(target.engine), role=target.role, diagnosis=diagnosis)
     )
     if target.role in {Role.LEARNER, Role.SAMPLER}:
-        checks.append(machine_checks.judge_contract(facts.contract, diagnosis=diagnosis))
+        checks.append(machine.judge_contract(facts.contract, diagnosis=diagnosis))
     return checks
 
 
 def read_own(tls: TlsConfig) -> Identity | Failure:
-    """Whom this node's certificate names, also when it has expired: that is another check's matter."""
+    """Identity in this node's certificate, even if expired: another check judges that."""
     try:
         check_tls(tls, key="coordinator", address="")
         identity = read_identity(Path(tls.cert).read_bytes())
@@ -238,7 +235,7 @@ def read_own(tls: TlsConfig) -> Identity | Failure:
 
 
 def read_revoked(tls: TlsConfig) -> int | Failure | None:
-    """How many certificates a coordinator refuses by its list; None where it has none."""
+    """Number of certificates that a coordinator refuses by its list; None without a list."""
     path = getattr(tls, "revoked", "")
     if not path:
         return None

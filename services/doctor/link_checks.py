@@ -1,7 +1,6 @@
-"""The way to the coordinator: measures of name, port, handshake, round trips and messages, and pure judgements of them.
+"""Checks of the link to the coordinator: name, port, handshake, round trips, messages, MTU.
 
-Guarantees: every measure ends within the seconds it is given, whatever the network does; nothing is sent but
-handshakes and padding.
+Measurements end within their time limit and send only handshakes and padding. Judgements (`judge_*`) are pure.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from heterorl.doctor.check import TIMEOUT, Check, Failure, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")
 _IP_MTU, _IPV6_MTU = 14, 24
-"""Socket options of Linux that Python does not name: the path's MTU as the kernel knows it."""
+"""Socket options of Linux that Python does not name: the kernel's MTU of the path."""
 _VERIFY = {10: "server_expired", 9: "server_not_yet", 62: "hostname", 64: "hostname"}
-"""OpenSSL's X509_V_ERR_* of a server's certificate; all others mean an authority that is not believed."""
+"""OpenSSL's X509_V_ERR_* for a server's certificate; any other code means an unknown authority."""
 SMALL_BYTES = (64 << 10, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """The address that accepted, and the seconds that it took."""
+    """The address that accepted, and the seconds it took."""
 
     address: str
     seconds: float
@@ -46,7 +45,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """A finished handshake, and whom the server's certificate names; None for no identity of ours."""
+    """A finished handshake and the server's identity; None if its certificate is not of a run."""
 
     protocol: str
     server: Identity | None
@@ -54,7 +53,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Answers of the coordinator: round trips in seconds, its facts, and how far its clock is ahead of ours."""
+    """Answers of the coordinator: round trips in seconds, its facts, and how far its clock is ahead."""
 
     round_trips: tuple[float, ...]
     diagnosis: Diagnosis
@@ -64,7 +63,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageTrial:
-    """One message of a size in a direction (`up`, `down`); `error` is empty when it arrived."""
+    """One message of a size in a direction (`up`, `down`); `error` is empty if it arrived."""
 
     direction: str
     num_bytes: int
@@ -74,7 +73,7 @@ class MessageTrial:
 
 
 async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Failure:
-    """Run a blocking function in a thread that nobody waits for when it hangs, not even the end of the process."""
+    """Run a blocking function in a daemon thread; if it hangs, neither the caller nor the process's end waits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
 
@@ -91,7 +90,6 @@ async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float)
             result, error = function(), None
         except Exception as failure:  # noqa: BLE001 - handed to the waiter
             result, error = None, failure
-        # A loop that has ended meanwhile has no use for it.
         if not loop.is_closed():
             loop.call_soon_threadsafe(put, result, error)
 
@@ -103,7 +101,7 @@ async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float)
 
 
 def _busy() -> str:
-    """How busy this machine is, where more wants to run than it has cores."""
+    """The load, if this machine has more runnable threads than cores."""
     load, cores = os.getloadavg()[0], num_threads(0)
     return f"; this machine is busy, load {load:.0f} on {cores} cores" if load > cores else ""
 
@@ -122,9 +120,9 @@ async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] 
 
 
 async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Failure:
-    """Connect to the first address that accepts, each in its time; the last one's trouble where none does.
+    """Connect to the first address that accepts, with a time limit for each; the last failure if none does.
 
-    Addresses, not names: a resolver that hangs would hold the loop's own threads, which the process waits for.
+    It takes addresses: a resolver that hangs would hold the loop's threads, for which the process waits.
     """
     trouble = Failure(kind="unreachable", detail="no address")
     for address in addresses:
@@ -146,7 +144,7 @@ async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> C
 
 
 async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, timeout_s: float) -> Handshake | Failure:
-    """A TLS 1.3 handshake with this node's certificate, as gRPC would do it; the server's is to name `host`."""
+    """A TLS 1.3 handshake with this node's certificate, as gRPC makes it; the server's must name `host`."""
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
@@ -159,7 +157,7 @@ async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, t
             reader, writer = await asyncio.open_connection(address, port, ssl=context, server_hostname=host)
             der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             protocol = str(writer.get_extra_info("ssl_object").version())
-            # In TLS 1.3 the server judges our certificate when our side is done: its verdict is the first read.
+            # In TLS 1.3 the server checks our certificate after our side is done; the first read has its verdict.
             first = await reader.read(1)
             writer.close()
     except TimeoutError:
@@ -180,13 +178,13 @@ async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, t
 async def ask(
     client: DiagnosisClient, *, count: int, timeout_s: float, wall_time: Callable[[], float] = time.time
 ) -> Reached | Failure:
-    """Ask the coordinator `count` times; the clocks are compared in the quickest round trip."""
+    """Ask the coordinator `count` times; compare the clocks in the quickest round trip."""
     trips: list[float] = []
     best: tuple[float, float] | None = None
     diagnosis: Diagnosis | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            # The first call dials; its time says nothing about the round trip.
+            # The first call also connects, so its time is not a round trip.
             await client.diagnose(timeout_s=timeout_s)
             for _ in range(count):
                 sent, started = wall_time(), time.perf_counter()
@@ -206,12 +204,11 @@ async def ask(
 
 
 async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[MessageTrial, ...]:
-    """Messages of growing size in both directions, up to the largest allowed; a direction ends with its first loss."""
+    """Send messages of growing size both ways, up to the limit; a direction ends with its first loss."""
     trials = []
     for direction in ("up", "down"):
         largest = limit_bytes - OVERHEAD_BYTES
         if direction == "down":
-            # The coordinator sends no more to whoever asks.
             largest = min(largest, MAX_ANSWER_BYTES)
         for size in [*(size for size in SMALL_BYTES if size < largest), largest]:
             sizes = {"send_bytes": size} if direction == "up" else {"answer_bytes": size}
@@ -235,7 +232,7 @@ async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: 
 
 
 async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Failure:
-    """Largest packet on the way, bytes, as the kernel knows it by now."""
+    """The kernel's MTU of the path, bytes."""
 
     def measure() -> int | Failure:
         try:
@@ -251,9 +248,10 @@ async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Failur
 
 EXPIRY_WARN_S = 14 * 86400.0
 CLOCK_WARN_S = 5.0
-"""Ages and leases are the coordinator's alone; only people who compare logs are misled by less than CLOCK_FAIL_S."""
+"""Only the coordinator's clock counts for leases, so a smaller error than CLOCK_FAIL_S only misleads readers of logs.
+"""
 CLOCK_FAIL_S = 300.0
-"""How far ahead an authority's clock may be: a fresh certificate begins this long before it was made."""
+"""Fresh certificates are valid from this long before their creation, so a larger error makes them invalid."""
 MTU_WARN_BYTES = 1280
 RTT_WARN_S = 1.0
 _RENEW = "get a new one: `heterorl join` with a new token, or `heterorl certs renew` where the authority is"
@@ -263,7 +261,7 @@ def judge_dns(host: str, fact: tuple[str, ...] | Failure) -> Check:
     """Whether the name has an address."""
     if isinstance(fact, Failure):
         if fact.kind == TIMEOUT:
-            return fail("dns", f"{host}: {fact.detail}", "correct the resolver of this machine (/etc/resolv.conf)")
+            return fail("dns", f"{host}: {fact.detail}", "repair the DNS resolver of this machine (/etc/resolv.conf)")
         return fail(
             "dns", f"{host}: {fact.detail}", "correct the host in `coordinator`, or add it to DNS or /etc/hosts"
         )
@@ -275,37 +273,37 @@ def judge_dns(host: str, fact: tuple[str, ...] | Failure) -> Check:
 
 
 def judge_port(address: str, fact: Connected | Failure, *, is_own: bool = False) -> Check:
-    """Whether something listens; `is_own`: it would be this node itself."""
+    """Whether something listens; `is_own` if it would be this node itself."""
     if not isinstance(fact, Failure):
         return ok("port", f"{address} accepts after {_ms(fact.seconds)}")
     if fact.kind == TIMEOUT:
-        remedy = "let the coordinator's port through firewalls and security groups between here and there"
+        remedy = "open the coordinator's port in firewalls and security groups on the path"
         return fail("port", f"{address}: {fact.detail}", remedy)
     if fact.kind == "refused":
         if is_own:
             return warn(
-                "port", f"{address} refuses", "start the coordinator, then ask again for the checks of its link"
+                "port", f"{address} refuses", "start the coordinator, then run the doctor again to check its link"
             )
-        return fail("port", f"{address} refuses", "start the coordinator, or correct the port: its `listen` says which")
-    return fail("port", f"{address}: {fact.detail}", "correct routes or the address: the machine cannot be reached")
+        return fail("port", f"{address} refuses", "start the coordinator, or set the port of its `listen`")
+    return fail("port", f"{address}: {fact.detail}", "correct the address or the routes: the machine is unreachable")
 
 
 def judge_handshake(host: str, fact: Handshake | Failure) -> Check:
-    """Whether both ends believe each other."""
+    """Whether both ends accept each other."""
     if isinstance(fact, Handshake):
         if fact.server is None or fact.server.role not in (Role.COORDINATOR, Role.RELAY):
-            named = "nobody of a run" if fact.server is None else fact.server.uri
-            remedy = "correct `coordinator`: what answers there is no coordinator and no relay"
+            named = "not a node of a run" if fact.server is None else fact.server.uri
+            remedy = "correct `coordinator`: the server there is not a coordinator or relay"
             return fail("tls", f"{fact.protocol}, the server is {named}", remedy)
         return ok("tls", f"{fact.protocol} with {fact.server.uri}")
     remedies = {
-        TIMEOUT: "find what is between: the port is open, but nothing answers a handshake",
-        "files": "correct [tls]: the files of this node are not usable",
-        "authority": "copy ca.crt of the coordinator's authority to `tls.ca`: another one signed its certificate",
-        "hostname": f"dial a name in the coordinator's certificate, or issue it anew with `--host {host}`",
+        TIMEOUT: "look for a proxy on the path: the port is open, but no handshake is answered",
+        "files": "correct [tls]: the files of this node cannot be used",
+        "authority": "copy ca.crt of the coordinator's authority to `tls.ca`: another authority signed its certificate",
+        "hostname": f"dial a name in the coordinator's certificate, or issue a new one with `--host {host}`",
         "server_expired": "renew the coordinator's certificate with `heterorl certs renew`",
-        "server_not_yet": "set this machine's clock: the coordinator's certificate is not valid yet by it",
-        "refused_us": "get a certificate of the coordinator's authority: it refused this node's (expired, or foreign)",
+        "server_not_yet": "set this machine's clock: it is earlier than the coordinator's certificate",
+        "refused_us": "get a certificate from the coordinator's authority: it refused this node's (expired or foreign)",
         "not_tls": "correct the port: what listens there does not speak TLS",
         "closed": "correct the port: what listens there does not speak TLS",
     }
@@ -313,23 +311,25 @@ def judge_handshake(host: str, fact: Handshake | Failure) -> Check:
 
 
 def judge_certificate(fact: Identity | Failure, *, role: Role, site: str, server: Identity | None) -> Check:
-    """Whether this node's certificate is of its role, its site and the coordinator's run; `site` empty: any."""
+    """Whether this node's certificate has its role, its site and the coordinator's run."""
     if isinstance(fact, Failure):
-        return fail("certificate", fact.detail, "correct [tls], or get the files anew with `heterorl join`")
+        return fail("certificate", fact.detail, "correct [tls], or get new files with `heterorl join`")
     found = f"this node is {fact.uri}"
     if fact.role is not role:
-        return fail("certificate", found, f"put a certificate for role {role} into [tls]")
+        return fail("certificate", found, f"set [tls] to a certificate with role {role}")
     if site and fact.site != site:
-        return fail("certificate", f"{found}, `site` is {site}", f"set `site` to {fact.site}, or get one for {site}")
+        return fail(
+            "certificate", f"{found}, `site` is {site}", f"set `site` to {fact.site}, or get a certificate for {site}"
+        )
     if server is not None and server.run != fact.run:
         return fail("certificate", f"{found}, the coordinator's run is {server.run}", f"join run {server.run}")
     return ok("certificate", found)
 
 
 def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
-    """Whether the certificate is valid, and for how long; `now` in seconds since the epoch."""
+    """Whether the certificate is valid, and how long; `now` in seconds since the epoch."""
     if isinstance(fact, Failure):
-        return skip("expiry", "no certificate was read")
+        return skip("expiry", "the certificate was not read")
     left_s = fact.not_after - now
     if left_s <= 0:
         return fail("expiry", f"expired {_days(-left_s)} ago", _RENEW)
@@ -341,12 +341,14 @@ def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
 
 
 def judge_revoked(fact: int | Failure | None) -> Check:
-    """Whether a coordinator reads a list of revoked certificates: how many are on it; None where none is named."""
+    """Whether a coordinator reads a revocation list; `fact` is its length, None without a list."""
     if fact is None:
-        remedy = "set `tls.revoked` to a copy of the authority's list (an empty file is none): `heterorl certs revoke`"
-        return warn("revoked", "tls.revoked is not set: a revoked certificate goes on working", f"{remedy} writes it")
+        remedy = (
+            "set `tls.revoked` to a copy of the list that `heterorl certs revoke` writes; an empty file revokes nothing"
+        )
+        return warn("revoked", "tls.revoked is not set: a revoked certificate keeps working", remedy)
     if isinstance(fact, Failure):
-        return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file is none")
+        return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file revokes nothing")
     return ok("revoked", f"{fact} certificates are refused")
 
 
@@ -357,21 +359,21 @@ def judge_answer(fact: Reached | Failure) -> Check:
         found = f"run {fact.diagnosis.run_id}, version {fact.diagnosis.head_version}; round trip {_ms(middle)} "
         found += f"(median of {len(fact.round_trips)}, worst {_ms(max(fact.round_trips))})"
         if middle > RTT_WARN_S:
-            return warn("coordinator", found, "look for a nearer way: the line is slow or overloaded")
+            return warn("coordinator", found, "look for a shorter path: the link is slow or overloaded")
         return ok("coordinator", found)
     remedies = {
-        TIMEOUT: "look at the coordinator's log: it accepts connections but does not answer",
+        TIMEOUT: "read the coordinator's log: it accepts connections but does not answer",
         "Unauthenticated": "get a new certificate: the coordinator does not accept this one (revoked or expired)",
-        "PermissionDenied": "get a certificate of the coordinator's run: this one is of another",
+        "PermissionDenied": "get a certificate of the coordinator's run: this one belongs to another run",
         "ConfigError": "correct [tls] first: no call was made",
-        "old": "install the same release of heterorl at both ends: the coordinator does not know this question",
+        "old": "install the same release of heterorl at both ends: the coordinator lacks this rpc",
     }
-    generic = "look at the coordinator's log, and at proxies on the way: the port is open, the call failed"
+    generic = "read the logs of the coordinator and of proxies: the port is open, but the call failed"
     return fail("coordinator", f"{fact.detail}", remedies.get(fact.kind, generic))
 
 
 def judge_clock(fact: Reached) -> Check:
-    """Whether this machine's clock agrees with the coordinator's, as far as the round trip lets one see."""
+    """Whether the clocks agree, within the uncertainty of the round trip."""
     off_s = max(0.0, abs(fact.ahead_s) - fact.uncertainty_s)
     off = f"{abs(fact.ahead_s):.3g} s" if abs(fact.ahead_s) >= 1 else _ms(abs(fact.ahead_s))
     found = f"{off} {'behind' if fact.ahead_s > 0 else 'ahead of'} the coordinator's"
@@ -397,10 +399,10 @@ def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_lim
     if lost:
         found += f"; {_size(lost[0].num_bytes)} {lost[0].direction}: {lost[0].error}"
         if not lost[0].is_timeout:
-            return fail("messages", found, "look for a proxy on the way that limits the size of messages")
+            return fail("messages", found, "look for a proxy on the path that limits message size")
         if min(largest.values()) == 0:
-            return fail("messages", found, "lower the interface's MTU to 1280: large packets are lost on the way")
-        return warn("messages", found, "the line is slow: look for a better one, or send shorter groups")
+            return fail("messages", found, "lower the interface's MTU to 1280: the path loses large packets")
+        return warn("messages", found, "the link is slow: use a faster one, or smaller groups")
     if own_limit != server_limit:
         remedy = (
             f"set max_message_bytes to the coordinator's {server_limit} (this node's is {own_limit}), or the reverse"
@@ -410,11 +412,11 @@ def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_lim
 
 
 def judge_mtu(fact: int | Failure) -> Check:
-    """A hint: the largest packet that the kernel sends on this way."""
+    """Whether the path's MTU is small, as a hint."""
     if isinstance(fact, Failure):
-        return skip("mtu", f"not known: {fact.detail}")
+        return skip("mtu", f"unknown: {fact.detail}")
     if fact < MTU_WARN_BYTES:
-        return warn("mtu", f"{fact} bytes", "look at tunnels on the way: packets of less than 1280 bytes cost speed")
+        return warn("mtu", f"{fact} bytes", "check tunnels on the path: packets below 1280 bytes cost throughput")
     return ok("mtu", f"{fact} bytes")
 
 

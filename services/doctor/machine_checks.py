@@ -1,6 +1,6 @@
-"""This machine: measures of disk, memory, device, versions and contract, and pure judgements of them.
+"""Checks of this machine: disk, memory, device, versions, contract.
 
-Guarantees: what it writes is one small file beside the state, which is gone afterwards; no weights are loaded.
+Measurements write one small temporary file next to the state and load no weights. Judgements (`judge_*`) are pure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK = bytes(4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The disk under a directory: bytes free, and the median time of a durable write of 4 KiB, seconds."""
+    """The disk of a directory: free bytes, and the median seconds of a durable write of 4 KiB."""
 
     path: str
     free_bytes: int
@@ -45,14 +45,14 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What runs here; None for a package that is not installed."""
+    """Installed versions; None for a missing package."""
 
     heterorl: str
     python: str
     grpc: str
     torch: str | None
     engine: str | Failure | None = None
-    """Engine's package and version, or why it does not fit; None where the configuration needs none."""
+    """The engine's package and version, or why it does not fit; None if the configuration needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Device:
 
 
 def measure_disk(directory: Path) -> Disk | Failure:
-    """Write and sync a few blocks where a directory is or would be made."""
+    """Write and sync a few blocks at the directory's place."""
     place = directory
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -91,13 +91,13 @@ def measure_disk(directory: Path) -> Disk | Failure:
 
 
 def measure_memory(root: Path = Path("/")) -> int | Failure:
-    """Bytes of memory that a new process can get: of the machine, and of its control group."""
+    """Bytes that a new process can get from the machine and its control group."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError) as error:
         return Failure(kind="unknown", detail=f"/proc/meminfo: {error}")
-    # An unlimited group says "max", and a machine without one has no file.
+    # memory.max is "max" without a limit, and is missing without a control group.
     with contextlib.suppress(OSError, ValueError):
         group = root / "sys/fs/cgroup"
         limit = int((group / "memory.max").read_text(encoding="ascii"))
@@ -106,7 +106,7 @@ def measure_memory(root: Path = Path("/")) -> int | Failure:
 
 
 def measure_versions(engine: str = "") -> Versions:
-    """Read what is installed, an engine's package too where one is named; nothing is imported for it."""
+    """Read installed versions, also of an engine's package, without importing them."""
     try:
         torch: str | None = version("torch")
     except PackageNotFoundError:
@@ -140,14 +140,14 @@ def measure_device(device: str) -> Device | Failure:
 
 
 def model_bytes(model_dir: str) -> int:
-    """Bytes of the weight files of a local model; 0 where there are none."""
+    """Bytes of a local model's weight files; 0 if there are none."""
     return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
 
 
 def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
-    """What a learner or sampler would state, from configuration, tokenizer and task alone; no weights are read.
+    """The contract that a learner or sampler would state; reads configuration, tokenizer and task, but no weights.
 
-    With adapters the digest of the base weights stays empty: it needs all of them.
+    With adapters the digest of the base weights stays empty, because it needs all weights.
     """
     from heterorl.common.model.contract import build_contract
     from heterorl.common.model.model_loading import token_limits_at
@@ -229,50 +229,50 @@ def _disk_trouble(place: Path, error: OSError) -> Failure:
 
 
 SYNC_WARN_S = 0.05
-"""A group is acknowledged after one durable write at each end."""
+"""Each end acknowledges a group after one durable write."""
 LEAST_FREE_BYTES = 1 << 30
 HOST_TIMES = {(Role.LEARNER, False): 10, (Role.LEARNER, True): 4, (Role.SAMPLER, False): 4, (Role.SAMPLER, True): 3}
-"""Memory of the host, in sizes of the published bf16 state, by role and whether the weights live on a GPU. A learner on
-the CPU keeps weights, gradient and two moments in fp32 (8) and two published states; a sampler fp32 weights (2), the
-state that it has and the one that it builds."""
+"""Host memory in units of the published bf16 state, by role and whether the weights live on a GPU. A learner on the CPU
+holds weights, gradient and two moments in fp32 (8) and two published states (2). A sampler holds fp32 weights (2),
+the current state and the next one."""
 DEVICE_TIMES = {Role.LEARNER: 9, Role.SAMPLER: 2}
-"""Memory of the GPU in the same sizes, with a little for activations or keys and values."""
+"""GPU memory in the same units, with a little for activations or keys and values."""
 _CONTRACT = {
-    "tokenizer_digest": "copy the run's model directory again: the tokenizer is another one",
-    "chat_template_digest": "set use_chat_template as the learner does, with the run's tokenizer",
-    "task_digest": "make [task] the learner's, with the same bytes in the data file and in the files of an own reward",
-    "num_prompts": "make [task] the learner's, with the same data file",
-    "layout_id": "name the run's model in model_dir and the learner's published_dtype",
-    "vocab_size": "name the run's model in model_dir",
-    "group_size": "make group_size the learner's",
-    "sampling": "make [sampling] the learner's",
-    "lora": "make [lora] the learner's",
+    "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
+    "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
+    "task_digest": "copy the learner's [task], with identical data files and reward files",
+    "num_prompts": "copy the learner's [task], with the same data file",
+    "layout_id": "set model_dir to the run's model and published_dtype to the learner's",
+    "vocab_size": "set model_dir to the run's model",
+    "group_size": "set group_size as the learner does",
+    "sampling": "copy the learner's [sampling]",
+    "lora": "copy the learner's [lora]",
 }
 
 
 def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
-    """Whether the state has room and a disk that keeps what it is given; `key` names the directory's setting."""
+    """Whether the disk has room and is fast enough; `key` names the directory's setting."""
     if isinstance(fact, Failure):
         remedies = {
-            "full": "free space there: nothing can be written",
-            "readonly": f"mount it writable, or name another directory in {key}",
-            "denied": f"let this user write there, or name another directory in {key}",
-            "timeout": "look at the disk or the file server: a small write does not end",
+            "full": "free space there: the disk is full",
+            "readonly": f"mount it writable, or set {key} to another directory",
+            "denied": f"give this user write access, or set {key} to another directory",
+            "timeout": "check the disk or the file server: a small write does not finish",
         }
         return fail("disk", fact.detail, remedies[fact.kind])
     need = max(LEAST_FREE_BYTES, 2 * state_bytes)
     found = f"{_gib(fact.free_bytes)} free under {fact.path}, a durable write takes {fact.sync_s * 1e3:.3g} ms"
     if fact.free_bytes < max(state_bytes, LEAST_FREE_BYTES // 4):
-        return fail("disk", found, f"free space: at least {_gib(need)} are needed")
+        return fail("disk", found, f"free space: at least {_gib(need)} is needed")
     if fact.free_bytes < need:
-        return warn("disk", found, f"free space: {_gib(need)} are better")
+        return warn("disk", found, f"free space: {_gib(need)} is recommended")
     if fact.sync_s > SYNC_WARN_S:
-        return warn("disk", found, f"put {key} on a faster local disk: each group waits for such a write")
+        return warn("disk", found, f"put {key} on a faster local disk: each group waits for one durable write")
     return ok("disk", found)
 
 
 def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_bytes: int) -> Check:
-    """Whether the model fits; `state_bytes` is the size of the published state, 0 when nobody knows it."""
+    """Whether the model fits; `state_bytes` is the size of the published state, 0 if unknown."""
     if isinstance(fact, Failure):
         return skip("memory", fact.detail)
     found = f"{_gib(fact)} available"
@@ -281,34 +281,36 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     need = HOST_TIMES[role, is_on_gpu] * state_bytes
     found += f", a {role} of this model needs about {_gib(need)}"
     if fact < state_bytes:
-        return fail("memory", found, "take a machine with more memory, or stop what uses it")
+        return fail("memory", found, "use a machine with more memory, or stop processes that use it")
     return (
-        warn("memory", found, "stop what uses memory, or take a larger machine") if fact < need else ok("memory", found)
+        warn("memory", found, "stop processes that use memory, or use a larger machine")
+        if fact < need
+        else ok("memory", found)
     )
 
 
 def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int) -> Check:
-    """Whether the configured device is there; None where nobody asks for a GPU."""
+    """Whether the configured device is there; `fact` is None if no GPU is configured."""
     if fact is None:
-        return ok("gpu", f"none is asked for: {device}")
+        return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
         remedies = {
             "no_torch": f"install torch: pip install 'heterorl[{role}]'",
-            "no_cuda": "install the driver and a torch for CUDA, or set the device to cpu",
+            "no_cuda": "install the driver and torch with CUDA, or set the device to cpu",
             "no_device": "correct the number of the device",
-            "timeout": "look at the driver (nvidia-smi): it does not answer",
+            "timeout": "check the driver (nvidia-smi): it does not answer",
         }
         return fail("gpu", f"{device}: {fact.detail}", remedies[fact.kind])
     found = f"{device}: {fact.name}, {_gib(fact.free_bytes)} of {_gib(fact.total_bytes)} free"
     need = DEVICE_TIMES[role] * state_bytes
     if fact.free_bytes < need:
-        remedy = f"free the GPU's memory or take a larger one: about {_gib(need)} are needed"
+        remedy = f"free GPU memory or use a larger GPU: about {_gib(need)} is needed"
         return (fail if fact.free_bytes < state_bytes else warn)("gpu", found, remedy)
     return ok("gpu", found)
 
 
 def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -> Check:
-    """Whether what runs here fits what runs there."""
+    """Whether this node's versions fit the coordinator's."""
     own = f"heterorl {fact.heterorl}, Python {fact.python}, grpc {fact.grpc}, torch {fact.torch or 'none'}"
     if role in {Role.LEARNER, Role.SAMPLER} and fact.torch is None:
         return fail("versions", own, f"install torch: pip install 'heterorl[{role}]'")
@@ -321,28 +323,28 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     found = f"{own}; coordinator: heterorl {diagnosis.heterorl_version}, Python {diagnosis.python_version}"
     found += f", grpc {diagnosis.grpc_version}"
     if fact.heterorl != diagnosis.heterorl_version:
-        return warn("versions", found, f"install heterorl {diagnosis.heterorl_version} here, or the newer one on both")
+        return warn(
+            "versions", found, f"install heterorl {diagnosis.heterorl_version} here, or the newer release at both ends"
+        )
     return ok("versions", found)
 
 
 def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | None) -> Check:
-    """Whether this node would be admitted to the run; None where no model is configured."""
+    """Whether the run would admit this node; `fact` is None without a model."""
     if fact is None:
         return skip("contract", "model_dir is not set")
     if isinstance(fact, Failure):
         if fact.kind == "timeout":
-            remedy = (
-                "ask again when this machine is less busy; on an idle one, copy the model to a faster local directory"
-            )
+            remedy = "run it again when this machine is idle, or copy the model to a faster local disk"
             return fail("contract", fact.detail, remedy)
-        return fail("contract", fact.detail, "correct model_dir and [task]: they cannot be loaded")
+        return fail("contract", fact.detail, "correct model_dir or [task]: loading failed")
     if diagnosis is None:
-        return skip("contract", "the model can be loaded; the coordinator was not reached")
+        return skip("contract", "the model loads; the coordinator was not reached")
     if diagnosis.contract is None:
-        return warn("contract", "the run has none yet", "start the learner: it states the contract")
+        return warn("contract", "the run has no contract yet", "start the learner: it states the contract")
     difference = contract_difference(diagnosis.contract, same_base(diagnosis.contract, fact))
     if not difference:
-        return ok("contract", "model, tokenizer, task and sampling are the run's")
+        return ok("contract", "model, tokenizer, task and sampling match the run")
     shown = re.sub(r"[0-9a-f]{64}", lambda digest: f"{digest[0][:12]}...", difference)
     return fail("contract", shown, _CONTRACT[difference.partition(":")[0].partition(".")[0]])
 

@@ -1,4 +1,4 @@
-"""From a run to its nodes, and their check by each service's schema. Pure: equal runs give equal nodes in one order."""
+"""Turns a run into its nodes and checks them with each service's schema. Pure: equal runs give equal nodes in order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Kind = Literal["coordinator", "learner", "sampler", "relay"]
 STATE_KEY: dict[Kind, str] = {
     "coordinator": "data_dir", "learner": "state_dir", "sampler": "state_dir", "relay": "cache_dir",
 }  # fmt: skip
-"""The key of each service that names its directory of state."""
+"""Each service's key for its directory of state."""
 CPUS: dict[Kind, int] = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
-"""Cores that a job or a pod asks for."""
+"""Cores that a job or a pod requests."""
 SHARED_MEMORY_GIB = 8
-"""Of a container with GPUs, whose processes exchange tensors there. Its pages count against the container's limit."""
+"""Shared memory of a container with GPUs, for tensors between its processes. It counts against the container's limit.
+"""
 _OWN_MEMORY = {"coordinator": "4g", "relay": "4g"}
 """Their memory does not grow with the model."""
 
@@ -28,47 +29,47 @@ class Node:
     """One process, or the processes of one learner."""
 
     name: str
-    """Unique in the run; letters, digits and dashes."""
+    """Unique in the run: letters, digits, dashes."""
     kind: Kind
     site: str
-    """Of its certificate."""
+    """Site in its certificate."""
     host: str
-    """Empty: wherever there is room."""
+    """Empty: any host."""
     image: str
-    """Target of the Dockerfile: `sampler-vllm` beside `sampler`."""
+    """Target of the Dockerfile, such as `sampler` or `sampler-vllm`."""
     config: dict[str, Any]
-    """Its TOML file but for what the launcher decides: state directory and certificates."""
+    """Its TOML file without the launcher's part: state directory and certificates."""
     stated: Mapping[str, str] = field(default_factory=dict)
-    """Where run.toml says keys of `config` that have another name there."""
+    """Keys of `config` that have another name in run.toml, and that name."""
     arguments: tuple[str, ...] = ()
-    """Of the command line, after the configuration."""
+    """Command-line arguments after the configuration."""
     needs: tuple[str, ...] = ()
-    """Names of nodes that start before it. A node waits for them by itself: the order saves attempts, no more."""
+    """Names of nodes that start before it. A node waits for them by itself, so the order only saves retries."""
     port: int = 0
-    """That it serves on; 0 serves nothing."""
+    """Port it serves; 0 serves nothing."""
     dialled: tuple[str, ...] = ()
-    """Names that its certificate has to hold."""
+    """Names that its certificate must hold."""
     devices: tuple[int, ...] = ()
     """GPUs of its host."""
     num_gpus: int = 0
     """GPUs of each of its machines."""
     machines: tuple[str, ...] = ()
-    """Hosts of a learner on several machines, rank 0's first; empty names where the launcher chooses."""
+    """Hosts of a learner on several machines, rank 0's first; empty names if the launcher chooses."""
     nproc: int = 1
     """Processes of each machine."""
     memory: str = ""
-    """Limit of what its processes on a machine hold, such as 200g; empty is none."""
+    """Memory limit of its processes on one machine, such as 200g; empty is none."""
     data_dirs: tuple[str, ...] = field(default=())
     """Directories that it reads."""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program's arguments but for the configuration file."""
+        """Program arguments without the configuration file."""
         return (self.kind, *self.arguments)
 
 
 def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", insecure: bool = False) -> dict[str, Any]:
-    """The whole configuration of a node whose state and certificates lie in these directories."""
+    """The whole configuration of a node, with its state and certificate directories."""
     tls: dict[str, Any] = {"insecure": True}
     if not insecure:
         tls = {"ca": f"{tls_dir}/ca.crt", "cert": f"{tls_dir}/node.crt", "key": f"{tls_dir}/node.key"}
@@ -79,7 +80,7 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
 
 
 def memory_limit(node: Node, *, is_container: bool = False) -> str:
-    """The limit of a node's memory on one machine, shared memory included, such as 208g; empty for none."""
+    """Memory limit of a node on one machine with shared memory, such as 208g; empty is none."""
     memory = node.memory or (_OWN_MEMORY.get(node.kind, "") if is_container else "")
     if not memory or not node.num_gpus:
         return memory
@@ -88,31 +89,28 @@ def memory_limit(node: Node, *, is_container: bool = False) -> str:
 
 
 def without(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """A table but for one key."""
+    """A table without one key."""
     return {name: value for name, value in table.items() if name != key}
 
 
 def renumbered(node: Node, **changes: Any) -> Node:
-    """The node where it sees its own GPUs alone, as 0, 1 and so on; with `changes` of its configuration."""
+    """The node if it sees only its own GPUs, numbered from 0; `changes` update its configuration."""
     if node.kind == "sampler" and node.devices:
         changes["engine"] = {**node.config["engine"], "devices": list(range(len(node.devices)))}
     return replace(node, config=node.config | changes)
 
 
 Dial = Literal["host", "name"]
-"""What nodes dial: hosts, or names of nodes where the launcher has a name service."""
+"""Nodes dial hosts, or node names if the launcher has a name service."""
 Address = Callable[[Node], str]
 """Where a node is dialled."""
 
 
 def nodes_of(run: RunFile, *, dial: Dial = "host", parts: Sequence[str] = ()) -> tuple[Node, ...]:
-    """Every node, in the order in which they start: coordinator, relays, learner, samplers.
+    """All nodes in start order: coordinator, relays, learner, samplers.
 
-    Of `parts` alone where some are named: `coordinator`, `learner`, or sites, each with what is under its name. `dial`
-    says how a node is dialled that the same launcher starts.
-
-    Raises:
-        ConfigError: the run has no such part.
+    `parts` restricts them to `coordinator`, `learner`, or sites with their subsites. `dial` applies to nodes that the
+    same launcher starts. Raises ConfigError for an unknown part.
     """
 
     def address(node: Node) -> str:
@@ -125,7 +123,7 @@ def nodes_of(run: RunFile, *, dial: Dial = "host", parts: Sequence[str] = ()) ->
     for part in parts:
         if not any(_is_part(node, (part,)) for node in nodes):
             known = dict.fromkeys(["coordinator", "learner", *(node.site for node in (*relays, *samplers))])
-            raise ConfigError("--part", f"{part!r} is no part of the run", action=f"use {', '.join(known)}")
+            raise ConfigError("--part", f"the run has no part {part!r}", action=f"use {', '.join(known)}")
     found = tuple(node for node in nodes if _is_part(node, parts))
     names = {node.name for node in found}
     return tuple(replace(node, needs=tuple(name for name in node.needs if name in names)) for node in found)
@@ -138,7 +136,7 @@ def _is_part(node: Node, parts: Sequence[str]) -> bool:
 
 
 def merged(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """A table with what `more` says; tables within are merged too."""
+    """A table updated with `more`; nested tables are merged."""
     result = dict(own)
     for key, value in more.items():
         known = result.get(key)
@@ -162,7 +160,7 @@ _OF_COORDINATOR = {
 
 
 def _stated(places: dict[str, str], more: dict[str, Any]) -> dict[str, str]:
-    """Where keys are said, but for those that a table of the node's own says anew."""
+    """Names in run.toml of keys that the node's own table does not override."""
     return {key: place for key, place in places.items() if not _has(more, key)}
 
 
@@ -219,7 +217,7 @@ def _relay(table: RelayTable, coordinators: tuple[Node, ...], address: Address) 
 
 
 def _shared(run: RunFile) -> dict[str, Any]:
-    """What learner and samplers must agree on."""
+    """Keys that learner and samplers must agree on."""
     table = run.run
     shared: dict[str, Any] = {"model_dir": table.model_dir, "group_size": table.group_size}
     if table.use_chat_template:
@@ -232,7 +230,7 @@ def _shared(run: RunFile) -> dict[str, Any]:
 
 
 def data_dirs(run: RunFile) -> tuple[str, ...]:
-    """Directories that learner and samplers read: the model's, where it is one, and the run's own."""
+    """Directories that learner and samplers read: a local model's, and the run's data_dirs."""
     model = (run.run.model_dir,) if run.run.model_dir.startswith("/") else ()
     return tuple(dict.fromkeys((*model, *run.run.data_dirs)))
 
@@ -301,7 +299,7 @@ def _samplers(
 
 
 Problems = Callable[[Kind, dict[str, Any]], Sequence[tuple[str, str]]]
-"""What a service says against a table: dotted keys and what is wrong with each. An empty key is about several."""
+"""A schema's objections to a table: dotted key and text; an empty key concerns several."""
 _SHARED = (
     "task", "sampling", "lora", "loss", "model_dir", "group_size", "groups_per_step", "steps_per_version", "max_steps",
     "use_chat_template", "chat_template_arguments",
@@ -310,15 +308,11 @@ _OWN = {"backend": "learner", "engine": "samplers"}
 
 
 class InvalidNodes(OperatorError):
-    """Services would refuse what run.toml says; one line for each key."""
+    """A service would refuse what run.toml states; one line for each key."""
 
 
 def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
-    """Check every node before anything is written.
-
-    Raises:
-        InvalidNodes: a service would refuse its configuration.
-    """
+    """Check every node before anything is written; raises InvalidNodes."""
     lines: dict[str, None] = {}
     for node in nodes:
         for key, text in problems(node.kind, node.config):
@@ -330,7 +324,7 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
 
 
 def key_in_run(kind: Kind, key: str) -> str:
-    """Where run.toml says a key of a service; empty for no key."""
+    """Name in run.toml of a service's key; empty for no key."""
     first = key.partition(".")[0]
     if not key:
         return ""

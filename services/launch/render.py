@@ -1,6 +1,6 @@
-"""The files of one launcher: its templates, in `templates/` for an operator to read, filled with the nodes of a run.
+"""Fills the templates of one launcher with the nodes of a run.
 
-Values are quoted as the format wants it: `quoted` in YAML, `shell` in scripts. A template names no unknown value.
+Templates quote values by format: `quoted` in YAML, `shell` in scripts. An unknown name in a template is an error.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from heterorl.launch.run_file import RunFile
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 Tree = dict[str, str]
-"""Texts by their path within the directory that is written."""
+"""Texts by path within the output directory."""
 Hosts = dict[str, list[Node]]
 STATE = "/var/lib/heterorl"
 METRICS_PORT = 9101
-"""Of a coordinator's metrics where its configuration says none."""
+"""Metrics port of a coordinator that configures none."""
 _HERE = Path(__file__).parent
 _TITLES = {"compose": "Docker Compose", "systemd": "systemd", "slurm": "Slurm", "k8s": "Kubernetes"}
 _CERTIFICATES = {
     "compose": "{host}/secrets/{name}", "systemd": "{host}/credentials/{name}",
     "slurm": "credentials/{name}", "k8s": "credentials/{name}",
 }  # fmt: skip
-"""Where certs.sh puts a node's files: the launcher takes them from there."""
+"""Where certs.sh puts a node's files; the launcher takes them from there."""
 _REVOKED = "# Serial numbers of revoked certificates; `heterorl certs revoke` writes this list.\n"
 _NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.key=%d/tls_node.key "
 _UNITS = {
@@ -55,13 +55,9 @@ _UNITS = {
 
 
 def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
-    """The files of a run; of some parts alone where they are named.
-
-    Raises:
-        ConfigError: the run asks for what the launcher cannot do.
-    """
+    """The files of a run, or of some of its parts; raises ConfigError for what the launcher cannot do."""
     _check(launcher, run)
-    # Containers of one host are dialled by their names, and what is dialled never leaves it.
+    # Containers of one host dial each other by name, and their traffic never leaves it.
     is_alone = launcher == "compose" and len(run.hosts) == 1
     nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
     hosts = _hosts(run, nodes)
@@ -84,20 +80,16 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     values |= {"title": _TITLES[launcher], "places": places, "hosts": hosts, "data_dirs": data_dirs(run)}
     payloads: Any = run.coordinator.config.get("payloads", {}) if run.coordinator.has_bucket else {}
     values["bucket_file"] = payloads.get("credentials_file", "")
-    # Parts that a run has not leave blank lines.
+    # Parts that the run lacks leave blank lines.
     words = re.sub(r"\n{3,}", "\n\n", _fill(f"{launcher}/README.md", values))
     return tree | {"README.md": words.strip() + "\n"}
 
 
 def write_tree(tree: Tree, directory: Path) -> None:
-    """Write every text to a directory that holds nothing yet; scripts may be run.
-
-    Raises:
-        ConfigError: the directory holds something already, or cannot be written.
-    """
+    """Write all texts to a new or empty directory, scripts as executables; raises ConfigError otherwise."""
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise ConfigError("--out", f"{directory} exists and is not empty", action="name a new directory")
+            raise ConfigError("--out", f"{directory} exists and is not empty", action="give a new directory")
         for path, text in sorted(tree.items()):
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -108,27 +100,30 @@ def write_tree(tree: Tree, directory: Path) -> None:
 
 
 def project(run_id: str) -> str:
-    """The run's name, of the characters that Compose and labels of Kubernetes allow."""
+    """The run's name in characters that Compose and Kubernetes labels allow."""
     return re.sub(r"[^a-z0-9_-]", "-", run_id.lower()).lstrip("-_") or "heterorl"
 
 
 def _check(launcher: Launcher, run: RunFile) -> None:
     if launcher == "systemd" and run.learner.nnodes > 1 and not run.learner.other_hosts:
-        raise ConfigError("learner.other_hosts", f"nnodes = {run.learner.nnodes} and no hosts of the other machines")
+        raise ConfigError(
+            "learner.other_hosts",
+            f"must name the {run.learner.nnodes - 1} other machines of nnodes = {run.learner.nnodes}",
+        )
     if launcher not in ("compose", "k8s"):
         return
     if run.tls.insecure:
         name = "Compose" if launcher == "compose" else "Kubernetes"
-        raise ConfigError("tls.insecure", f"nodes of {name} meet over a network", action="set tls.directory instead")
+        raise ConfigError("tls.insecure", f"nodes of {name} connect over a network", action="set tls.directory instead")
     if run.learner.nnodes > 1:
-        problem = "Compose starts a learner on one machine" if launcher == "compose" else "one pod is one machine"
+        problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
     if launcher == "k8s" and run.coordinator.data_dir:
-        raise ConfigError("coordinator.data_dir", "a volume claim holds it on Kubernetes", action="remove it")
+        raise ConfigError("coordinator.data_dir", "Kubernetes stores it in a volume claim", action="remove it")
 
 
 def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
-    """The nodes of each host; those without one stand beside the coordinator, a learner on each of its machines."""
+    """Nodes by host; a node without a host goes to the coordinator's, a learner to each of its machines."""
     placed: Hosts = {}
     for node in nodes:
         others = (host for host in node.machines[1:] if host)
@@ -159,7 +154,7 @@ def _k8s(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa: A
 
 
 def _slurm(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa: ARG001 - one directory for all hosts
-    # A variable for a job that nothing waits for would be for the eyes alone.
+    # Only jobs that others wait for need a variable.
     waited_for = {name for node in values["nodes"] for name in node.needs}
     tree = {"submit.sh": _fill("slurm/submit.sh", values | {"waited_for": waited_for})}
     for node in values["nodes"]:
@@ -186,12 +181,12 @@ def _in_container(node: Node) -> dict[str, Any]:
 
 
 def metrics_port(node: Node) -> int:
-    """The port of a coordinator's metrics."""
+    """Metrics port of a coordinator."""
     return int(node.config.get("metrics_port") or METRICS_PORT)
 
 
 def _targets(launcher: Launcher, nodes: Sequence[Node]) -> list[str]:
-    """What Prometheus scrapes: coordinators, to which all others push; at loopback where their metrics are there."""
+    """Prometheus targets: the coordinators, to which all other nodes push their metrics."""
     name = {"compose": "127.0.0.1", "k8s": "coordinator"}.get(launcher)
     found = []
     for node in nodes:
@@ -230,7 +225,7 @@ def _systemd_files(run: RunFile, host: str, node: Node, values: dict[str, Any]) 
 
 
 def _unit(run: RunFile, node: Node) -> str:
-    """The unit that deploy/install.sh installs, with the name of the node and what the run says of it."""
+    """The unit that deploy/install.sh installs, with the node's name and settings."""
     kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
     text = (_HERE / "units" / _UNITS[kind]).read_text(encoding="utf-8")
     if node.kind == "coordinator":
@@ -254,14 +249,14 @@ def _unit(run: RunFile, node: Node) -> str:
 
 
 def _role(node: Node) -> str:
-    """What deploy/install.sh calls the node."""
+    """Name of the node's role for deploy/install.sh."""
     if node.kind == "coordinator":
         return "coordinator"
     return f"{'relay' if node.kind == 'relay' else node.image}:{node.name}"
 
 
 _FILES = {"compose": _compose, "systemd": _systemd, "slurm": _slurm, "k8s": _k8s}
-# Shell, YAML and Markdown: escapes of HTML would break them.
+# HTML escapes would break shell, YAML and Markdown.
 _TEMPLATES = Environment(
     loader=FileSystemLoader(_HERE / "templates"),
     autoescape=False,

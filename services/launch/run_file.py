@@ -1,6 +1,6 @@
-"""run.toml: one run as its operator thinks of it. What only one service knows goes through its `config` table.
+"""Schema of run.toml: one run as its operator sees it. Keys of only one service go into its `config` table.
 
-Guarantees: hosts, sites, ports and devices fit together. The keys of a service are checked by its schema, elsewhere.
+It checks that hosts, sites, ports and devices fit together; each service's schema checks its own keys.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Table = dict[str, JsonValue]
 
 
 class RunTable(Config):
-    """What every node of the run agrees on."""
+    """Settings that all nodes of the run share."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the run; the name of its authority as well."""
+    """Name of the run and of its certificate authority."""
     image: str = Field(default="heterorl", pattern=r"^[a-z0-9][a-z0-9._/:-]{0,200}$")
-    """Images are IMAGE-coordinator, IMAGE-learner, IMAGE-sampler and so on, with a registry before them if any."""
+    """Images are IMAGE-coordinator, IMAGE-learner, IMAGE-sampler and so on; may start with a registry."""
     version: str = Field(default="local", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
     """Tag of the images."""
     model_dir: str = Field(min_length=1, max_length=4096)
-    """Hugging Face directory or hub id of the model to start from; a directory is the same path on every host."""
+    """Hugging Face directory or hub id of the start model; a directory has the same path on every host."""
     data_dirs: tuple[Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/@+-]*$")], ...] = ()
-    """Other directories that learner and samplers read, such as those of data sets: containers get them read-only."""
+    """More directories that learner and samplers read, such as datasets; containers mount them read-only."""
     group_size: int = Field(default=8, ge=2, le=4096)
     """Rollouts of one prompt."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -48,9 +48,9 @@ class RunTable(Config):
     max_steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the whole run."""
     use_chat_template: bool = False
-    """Send prompts through the tokenizer's chat template."""
+    """Format prompts with the tokenizer's chat template."""
     chat_template_arguments: Table = Field(default_factory=dict)
-    """What the template is given beside the messages."""
+    """Arguments of the template besides the messages."""
     task: dict[str, Any] = Field(default_factory=dict)
     """[task] of learner and samplers."""
     sampling: Table = Field(default_factory=dict)
@@ -62,12 +62,12 @@ class RunTable(Config):
 
 
 class PostgresTable(Config):
-    """PostgreSQL as the coordinator's store, with which another host may stand by."""
+    """PostgreSQL as the coordinator's store, so that another host can be a standby."""
 
     url: str = Field(min_length=1, max_length=2048)
-    """store.url of the coordinators; no password."""
+    """store.url of the coordinators, without a password."""
     standby: tuple[Host, ...] = ()
-    """Hosts of coordinators that stand by. All share data_dir by a file system, or payloads in a bucket."""
+    """Hosts of standby coordinators. All share data_dir by a file system, or payloads in a bucket."""
 
     @field_validator("url")
     @classmethod
@@ -79,21 +79,21 @@ class CoordinatorTable(Config):
     """The coordinator."""
 
     host: Host
-    """Name or address that every other node dials; 127.0.0.1 for a run on one host."""
+    """Name or address that all other nodes dial; 127.0.0.1 for a run on one host."""
     port: Port = 50051
-    """Port of the link."""
+    """Port it listens on."""
     data_dir: str = Field(default="", pattern=r"^(/[A-Za-z0-9._/@+-]*)?$")
-    """Directory of database and payloads; empty is the launcher's own place."""
+    """Directory of database and payloads; empty: the launcher chooses."""
     postgres: PostgresTable | None = None
-    """Another store than a file in data_dir."""
+    """PostgreSQL in place of SQLite in data_dir."""
     memory: Memory = ""
-    """Limit of its memory; empty is 4g in a container, and what systemd's unit says."""
+    """Memory limit; empty: 4g in a container, else the limit of the systemd unit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of coordinator.toml."""
 
     @property
     def has_bucket(self) -> bool:
-        """Whether payloads are at home in a bucket: then each coordinator has a data_dir of its own."""
+        """Whether payloads live in a bucket, so that each coordinator has its own data_dir."""
         payloads = self.config.get("payloads")
         return isinstance(payloads, dict) and bool(payloads.get("bucket"))
 
@@ -102,25 +102,24 @@ class LearnerTable(Config):
     """The learner."""
 
     host: MaybeHost = ""
-    """Its host, rank 0's of several; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
+    """Its host (of rank 0); empty: the coordinator's, or any machine of Slurm and Kubernetes."""
     nproc: int = Field(default=1, ge=1, le=64)
     """Processes of each machine, one for each GPU."""
     nnodes: int = Field(default=1, ge=1, le=1024)
     """Machines."""
     other_hosts: tuple[Host, ...] = ()
-    """Hosts of the machines after the first one; not for Slurm, which chooses them."""
+    """Hosts of the other machines; not for Slurm, which chooses them."""
     devices: Devices = ()
-    """Numbers of the GPUs of its machine; empty is the first nproc."""
+    """GPU numbers of its machine; empty: the first nproc."""
     backend: Table = Field(default_factory=dict)
-    """[backend] of learner.toml; `device = "cuda"` asks for GPUs."""
+    """[backend] of learner.toml; `device = "cuda"` requests GPUs."""
     memory: Memory = ""
-    """Limit of what its processes on one machine hold together; `heterorl plan` estimates it. Empty: no limit."""
+    """Memory limit of its processes on one machine together; `heterorl plan` estimates it. Empty: no limit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of learner.toml."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of each machine."""
         return self.nproc if str(self.backend.get("device", "cpu")).startswith("cuda") else 0
 
     @model_validator(mode="after")
@@ -138,65 +137,65 @@ class LearnerTable(Config):
 
 
 class RelayTable(Config):
-    """A relay, for the samplers of one site and of what is under its name."""
+    """A relay for the samplers of one site and its subsites."""
 
     site: Site
     """Name of the site; serves samplers of `SITE` and `SITE.*`."""
     host: Host
     """Name or address that its samplers dial."""
     port: Port = 50061
-    """Port of the link."""
+    """Port it listens on."""
     memory: Memory = ""
-    """Limit of its memory; empty is 4g in a container, and what systemd's unit says."""
+    """Memory limit; empty: 4g in a container, else the limit of the systemd unit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of relay.toml."""
 
 
 class SamplerTable(Config):
-    """One sampler, or several alike."""
+    """One sampler, or several equal ones."""
 
     site: Site
-    """Name of the site; of several samplers SITE.1, SITE.2 and so on."""
+    """Name of the site; several samplers are SITE.1, SITE.2 and so on."""
     host: MaybeHost = ""
-    """Its host; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
+    """Its host; empty: the coordinator's, or any machine of Slurm and Kubernetes."""
     count: int = Field(default=1, ge=1, le=1000)
-    """Samplers; they share the devices among them."""
+    """Number of samplers; they divide the devices."""
     devices: Devices = ()
-    """Numbers of the GPUs; none: the CPU."""
+    """GPU numbers; empty: the CPU."""
     relay: str = ""
     """Site of the relay that it dials; empty: the coordinator."""
     engine: Table = Field(default_factory=dict)
     """[engine] of sampler.toml; `kind` is hf or vllm."""
     memory: Memory = ""
-    """Limit of what the processes of each sampler hold. Empty: no limit."""
+    """Memory limit of each sampler's processes. Empty: no limit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of sampler.toml."""
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The samplers' own names."""
+        """Site of each sampler."""
         return (self.site,) if self.count == 1 else tuple(f"{self.site}.{n}" for n in range(1, self.count + 1))
 
     @model_validator(mode="after")
     def _check_devices(self) -> SamplerTable:
         if len(set(self.devices)) != len(self.devices):
-            raise ValueError("devices names one twice")
+            raise ValueError("devices names a GPU twice")
         if len(self.devices) % self.count:
-            raise ValueError(f"devices: {len(self.devices)} cannot be shared by count = {self.count} samplers")
+            raise ValueError(f"devices: {len(self.devices)} GPUs cannot be divided among count = {self.count} samplers")
         return self
 
 
 class TlsTable(Config):
-    """How links are secured."""
+    """Security of the links."""
 
     directory: str = Field(default="certs", min_length=1, max_length=4096)
-    """Directory of the run's authority, as `heterorl certs init` makes it; never on a node."""
+    """Directory of the run's authority, made by `heterorl certs init`; never on a node."""
     insecure: bool = False
-    """Plaintext: only where every host is loopback."""
+    """Plaintext; allowed only if every host is loopback."""
 
 
 class RunFile(Config):
-    """A whole run."""
+    """The whole run."""
 
     run: RunTable
     coordinator: CoordinatorTable
@@ -207,7 +206,7 @@ class RunFile(Config):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every host that is named, each once, the coordinator's first."""
+        """Every named host once, the coordinator's first."""
         standby = self.coordinator.postgres.standby if self.coordinator.postgres else ()
         named = [self.coordinator.host, *standby, self.learner.host, *self.learner.other_hosts]
         named += [*(relay.host for relay in self.relays), *(sampler.host for sampler in self.samplers)]
@@ -217,10 +216,10 @@ class RunFile(Config):
     def _check_names(self) -> RunFile:
         seen: dict[str, str] = {}
         for index, site in ((n, site) for n, each in enumerate(self.samplers) for site in each.sites):
-            # Names of services on Kubernetes have no dots.
+            # Service names of Kubernetes have no dots.
             flat = site.replace(".", "-")
             if flat in seen:
-                raise ValueError(f"samplers[{index}].site: {site} and {seen[flat]} would be one name; rename one")
+                raise ValueError(f"samplers[{index}].site: {site} and {seen[flat]} become the same name; rename one")
             seen[flat] = site
         flat_relays = [relay.site.replace(".", "-") for relay in self.relays]
         for index, name in enumerate(flat_relays):
@@ -248,20 +247,22 @@ class RunFile(Config):
         paths = [path for path in (self.run.model_dir, *self.run.data_dirs) if path.startswith("/")]
         for path in paths:
             if ".." in PurePosixPath(path).parts or path == "/":
-                raise ValueError(f"run: {path!r} is no directory that a container may be given")
+                raise ValueError(
+                    f"run: {path!r} cannot be mounted into a container; give an absolute directory without `..`, not /"
+                )
         table = self.coordinator
         coordinators = [table.host, *(table.postgres.standby if table.postgres else ())]
         twice = [host for index, host in enumerate(coordinators) if host in coordinators[:index]]
         if twice:
             raise ValueError(
-                f"coordinator.postgres.standby: {twice[0]} has a coordinator already, on one port; name another host"
+                f"coordinator.postgres.standby: {twice[0]} has a coordinator on that port already; name another host"
             )
         serving = [*((host, table.port) for host in coordinators), *((each.host, each.port) for each in self.relays)]
         if len(set(serving)) != len(serving):
-            raise ValueError("relays: two services have one host and one port; give one of them another port")
+            raise ValueError("relays: two services share a host and port; give one of them another port")
         if table.postgres and table.postgres.standby and not (table.data_dir or table.has_bucket):
             raise ValueError(
-                "coordinator.data_dir: coordinators that stand by share it; name a directory, or a bucket in"
+                "coordinator.data_dir: standby coordinators share it; set a directory, or a bucket in"
                 " coordinator.config.payloads"
             )
         return self
@@ -270,5 +271,5 @@ class RunFile(Config):
     def _check_plaintext(self) -> RunFile:
         far = [host for host in self.hosts if not is_loopback(f"{host}:1")]
         if self.tls.insecure and far:
-            raise ValueError(f"tls.insecure: plaintext is for one host by its loopback, and {far[0]} is another")
+            raise ValueError(f"tls.insecure: plaintext needs loopback hosts, and {far[0]} is not loopback")
         return self

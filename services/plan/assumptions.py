@@ -1,4 +1,4 @@
-"""What a plan takes for granted: each number with its unit and where it is from; all of them can be set."""
+"""Assumptions of a plan: each number with unit and source. `--set NAME=VALUE` changes one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Assumptions:
         2, "threads", "that code at once in a process; more wait", "benchmarks/results/gpu/NVIDIA-H200.json, 1 B"
     )
     step_bits: float = _number(
-        2.1, "bits", "of a changed element's step, beside its position", "benchmarks/results/weights.json, lr 1e-6"
+        2.1, "bits", "of a changed element's step, besides its position", "benchmarks/results/weights.json, lr 1e-6"
     )
     encode_gb_s: float = _number(
         2.7, "GB/s", "of weights compared and coded by a thread", "benchmarks/results/weights.json, lr 1e-6"
@@ -58,7 +58,7 @@ class Assumptions:
 
 
 def facts(assumptions: Assumptions) -> list[dict[str, Any]]:
-    """Name, value, unit, meaning and source of each; the source of what was set is `set`."""
+    """Name, value, unit, meaning and source of each assumption; the source of a changed one is `set`."""
     default = Assumptions()
     rows = []
     for entry in dataclasses.fields(Assumptions):
@@ -69,25 +69,21 @@ def facts(assumptions: Assumptions) -> list[dict[str, Any]]:
 
 
 def parse(settings: Sequence[str]) -> Assumptions:
-    """Defaults changed by `name=value`.
-
-    Raises:
-        ConfigError: a name is unknown, or a value is not a positive number.
-    """
+    """The defaults changed by `name=value` settings; raises ConfigError for unknown names and numbers not above 0."""
     names = [entry.name for entry in dataclasses.fields(Assumptions)]
     changes: dict[str, float] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in names:
-            raise ConfigError("--set", f"{name!r} is no assumption", action=f"use one of {', '.join(names)}")
+            raise ConfigError("--set", f"{name!r} is unknown", action=f"use one of {', '.join(names)}")
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         if not 0.0 < value < math.inf:
-            raise ConfigError("--set", f"{name} must be a number above 0, is {text!r}")
+            raise ConfigError("--set", f"{name} must be a number above 0; got {text!r}")
         changes[name] = value
     assumptions = dataclasses.replace(Assumptions(), **changes)
     if assumptions.mfu > 1.0:
-        raise ConfigError("--set", "mfu is a share of gpu_tflops", action="give at most 1")
+        raise ConfigError("--set", f"mfu must be at most 1, a share of gpu_tflops; got {assumptions.mfu:g}")
     return assumptions

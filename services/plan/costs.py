@@ -6,7 +6,7 @@ Memory of a rank while a step computes:
     fsdp2           rows of everything; two layers and what is outside of them are gathered in the type of the passes,
                     and gradients of a layer and of what is outside in fp32 before they are divided
     zero-1, zero-2  masters and moments divided, whole weights in the type of the passes; 2 divides gradients too
-    zero-3          as fsdp2, with rows of the weights in the type of the passes beside the masters
+    zero-3          as fsdp2, with rows of the weights in the type of the passes besides the masters
 
 Activations are those of checkpointed layers: the input of each layer, and one layer in full; attention keeps no matrix
 of scores. Logits are held a chunk at a time (`common/model/logprobs.py`).
@@ -15,7 +15,7 @@ Seconds are products and transfers at stated speeds, nothing else:
 
 passes        t tokens of sequences of s tokens: 6 P t + 6 L s q t FLOPs, q = heads * head_dim, and a third more
               for layers that are computed again in the backward pass; arXiv 2204.02311, appendix B, causal
-sharding      fsdp2 and zero-3 gather the weights twice and divide the gradients once a pass; fsdp2 does so beside
+sharding      fsdp2 and zero-3 gather the weights twice and divide the gradients once a pass; fsdp2 does so during
               the products, zero after them
 optimizer     28 bytes a parameter through the memory of the GPU
 publication   ranks round their masters and exchange them by chunk; all code, rank 0 writes and sends the delta
@@ -40,14 +40,14 @@ from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.model_shape import ModelShape
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
-"""Bytes a parameter; all of it fp32."""
+"""Bytes a parameter, in fp32."""
 CHUNK_LOGITS = 64 << 20
 BACKENDS = ("torch", "fsdp2", "zero-1", "zero-2", "zero-3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes on the device of a rank; `rounded` and `gathered` are weights beside the masters, for the passes."""
+    """Bytes on one rank's device; `rounded` and `gathered` are weights besides the masters, for the passes."""
 
     masters: float
     moments: float
@@ -59,29 +59,27 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """What is there between two steps: masters and moments."""
+        """Bytes between two steps: masters and moments."""
         return self.masters + self.moments
 
     @property
     def total(self) -> float:
-        """All of it; an allocator's fragments and the packages' own memory come on top."""
+        """All bytes, without the allocator's fragments and the packages' own memory."""
         return self.state + self.gradients + self.rounded + self.gathered + self.activations + self.logits
 
 
 def rank_memory(
     shape: ModelShape, parameters: float, *, backend: str, ranks: int, micro_batch_tokens: float, products: str
 ) -> RankMemory:
-    """Of the ranks with most of it; layers are scaled where `parameters` is not the shape's own number.
+    """Memory of the fullest rank; layers are scaled if `parameters` differs from the shape's.
 
-    `products` is bf16 or fp32, as backend.compute_dtype.
-
-    Raises:
-        ConfigError: the backend is unknown, or is one process.
+    `products` is bf16 or fp32, as backend.compute_dtype. Raises ConfigError for a backend that is unknown or one
+    process.
     """
     if backend not in BACKENDS:
         raise ConfigError("--backend", f"{backend!r} is unknown", action=f"use one of {', '.join(BACKENDS)}")
     if backend == "torch" and ranks > 1:
-        raise ConfigError("--backend", "torch is one process", action="use --gpus 1, or backend fsdp2")
+        raise ConfigError("--backend", "torch runs in one process", action="use --gpus 1, or backend fsdp2")
     scale, share = parameters / shape.parameters, parameters / ranks
     width = 2 if products == "bf16" else 4
     block, outside = shape.block * scale, shape.outside * scale
@@ -89,7 +87,7 @@ def rank_memory(
     if backend == "torch":
         rounded = (4 + width * (products == "bf16")) * parameters
     elif backend == "fsdp2":
-        # Gathered as bf16, a master is rounded already.
+        # Gathering as bf16 rounds the masters already.
         rounded = 4 * share if products == "fp32" else 0.0
     else:
         rounded = width * (share if backend == "zero-3" else parameters)
@@ -110,7 +108,7 @@ def rank_memory(
 
 
 def host_memory(parameters: float) -> float:
-    """Bytes of all hosts: two versions of the published weights in bf16, and a checkpoint's copy."""
+    """Bytes of all hosts: two versions of the published bf16 weights, and a checkpoint's copy."""
     return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters
 
 
@@ -123,9 +121,9 @@ def _activations(shape: ModelShape, tokens: float, *, width: int) -> float:
 
 _GIGA = 1e9
 OPTIMIZER_BYTES = 28
-"""Read: gradient, master, two moments; written: master, two moments; fp32."""
+"""Read: gradient, master, two moments; written: master, two moments; all fp32."""
 CHECKPOINT_BYTES = 14
-"""Masters and two moments in fp32, what was published in bf16."""
+"""Master and two moments in fp32, published weights in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +135,6 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Machines."""
         return -(-self.gpus // self.gpus_per_node)
 
 
@@ -151,19 +148,19 @@ def compute_s(shape: ModelShape, parameters: float, *, tokens: float, cluster: C
 def sharding_s(
     parameters: float, *, backend: str, tokens: float, products: str, cluster: Cluster, given: Assumptions
 ) -> float:
-    """Seconds that weights and gradients travel between the ranks in a step."""
+    """Seconds to move weights and gradients between ranks in a step."""
     width = 2 if products == "bf16" else 4
     passes = math.ceil(tokens / cluster.gpus / given.micro_batch_tokens)
     if backend in ("fsdp2", "zero-3"):
         moved = passes * (2 * width + 4)
     else:
-        # Stage 1 divides the gradients of a step once, stage 2 those of each pass; both gather the weights once.
+        # Stage 1 reduces gradients once a step, stage 2 once a pass; both gather the weights once.
         moved = 4 * (passes if backend == "zero-2" else 1) + width
     return _collective_s(moved * parameters, cluster=cluster, given=given)
 
 
 def _collective_s(num_bytes: float, *, cluster: Cluster, given: Assumptions) -> float:
-    """Seconds to gather or divide bytes among all ranks, by the slower of the two kinds of links; 0 of one rank."""
+    """Seconds to gather or reduce bytes among all ranks over the slower kind of link; 0 for one rank."""
     local = min(cluster.gpus, cluster.gpus_per_node)
     inside = num_bytes * (local - 1) / local / given.gpu_link_gb_s
     between = num_bytes * (cluster.nodes - 1) / cluster.nodes / given.node_link_gb_s
@@ -171,23 +168,23 @@ def _collective_s(num_bytes: float, *, cluster: Cluster, given: Assumptions) -> 
 
 
 def step_s(compute: float, sharding: float, optimizer: float, *, backend: str) -> float:
-    """The whole step."""
+    """Seconds of the whole step."""
     return (max(compute, sharding) if backend == "fsdp2" else compute + sharding) + optimizer
 
 
 def optimizer_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
-    """Seconds of the update of a rank's share."""
+    """Seconds to update a rank's share."""
     return OPTIMIZER_BYTES * parameters / cluster.gpus / given.hbm_gb_s / _GIGA
 
 
 def gather_s(num_bytes: float, *, cluster: Cluster, given: Assumptions, exchanged: float = 0.0) -> float:
-    """Seconds until each rank's host has its share of these bytes, and ranks have exchanged theirs of the others."""
+    """Seconds until each rank's host has its share, and ranks have exchanged `exchanged` bytes."""
     between = exchanged / cluster.gpus / given.gather_gb_s if cluster.gpus > 1 else 0.0
     return (num_bytes / cluster.gpus / given.pcie_gb_s + between) / _GIGA
 
 
 def encode_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> float:
-    """Seconds of comparing and coding these bytes of weights."""
+    """Seconds to compare and code these bytes of weights."""
     return num_bytes / machines / given.encode_gb_s / given.coding_threads / _GIGA
 
 
@@ -203,7 +200,7 @@ def read_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
 
 
 def send_s(num_bytes: float, *, link_bits_per_s: float, rtt_s: float) -> float:
-    """Seconds of bytes over the WAN, and one round trip for the answer."""
+    """Seconds to send bytes over the WAN, with one round trip for the answer."""
     return 8 * num_bytes / link_bits_per_s + rtt_s
 
 
@@ -221,11 +218,11 @@ def delta_bytes(parameters: float, *, changed: float, step_bits: float) -> float
 
 
 MEASURED = ((1e-6, 0.01369), (3e-6, 0.03466), (1e-5, 0.09055), (1e-4, 0.43195))
-"""Step size of AdamW, and the share of the bf16 elements that a version changed: benchmarks/results/weights.json."""
+"""AdamW's step size, and the share of bf16 elements that a version changed: benchmarks/results/weights.json."""
 
 
 def changed_by(lr: float) -> float:
-    """The share that a version changes at a step size: power laws through what was measured, at most all elements."""
+    """Share of elements that a version changes at a step size: power laws through MEASURED, at most 1."""
     above = next((index for index, (known, _) in enumerate(MEASURED) if lr <= known), len(MEASURED))
     first = min(max(above - 1, 0), len(MEASURED) - 2)
     (low, least), (high, most) = MEASURED[first : first + 2]
@@ -234,17 +231,17 @@ def changed_by(lr: float) -> float:
 
 
 def snapshot_bytes(parameters: float, *, ratio: float) -> float:
-    """Bytes of all weights, for a sampler that has none of the run."""
+    """Bytes of a snapshot, for a sampler that has no version yet."""
     return ELEMENT * parameters / ratio
 
 
 ROOM = 0.9
-"""Share of the memory that an engine uses."""
+"""Share of GPU memory that an engine uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """One engine: its GPUs, the sequences that it decodes at once, and the seconds of one decoding step."""
+    """One engine: its GPUs, concurrent sequences, and seconds of one decoding step."""
 
     gpus: int
     sequences: int
@@ -252,14 +249,14 @@ class Drawing:
 
     @property
     def tokens_per_gpu_s(self) -> float:
-        """Tokens that a GPU draws in a second."""
+        """Tokens that one GPU draws in a second."""
         return self.sequences / self.step_s / self.gpus
 
 
 def drawing(shape: ModelShape, parameters: float, *, given: Assumptions) -> Drawing:
-    """An engine of a model on GPUs such as the learner's."""
+    """An engine of this model on GPUs like the learner's."""
     weights = ELEMENT * parameters
-    # A quarter of the room at least is for keys and values.
+    # At least a quarter of the memory is for keys and values.
     gpus = max(1, math.ceil(weights / (0.75 * ROOM * given.hbm_gb * _GIGA)))
     cache = 2 * ELEMENT * shape.layers * shape.kv_heads * shape.head_dim * given.sequence_tokens / 2
     room = gpus * ROOM * given.hbm_gb * _GIGA - weights
@@ -270,6 +267,6 @@ def drawing(shape: ModelShape, parameters: float, *, given: Assumptions) -> Draw
 
 
 def num_gpus(found: Drawing, *, tokens: float, step_s: float) -> int:
-    """GPUs that draw the tokens of a step while one is computed, in whole engines."""
+    """GPUs that draw a step's tokens in the time of a step, in whole engines."""
     engines = math.ceil(tokens / step_s / (found.tokens_per_gpu_s * found.gpus))
     return engines * found.gpus

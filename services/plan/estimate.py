@@ -1,7 +1,7 @@
-"""The plan of a run: what a model, a number of GPUs and a link come to.
+"""The estimate of a run from a model, a number of GPUs and a link.
 
-It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, which all ranks
-round and code, and checkpoints that all write. Samplers draw on GPUs such as the learner's, and every token of a step.
+It assumes fp32 masters, AdamW moments, and bf16 versions of all weights, which all ranks round, code and checkpoint.
+Samplers draw every token of a step on GPUs like the learner's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _TABLES = ("question", "shape", "memory", "drawing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked.
+    """The inputs of an estimate.
 
-    `shape` has the layers, None for those of the published model nearest in size; `changed` is the share of the
-    published elements that a version changes; `tokens_per_step` counts prompts and completions, of all
-    `sites` together.
+    `shape` None takes the published model nearest in size. `changed` is the share of published elements that a version
+    changes. `tokens_per_step` counts prompts and completions of all `sites` together.
 
     Example: Question(parameters=8e9, gpus=8, link_bits_per_s=1e9)
     """
@@ -58,10 +57,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What it comes to: seconds and bytes.
+    """The results: seconds and bytes.
 
-    `gather_s` to `send_s` are the parts of a publication; `pull_s` is a sampler's that is one version behind, `join_s`
-    one's that has nothing; `groups_bytes` come from all sites for a step; `sampler_gpus` keep the learner busy.
+    `gather_s` to `send_s` are parts of a publication. `pull_s` is for a sampler one version behind, `join_s` for a new
+    one. `groups_bytes` come from all sites for a step. `sampler_gpus` keep the learner busy.
     """
 
     question: Question
@@ -93,14 +92,14 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's memory is below nine tenths of its GPU's."""
+        """Whether a rank's memory is at most 90 % of its GPU's."""
         return self.memory.total <= 0.9e9 * self.question.given.hbm_gb
 
     @property
     def staleness_versions(self) -> float:
-        """Versions between the policy of a completion's first token and the step that it is trained at, about.
+        """Approximate versions between the policy of a completion's first token and its training step.
 
-        A pull, the drawing of a whole sequence, and the step itself, in steps.
+        It sums a pull, drawing a whole sequence, and the step itself, in steps.
         """
         drawn_s = self.drawing.step_s * self.question.given.sequence_tokens
         return (self.pull_s + drawn_s) / self.step_s + 1.0
@@ -112,22 +111,21 @@ class Plan:
 
     @property
     def least_link_bits_per_s(self) -> float:
-        """The slowest line over which it does; infinite where applying alone takes longer than a step."""
+        """The slowest link on which `is_line_enough` holds; infinite if applying a version takes longer than a step."""
         left_s = self.step_s - self.applying_s - self.question.rtt_s
         return 8 * self.delta_bytes / left_s if left_s > 0 else math.inf
 
     @property
     def day_in_bytes(self) -> float:
-        """What a site receives in a day: every version as a delta."""
+        """Bytes that a site receives in a day: every version as a delta."""
         return DAY_S / self.step_s * self.delta_bytes
 
     @property
     def day_out_bytes(self) -> float:
-        """What a site sends in a day: its share of the groups."""
+        """Bytes that a site sends in a day: its share of the groups."""
         return DAY_S / self.step_s * self.groups_bytes / self.question.sites
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for programs."""
         asked = self.question
         inputs = {name: getattr(asked, name) for name in _names(Question) if name not in ("shape", "given")}
         numbers = {name: getattr(self, name) for name in _names(Plan) if name not in _TABLES}
@@ -147,11 +145,7 @@ class Plan:
 
 
 def plan(asked: Question) -> Plan:
-    """Answer.
-
-    Raises:
-        ConfigError: a number is out of range, or the backend does not go with it.
-    """
+    """Estimate a run; raises ConfigError for a number out of range or a backend that does not fit."""
     _check(asked)
     given, cluster, parameters = asked.given, _cluster(asked), asked.parameters
     shape = asked.shape or nearest(parameters)
@@ -229,8 +223,8 @@ def _check(asked: Question) -> None:
         ("--sites", asked.sites, 1),
     ):
         if not least <= value < 1e18:
-            raise ConfigError(key, f"must be at least {least:g}, is {value:g}")
+            raise ConfigError(key, f"must be at least {least:g}; got {value:g}")
     if not 0.0 <= asked.changed <= 1.0:
-        raise ConfigError("--changed-fraction", f"is a share from 0 to 1, not {asked.changed:g}")
+        raise ConfigError("--changed-fraction", f"must be from 0 to 1; got {asked.changed:g}")
     if asked.products not in ("bf16", "fp32"):
         raise ConfigError("--compute-dtype", f"{asked.products!r} is unknown", action="use bf16 or fp32")

@@ -1,6 +1,6 @@
-"""Sizes of a dense decoder with gated layers, as Llama, Mistral, Qwen2 and Qwen3 have them, and its parameters.
+"""Sizes and parameter count of a dense decoder with gated layers: Llama, Mistral, Qwen2, Qwen3.
 
-Guarantees: `ModelShape.parameters` is what transformers would build, element for element.
+`ModelShape.parameters` equals the count of the model that transformers builds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model's config.json says of its tensors.
+    """Tensor sizes from a model's config.json.
 
     Example: SHAPES["Qwen3-8B"].parameters == 8_190_735_360
     """
@@ -47,12 +47,12 @@ class ModelShape:
 
     @property
     def outside(self) -> int:
-        """Parameters outside of the layers: embeddings, output embeddings where they are not the same, last norm."""
+        """Parameters outside of the layers: embeddings, output embeddings if not tied, last norm."""
         return self.vocab * self.hidden * (1 if self.is_tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """All parameters, tied ones once."""
         return self.layers * self.block + self.outside
 
 
@@ -74,20 +74,16 @@ SHAPES: Mapping[str, ModelShape] = {
         _qwen3("Qwen3-32B", 5120, 25600, 64, 64),
     )
 }
-"""Published models whose shapes stand for a bare number of parameters."""
+"""Published models that stand for a bare number of parameters."""
 
 
 def nearest(parameters: float) -> ModelShape:
-    """The published shape whose size is nearest, by ratio."""
+    """The published shape nearest in size, by ratio."""
     return min(SHAPES.values(), key=lambda shape: abs(math.log(shape.parameters / parameters)))
 
 
 def shape_of_directory(model_dir: Path) -> ModelShape:
-    """The shape that a model directory's config.json states.
-
-    Raises:
-        ConfigError: there is no such file, or the model is of a family whose parameters are counted otherwise.
-    """
+    """The shape in a model directory's config.json; raises ConfigError if missing or of an unknown family."""
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         return _shape_of(config, name=model_dir.name)
@@ -100,10 +96,10 @@ def shape_of_directory(model_dir: Path) -> ModelShape:
 def _shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
     family = config["model_type"]
     if family not in FAMILIES:
-        problem = f"parameters of {family} are not counted; known are {', '.join(FAMILIES)}"
-        raise ConfigError("--model-dir", problem, action="give --params, its number of parameters")
+        problem = f"{family} is not supported; known are {', '.join(FAMILIES)}"
+        raise ConfigError("--model-dir", problem, action="give --params, the number of parameters")
     if family != "qwen2" and (config.get("attention_bias") or config.get("mlp_bias")):
-        raise ConfigError("--model-dir", f"{family} with biases is not counted", action="give --params")
+        raise ConfigError("--model-dir", f"{family} with biases is not supported", action="give --params")
     heads = int(config["num_attention_heads"])
     return ModelShape(
         name=name,

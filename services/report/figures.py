@@ -1,10 +1,11 @@
-"""The pictures of a run, and its numbers as a line of characters. What a learner did not state is left out."""
+"""Pictures of a run, and sparklines. Values that a learner did not state are left out."""
 
 from __future__ import annotations
 
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
@@ -13,9 +14,9 @@ from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepRe
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 STRONG, WEAK, MARK = "#1f5fa8", "#e08a2e", "#51606e"
 WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
-"""Inches and dots an inch: two pictures beside each other on a desk, one at the width of a phone."""
+"""Inches, and dots an inch: two pictures side by side on a desktop, one at the width of a phone."""
 _WIDE = 100.0
-"""A series whose maximum is more than this times its median is drawn on a logarithmic axis."""
+"""A series whose maximum exceeds this times its median gets a logarithmic axis."""
 
 
 def titles() -> dict[str, str]:
@@ -37,9 +38,9 @@ def drawings(
     *,
     promised: float | None = None,
 ) -> dict[str, Callable[[Any], None]]:
-    """What draws each picture of `PICTURES` on given axes, of at least one applied step, in order.
+    """For each of `PICTURES`, the function that draws it on given axes; needs at least one applied step.
 
-    `start` is the mean held-out reward of version 0, `promised` that of the end; None where there is none.
+    `start` is the mean held-out reward of version 0, `promised` the reward promised for the end; None if unknown.
     """
     steps = [report.step for report in reports]
     evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
@@ -56,12 +57,12 @@ def drawings(
             axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
         _unit_or_wider(axes, rewards)
         axes.set_ylabel("mean reward")
-        # Above the axes: the first held-out points are as often at the top as at the bottom.
+        # Above the axes, because held-out points lie at the top and at the bottom.
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
 
     def staleness(axes: Any) -> None:
         oldest = [report.staleness_max for report in reports]
-        # The two often coincide: the wide line stays visible under the narrow one.
+        # The two often coincide; a wide line stays visible under a narrow one.
         axes.plot(steps, oldest, color=WEAK, linewidth=5, alpha=0.6, label="oldest of the step")
         axes.plot(steps, [report.staleness_mean for report in reports], color=STRONG, label="mean of the step")
         _from_zero(axes, oldest)
@@ -111,7 +112,7 @@ def _from_zero(axes: Any, values: Sequence[float]) -> None:
 
 
 def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
-    """A share is drawn between 0 and 1; a reward of another scale as it comes."""
+    """A share is drawn from 0 to 1; any other reward on its own scale."""
     if min(values) >= 0.0 and max(values) <= 1.0:
         axes.set_ylim(0, 1)
 
@@ -119,12 +120,9 @@ def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
 def picture(
     draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT, marks: Sequence[int] = ()
 ) -> bytes:
-    """Draw one picture; returns a PNG, dense enough for any screen and legible at the width of a phone.
+    """Draw one picture as PNG; `height` in inches. Raises DependencyMissing without matplotlib.
 
-    A dotted line marks the steps of `marks`, where the horizontal axis has steps; `height` in inches.
-
-    Raises:
-        DependencyMissing: matplotlib is not installed.
+    A dotted line marks the steps of `marks` if the horizontal axis has steps.
     """
     # The object interface: no global state, no display.
     try:
@@ -135,7 +133,7 @@ def picture(
     except ModuleNotFoundError:
         raise DependencyMissing("matplotlib", "report") from None
 
-    # Foreign text is never read as a formula.
+    # Labels come from users and are not formulas.
     with mpl.rc_context({"text.parse_math": False, "font.size": 11.5, "legend.fontsize": 10}):
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -162,13 +160,13 @@ TITLES = {
     "time": "Where the time of a step went",
 }
 NOTES = {
-    "length": "Look for a level line. A creep towards the limit is a policy that talks; lengths of high and low "
-    "rewards that drift apart say whether talking pays.",
-    "signal": "Both low is good. Completions that are cut off rarely count as right; groups with equal rewards teach "
-    "nothing: prompts are too easy or too hard.",
-    "parts": "Look for parts that rise together. One that rises alone is easier than the task: it is being gamed.",
-    "time": "Computing is what one pays for. Waiting: samplers or the link are too slow. Examining: the checks are. "
-    "Publishing: versions are too large for the time of a step.",
+    "length": "It should stay level. A creep towards the limit means longer answers; if lengths of high and low "
+    "rewards drift apart, length influences the reward.",
+    "signal": "Both should be low. Truncated completions are rarely correct; groups with equal rewards teach nothing, "
+    "because their prompts are too easy or too hard.",
+    "parts": "The parts should rise together. If one rises by itself, the policy may be gaming it.",
+    "time": "Most time should be computing. Much waiting: samplers or the link are too slow. Much examining: the "
+    "checks are too slow. Much publishing: versions are too large for the time of a step.",
 }
 """Under each picture: what to look for."""
 _COLOURS = (STRONG, WEAK, "#4a9b6e", "#9b59b6", "#51606e", "#c0392b", "#16a085", "#8e6f3e")
@@ -176,81 +174,66 @@ _Draw = Callable[[Any], None]
 
 
 def curves(reports: Sequence[StepReport]) -> dict[str, _Draw]:
-    """What draws each picture of TITLES on given axes, of applied steps in order; none that nobody stated."""
+    """For each of TITLES that the learner stated, the function that draws it on given axes."""
     stated = [(report.step, report.completions) for report in reports if report.completions is not None]
     timed = [(report.step, report.times) for report in reports if report.times is not None]
     drawn: dict[str, _Draw] = {}
     if stated:
-        drawn |= {"length": _length(stated), "signal": _signal(stated)}
+        drawn |= {"length": partial(_length, stated), "signal": partial(_signal, stated)}
         if any(numbers.reward_parts for _, numbers in stated):
-            drawn["parts"] = _parts(stated)
+            drawn["parts"] = partial(_parts, stated)
     if timed:
-        drawn["time"] = _time(timed)
+        drawn["time"] = partial(_time, timed)
     return drawn
 
 
-def _length(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
+def _length(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
     lines = (
         ("length_p95", "95th percentile", WEAK, ":"),
         ("length_mean", "mean", STRONG, "-"),
         ("length_high_reward", "reward above the mean", _COLOURS[2], "--"),
         ("length_low_reward", "reward not above it", _COLOURS[5], "--"),
     )
-
-    def draw(axes: Any) -> None:
-        for name, label, colour, style in lines:
-            known = [(step, value) for step, n in stated if (value := getattr(n, name)) is not None]
-            if known:
-                axes.plot(*zip(*known, strict=True), color=colour, linestyle=style, label=label)
-        axes.set_ylim(0, None)
-        axes.set_ylabel("tokens")
-        axes.legend(loc="best")
-
-    return draw
+    for name, label, colour, style in lines:
+        known = [(step, value) for step, n in stated if (value := getattr(n, name)) is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), color=colour, linestyle=style, label=label)
+    axes.set_ylim(0, None)
+    axes.set_ylabel("tokens")
+    axes.legend(loc="best")
 
 
-def _signal(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
-    def draw(axes: Any) -> None:
-        steps = [step for step, _ in stated]
-        axes.plot(steps, [n.uniform_fraction for _, n in stated], color=WEAK, label="groups with equal rewards")
-        axes.plot(steps, [n.truncated_fraction for _, n in stated], color=STRONG, label="completions cut off")
-        axes.set_ylim(0, 1.02)
-        axes.set_ylabel("share")
-        axes.legend(loc="best")
-
-    return draw
+def _signal(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
+    steps = [step for step, _ in stated]
+    axes.plot(steps, [n.uniform_fraction for _, n in stated], color=WEAK, label="groups with equal rewards")
+    axes.plot(steps, [n.truncated_fraction for _, n in stated], color=STRONG, label="completions cut off")
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share")
+    axes.legend(loc="best")
 
 
-def _parts(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
+def _parts(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
     names = sorted({part.name for _, numbers in stated for part in numbers.reward_parts})[: len(_COLOURS)]
-
-    def draw(axes: Any) -> None:
-        for name, colour in zip(names, _COLOURS, strict=False):
-            known = [(step, part.mean) for step, n in stated for part in n.reward_parts if part.name == name]
-            axes.plot(*zip(*known, strict=True), color=colour, label=name[:30])
-        axes.set_ylabel("mean")
-        axes.legend(loc="best")
-
-    return draw
+    for name, colour in zip(names, _COLOURS, strict=False):
+        known = [(step, part.mean) for step, n in stated for part in n.reward_parts if part.name == name]
+        axes.plot(*zip(*known, strict=True), color=colour, label=name[:30])
+    axes.set_ylabel("mean")
+    axes.legend(loc="best")
 
 
-def _time(timed: Sequence[tuple[int, StepTimes]]) -> _Draw:
-    def draw(axes: Any) -> None:
-        shares = [
-            [getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for _, times in timed]
-            for phase in LearnerPhase
-        ]
-        axes.stackplot(
-            [step for step, _ in timed],
-            shares,
-            labels=[phase.value for phase in LearnerPhase],
-            colors=[WEAK, _COLOURS[3], STRONG, _COLOURS[2], _COLOURS[4]],
-        )
-        axes.set_ylim(0, 1.02)
-        axes.set_ylabel("share of the time")
-        axes.legend(loc="lower left")
-
-    return draw
+def _time(timed: Sequence[tuple[int, StepTimes]], axes: Any) -> None:
+    shares = [
+        [getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for _, times in timed] for phase in LearnerPhase
+    ]
+    axes.stackplot(
+        [step for step, _ in timed],
+        shares,
+        labels=[phase.value for phase in LearnerPhase],
+        colors=[WEAK, _COLOURS[3], STRONG, _COLOURS[2], _COLOURS[4]],
+    )
+    axes.set_ylim(0, 1.02)
+    axes.set_ylabel("share of the time")
+    axes.legend(loc="lower left")
 
 
 _BARS = "_.-=+*#"
@@ -263,7 +246,7 @@ def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
-    """Values as a line of characters, low to high; as blocks where the screen knows them."""
+    """Values as a line of characters, low to high; Unicode blocks if the screen has them."""
     bars = _BLOCKS if is_unicode else _BARS
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""A run as a report sees it: read from store and journals, which stay as they are, or asked of its coordinator."""
+"""A run as a report sees it: read from store and journals, which it never changes, or asked of its coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from heterorl.coordinator.status_report import FACTS, list_steps
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTotals:
-    """One site over the whole run: groups by what became of them."""
+    """One site over the whole run: groups by outcome."""
 
     site: str
     engines: tuple[str, ...]
@@ -34,10 +34,10 @@ class SiteTotals:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """A run from its files; None or empty for what a file would have said that is not there.
+    """A run from its files; a field is None or empty if its file is missing.
 
-    `reports` are all steps in order, applied or not; `versions` rows have `version`, `bytes`, `full_bytes`;
-    `published` are (version, seconds since the epoch).
+    `reports` are all steps in order, applied or not; `versions` rows have `version`, `bytes`, `full_bytes`; `published`
+    are (version, seconds since the epoch).
     """
 
     run_id: str
@@ -54,23 +54,23 @@ class PastRun:
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_live: bool = False
     sets: tuple[Evaluation, ...] = ()
-    """What samplers evaluated, by version and set."""
+    """Evaluations by samplers, by version and set."""
 
 
 def newer_facts(known: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The facts of the learner's own directory, where it has some, with the changes that the coordinator knows."""
+    """The facts of the learner's directory if it has some, with the changes that the coordinator knows."""
     return with_changes(known, own or known, words="", step=0)
 
 
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
-"""As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""
+"""Names of the learner's files; the learner's own module would import torch."""
 _ALL = 1 << 40
 DEPTH = 4
-"""Levels of directories that are searched below the one that is named."""
+"""Levels of directories searched below the named one."""
 
 
 class InUse(OperatorError):
-    """A coordinator runs on the store; `address` is what it announced there, `journal` its learner's directory."""
+    """A coordinator runs on the store; `address` is its noted address, `journal` the learner's directory."""
 
     def __init__(self, store: Path, journal: Path | None) -> None:
         self.journal = journal
@@ -83,7 +83,7 @@ class InUse(OperatorError):
 
 
 def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
-    """A directory and those below it, as deep as runs are usually kept; nothing hidden, no links."""
+    """A directory and its subdirectories to DEPTH, without hidden ones and links."""
     yield directory
     if depth < DEPTH:
         for path in sorted(directory.iterdir()):
@@ -92,43 +92,32 @@ def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
                     yield from _places(path, depth + 1)
 
 
-def read_journal(directory: Path) -> PastRun:
-    """Read a learner's state_dir alone, also while the learner runs.
-
-    Raises:
-        CorruptStore: a file cannot be read.
-    """
-    return _from_journal(directory)
-
-
 def read_run(directory: Path) -> PastRun:
     """Read a coordinator's data_dir, a learner's state_dir, or a directory that holds them.
 
-    Raises:
-        InUse: a coordinator is running on it.
-        OperatorError: it is no run's, holds several runs, or nothing was trained yet.
-        CorruptStore: a file cannot be read.
+    Raises InUse if a coordinator runs on it, CorruptStore for an unreadable file, and OperatorError if it is not a
+    run's, holds several runs, or has no step.
     """
     if not directory.is_dir():
-        raise OperatorError(f"{directory} is no directory", action="name a coordinator's data_dir")
+        raise OperatorError(f"{directory} is not a directory", action="give a coordinator's data_dir")
     places = list(_places(directory))
     stores = [place for place in places if (place / STORE_FILE).is_file()]
     learners = [place for place in places if (place / STEPS_FILE).is_file()]
     for found in (stores, learners):
         if len(found) > 1:
             names = ", ".join(str(place) for place in found)
-            raise OperatorError(f"{directory} holds several runs: {names}", action="name one of them")
+            raise OperatorError(f"{directory} holds several runs: {names}", action="give one of them")
     if not stores and not learners:
         raise OperatorError(
-            f"{directory} is no run's: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}",
-            action="name a coordinator's data_dir, a learner's state_dir, or what holds them",
+            f"{directory} has no run: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}",
+            action="give a coordinator's data_dir, a learner's state_dir, or a directory that holds them",
         )
     journal = learners[0] if learners else None
     if stores and is_in_use(stores[0]):
         raise InUse(stores[0], journal)
     run = _from_store(stores[0], journal) if stores else _from_journal(learners[0])
     if not any(report.is_applied for report in run.reports):
-        raise OperatorError(f"{directory}: the run took no step", action="there is nothing to draw yet")
+        raise OperatorError(f"{directory}: the run took no step yet", action="run the report after the first step")
     return run
 
 
@@ -147,7 +136,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         sets = _evaluations(connection)
         said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
         facts = {} if said is None else dict(json.loads(said[0]))
-    # The learner also knows steps that changed nothing.
+    # Only the learner's journal has steps that changed nothing.
     own = None if journal is None else _from_journal(journal)
     return PastRun(
         run_id="" if meta is None else str(meta[0]),
@@ -175,7 +164,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
 
 
 def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
-    """What samplers evaluated; a store of an earlier program knows of none."""
+    """Evaluations by samplers; a store of an earlier release has none."""
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluation_jobs'").fetchone() is None:
         return ()
     return tuple(each.evaluation() for each in listed(connection, limit=_ALL))
@@ -183,13 +172,13 @@ def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
 
 def _from_journal(directory: Path) -> PastRun:
     try:
-        reports = [report_from_row(row) for row in _rows(directory / STEPS_FILE)]
-        versions = {row["version"]: row for row in _rows(directory / VERSIONS_FILE)}
-        evaluations = {row["version"]: row for row in _rows(directory / EVALUATIONS_FILE)}
+        reports = [report_from_row(row) for row in journal_rows(directory / STEPS_FILE)]
+        versions = {row["version"]: row for row in journal_rows(directory / VERSIONS_FILE)}
+        evaluations = {row["version"]: row for row in journal_rows(directory / EVALUATIONS_FILE)}
         path = directory / RUN_FILE
         config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptStore(f"{directory}: a journal has a row that is none: {error}") from error
+        raise CorruptStore(f"{directory}: a journal has a bad row: {error}") from error
     return PastRun(
         run_id="",
         sources=(directory,),
@@ -202,13 +191,13 @@ def _from_journal(directory: Path) -> PastRun:
 
 
 def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """The last word on each step, in order; a step that changed nothing is kept beside the one that then did."""
+    """The last report of each step, in order; keeps both a step that changed nothing and its repetition."""
     applied = {(report.step, report.is_applied): report for report in reports}
     return tuple(applied[key] for key in sorted(applied))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    # A torn last line is what a crash leaves.
+def journal_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a journal without an incomplete last line, which its owner or a crash leaves; none without a file."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -221,9 +210,7 @@ STEPS_A_CALL = 1000
 async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:
     """Ask a running coordinator; a learner's state_dir adds versions, accuracies and configuration.
 
-    Raises:
-        HeterorlError: the coordinator refuses or cannot be reached.
-        OperatorError: nothing was trained yet.
+    Raises HeterorlError if the coordinator refuses or is unreachable, OperatorError before the first step.
     """
     status = await api.get_status()
     reports: list[StepReport] = []
@@ -233,7 +220,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         if len(newest) < STEPS_A_CALL:
             break
     if not any(report.is_applied for report in reports):
-        raise OperatorError(f"{address}: the run took no step", action="there is nothing to draw yet")
+        raise OperatorError(f"{address}: the run took no step yet", action="run the report after the first step")
     known: list[Evaluation] = []
     with contextlib.suppress(RemoteError):
         # A coordinator of an earlier release has none.
@@ -250,7 +237,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         )
         for site in fold_incarnations(status.sites)
     )
-    own = None if journal is None else read_journal(journal)
+    own = None if journal is None else _from_journal(journal)
     run = PastRun(
         run_id=status.run_id,
         sources=(Path(address),),

@@ -1,4 +1,4 @@
-"""The page about a past run: numbers, pictures and tables; every value goes through autoescape."""
+"""The page about a past run: numbers, pictures and tables. The template escapes every value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,19 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 NOTES = {
-    "accuracy": "Look for a line that rises and stays up. A reward that rises while that of held-out prompts falls is "
-    "no progress; a late fall of both is a collapse.",
-    "staleness": "Look for a level line below the coordinator's bound (max_staleness_versions): what is older is "
-    "dropped. A line that rises means that sites fall behind.",
-    "kl": "How far the policies that wrote the answers are from the one that learns. Small and level is good; a climb "
-    "without end announces a collapse.",
-    "iw_variance": "Of the weights that correct for staleness; their mean is about 1. 0: none was needed. Well above "
-    "1: a few answers decide each step.",
-    "ess": "1: every answer counts alike. 0.5: half of the batch is wasted. Near 0: single answers decide, and steps "
-    "become noise.",
+    "accuracy": "It should rise and stay up. If the training reward rises while the held-out reward falls, the policy "
+    "overfits; a late fall of both is a collapse.",
+    "staleness": "It should stay level below max_staleness_versions: the coordinator drops older groups. A rising line "
+    "means that sites fall behind.",
+    "kl": "Distance of the sampling policies from the trained one. It should stay small and level; a steady climb "
+    "precedes a collapse.",
+    "iw_variance": "Variance of the weights that correct for staleness; their mean is about 1. At 0 no correction was "
+    "needed. Well above 1, a few answers decide each step.",
+    "ess": "At 1 every answer counts equally. At 0.5 half of the batch is wasted. Near 0 single answers decide, and "
+    "steps become noise.",
     "bytes": "The gap between the lines is what deltas save on the link. Single peaks are snapshots.",
-    "progress": "Straight is steady. A flat part is a pause: an outage, a restart, or no groups to train on.",
-    "sites": "Dropped groups were too old, too many, or failed a check: the ledger below says which.",
+    "progress": "A straight line is steady progress. A flat part is a pause: an outage, a restart, or no groups.",
+    "sites": "Dropped groups were too old, too many, or failed a check: the ledger below gives the counts.",
 }
 """Under each picture: what to look for."""
 _Draw = Callable[[Any], None]
@@ -55,9 +56,9 @@ def fill(
     remarks: Sequence[str],
     **values: Any,
 ) -> str:
-    """The page of a template, `run` or `demo`, with everything inside it.
+    """A self-contained page from template `run` or `demo`.
 
-    `numbers` are labels and values of cards, `pictures` names as in NOTES, titles and PNGs.
+    `numbers` are labels and values of cards; `pictures` are names of NOTES, titles and PNGs.
     """
     notes = NOTES | figures.NOTES
     inside = [(title, notes[name], base64.b64encode(png).decode("ascii")) for name, title, png in pictures]
@@ -72,15 +73,14 @@ def fill(
 
 
 def columns_of(count: int) -> int:
-    """Columns in which so many cards leave no single one in the last row; 3 to 5."""
+    """Columns, 3 to 5, that leave no single card in the last row."""
     return min((3, 4, 5), key=lambda columns: (count % columns == 1, (-count) % columns, abs(columns - 4)))
 
 
 def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
-    """The page of a run with at least one applied step, and its pictures by name, PNG.
+    """The page of a run with at least one applied step, and its pictures by name as PNG.
 
-    Raises:
-        DependencyMissing: matplotlib is not installed.
+    Raises DependencyMissing without matplotlib.
     """
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
@@ -93,9 +93,9 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     if len(run.published) > 1:
         unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
         axis = f"{unit} since version 0"
-        drawn.append(("progress", "Versions over time", _progress(run.published, unit_s), axis, HEIGHT))
+        drawn.append(("progress", "Versions over time", partial(_progress, run.published, unit_s), axis, HEIGHT))
     if run.sites:
-        drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
+        drawn.append(("sites", "Groups by site", partial(_sites, run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
     page = fill(
@@ -118,18 +118,20 @@ def _title(name: str, applied: Sequence[StepReport], start: float | None) -> str
 def _remarks(run: PastRun) -> list[str]:
     remarks = []
     if run.is_live:
-        remarks.append("The run was going on when this page was written.")
+        remarks.append("The run was still going when this page was written.")
     if not run.facts:
-        remarks.append("Without the learner's run.json: model, task and settings are not known.")
+        remarks.append("The learner's run.json is missing, so model, task and settings are unknown.")
     if run.ledger is None:
-        remarks.append("Without the coordinator's store: nothing is known of queue, sites and times.")
+        remarks.append("The coordinator's store is missing, so queue, sites and times are unknown.")
     elif not run.ledger.is_balanced:
         remarks.append("The ledger does not balance: groups were lost or counted twice.")
     rejected = sum(not report.is_applied for report in run.reports)
     if rejected:
-        remarks.append(f"{rejected} steps had a loss or gradient that was not finite and changed nothing.")
+        remarks.append(f"{rejected} steps changed nothing, because their loss or gradient was not finite.")
     if changed_steps(run.facts):
-        remarks.append("A start changed the configuration: dotted lines mark after which step, and what below.")
+        remarks.append(
+            "A restart changed the configuration: dotted lines mark the step, the facts below say what changed."
+        )
     if run.num_abandoned:
         remarks.append(f"{run.num_abandoned} versions were abandoned by a learner that continued from an earlier one.")
     return remarks
@@ -202,36 +204,30 @@ def _time_unit(span_s: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def _progress(published: Sequence[tuple[int, float]], unit_s: float) -> _Draw:
-    def draw(axes: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
+def _progress(published: Sequence[tuple[int, float]], unit_s: float, axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-        times = [(seconds - published[0][1]) / unit_s for _, seconds in published]
-        axes.plot(times, [version for version, _ in published], color=STRONG)
-        axes.set_ylabel("version")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axes.set_xlim(0, None)
-        axes.set_ylim(0, None)
-
-    return draw
+    times = [(seconds - published[0][1]) / unit_s for _, seconds in published]
+    axes.plot(times, [version for version, _ in published], color=STRONG)
+    axes.set_ylabel("version")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(0, None)
+    axes.set_ylim(0, None)
 
 
-def _sites(run: PastRun) -> _Draw:
-    def draw(axes: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
+def _sites(run: PastRun, axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-        names = [site.site if len(site.site) <= 24 else f"{site.site[:21]}..." for site in run.sites]
-        places = range(len(names))
-        accepted = [site.accepted for site in run.sites]
-        axes.barh(places, accepted, color=STRONG, height=0.6, label="accepted")
-        axes.barh(places, [site.dropped for site in run.sites], left=accepted, color=WEAK, height=0.6, label="dropped")
-        axes.set_yticks(places, names)
-        axes.invert_yaxis()
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in run.sites)))
-        axes.legend(loc="center right")
-
-    return draw
+    names = [site.site if len(site.site) <= 24 else f"{site.site[:21]}..." for site in run.sites]
+    places = range(len(names))
+    accepted = [site.accepted for site in run.sites]
+    axes.barh(places, accepted, color=STRONG, height=0.6, label="accepted")
+    axes.barh(places, [site.dropped for site in run.sites], left=accepted, color=WEAK, height=0.6, label="dropped")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in run.sites)))
+    axes.legend(loc="center right")
 
 
 def _mean(reports: Sequence[StepReport]) -> str:

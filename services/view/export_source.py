@@ -1,7 +1,7 @@
-"""Samples of a file that `heterorl samples export` wrote: one JSON object or one row a completion.
+"""Samples of an export file as a source: one JSON object or Parquet row for each completion.
 
-Completions of one sample stand together, as the export writes them. Nothing of a file is trusted: lines have a largest
-size, values their types and bounds, and what is wrong is named with its line.
+Completions of one sample must follow each other, as `heterorl samples export` writes them. The file is not trusted:
+line size, types and bounds are checked, and errors name the row.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from heterorl.common.types.sample import (
     SampleSummary,
     kind_of,
 )
-from heterorl.view.sample_codec import clean
-from heterorl.view.sample_index import Progress, SampleIndex
+from heterorl.view.sample_index import SampleIndex, SourceProgress
+from heterorl.view.sample_query import clean
 
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
-"""Samples that go into the index together."""
+"""Samples added to the index in one transaction."""
 _ROWS = 64
-"""Rows of Parquet that are in memory."""
+"""Parquet rows in memory."""
 Id = Annotated[int, Field(ge=1, le=(1 << 62))]
 Count = Annotated[int, Field(ge=0, le=(1 << 62))]
 Version = Annotated[int, Field(ge=-1, le=(1 << 62))]
@@ -49,7 +49,7 @@ _PAIRS = BeforeValidator(lambda value: dict(value or ()) if not isinstance(value
 
 
 class _Span(BaseModel):
-    """Tokens [start, end); `version` is None of given ones."""
+    """Tokens [start, end); `version` is None for tokens of the environment."""
 
     start: Index
     end: Index
@@ -92,31 +92,26 @@ class _Row(BaseModel):
 class ExportedSamples:
     """An export as a source; implements heterorl.view.sample_index.Source.
 
-    Raises:
-        ConfigError: the file is not there, is of another kind, or its first line is none of an export.
-        DependencyMissing: it is Parquet, and pyarrow is not installed.
+    Raises ConfigError for a missing or foreign file, DependencyMissing for Parquet without pyarrow.
     """
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
-        self.progress = Progress()
+        self.progress = SourceProgress()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
         self._is_closed = False
         for _ in islice(read_export(path), 1):
             pass
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; returns when the thread has ended."""
         self._is_closed = True
         if self._thread.is_alive():
             self._thread.join()
 
     def fetch(self, sample_id: int) -> Sample | None:  # noqa: ARG002 - of the protocol
-        """Nothing comes ahead of its turn."""
         return None
 
     def _run(self) -> None:
@@ -132,9 +127,7 @@ class ExportedSamples:
 def read_export(path: Path) -> Iterator[Sample]:
     """The samples of a file, in its order.
 
-    Raises:
-        ConfigError: it cannot be read; names the line.
-        DependencyMissing: it is Parquet, and pyarrow is not installed.
+    Raises ConfigError that names the row, DependencyMissing for Parquet without pyarrow.
     """
     numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     seen: set[int] = set()
@@ -143,8 +136,8 @@ def read_export(path: Path) -> Iterator[Sample]:
         if sample_id in seen:
             raise ConfigError(
                 f"{path}, row {completions[0][0]}",
-                f"sample {sample_id} again, behind another one",
-                action="sort by id and index; exports of two runs are looked at one by one",
+                f"sample {sample_id} appears again after another sample",
+                action="sort the rows by id and index; view exports of two runs one by one",
             )
         seen.add(sample_id)
         try:
@@ -153,7 +146,7 @@ def read_export(path: Path) -> Iterator[Sample]:
             raise ConfigError(f"{path}, row {completions[0][0]}", str(error), action=_EXPORT) from None
 
 
-_EXPORT = "`heterorl samples export` writes what can be read here"
+_EXPORT = "`heterorl samples export` writes files in this format"
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, _Row]]:
@@ -163,11 +156,11 @@ def _json_rows(path: Path) -> Iterator[tuple[int, _Row]]:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{path}, row {number}", f"over {MAX_LINE_BYTES:,} bytes", action=_EXPORT)
+                    raise ConfigError(f"{path}, row {number}", f"is over {MAX_LINE_BYTES:,} bytes", action=_EXPORT)
                 if line.strip():
                     yield number, _row(path, number, line)
     except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="name an export") from error
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="give an export of samples") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
@@ -184,12 +177,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
                     number += 1
                     yield number, _row(path, number, row)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}", action="name an export") from error
+        raise ConfigError(str(path), f"cannot be read: {error}", action="give an export of samples") from error
 
 
 def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Row:
     try:
-        # Not pydantic's own reader of JSON: that refuses halves of surrogate pairs, which models do write.
+        # Pydantic's own JSON reader refuses lone surrogates, which models write.
         found = json.loads(row) if isinstance(row, bytes) else row
         return _Row.model_validate(found)
     except ValidationError as error:
@@ -197,13 +190,13 @@ def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Row:
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}, row {number}", f"{key}: {first['msg']}", action=_EXPORT) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, row {number}", f"no JSON: {error}", action=_EXPORT) from None
+        raise ConfigError(f"{path}, row {number}", f"is not JSON: {error}", action=_EXPORT) from None
 
 
 def _sample(rows: Sequence[_Row]) -> Sample:
     rows = sorted(rows, key=lambda row: row.index)
     if len({row.index for row in rows}) < len(rows):
-        raise ValueError(f"completion {rows[0].index} of sample {rows[0].id} twice")
+        raise ValueError(f"completion {rows[0].index} of sample {rows[0].id} appears twice")
     first = rows[0]
     rollouts = tuple(map(_rollout, rows))
     rewards = [rollout.reward for rollout in rollouts if not rollout.is_lost]
@@ -246,7 +239,7 @@ def _rollout(row: _Row) -> SampleRollout:
         completion=clean(row.completion or ""),
         token_ids=np.array(row.token_ids, np.int32),
         sampler_logprobs=_numbers(row.sampler_logprobs),
-        # Without --tokens the mean is all that the file says; it is no token's, and none is coloured by it.
+        # Without --tokens the file has only the mean, which colours no token.
         log_ratios=_numbers(row.log_ratios if row.token_ids or row.log_ratio_mean is None else [row.log_ratio_mean]),
         token_ends=np.array(row.token_ends, np.int32),
         spans=_spans(row),
@@ -261,7 +254,7 @@ def _rollout(row: _Row) -> SampleRollout:
 
 def _spans(row: _Row) -> tuple[Span, ...]:
     if not row.spans:
-        # An export of an earlier release says of which versions the tokens are, not which.
+        # An export of an earlier release names the versions of a completion, without their spans.
         one = Span(version=row.versions[0], start=0, end=len(row.token_ids)) if len(row.versions) == 1 else None
         return () if one is None else (one,)
     ends = [0, *(span.end for span in row.spans)]

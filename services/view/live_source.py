@@ -1,7 +1,7 @@
-"""Samples of a running coordinator, read by an operator's read-only rpcs; nobody waits for it but its own thread.
+"""Samples of a running coordinator as a source, read with read-only rpcs in its own thread.
 
-Lines come first, the newest page before all others, then what the samples say, the newest first. A coordinator that is
-gone is asked again; what was read stays, also after it made room for newer ones.
+It reads summaries first, the newest page before all others, then whole samples, newest first. If the coordinator is
+gone, it asks again; samples that were read stay, even after the coordinator dropped them.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from heterorl.common.api import SamplesApi
 from heterorl.common.errors import HeterorlError, UnknownSample, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleList, SamplePage
-from heterorl.view.sample_index import Progress, SampleIndex
+from heterorl.view.sample_index import SampleIndex, SourceProgress
 
 POLL_S = 2.0
 AT_ONCE = 16
-"""Samples that are asked for together, so that a long way costs its round trip once for all of them."""
+"""Concurrent requests for samples, to hide the round trip."""
 BATCH = 64
-"""Samples of which the texts are read between two looks for new lines."""
+"""Samples read between two polls for new summaries."""
 FETCH_S = 5.0
 LATE = 500
-"""Newest samples whose texts may still come."""
+"""Newest samples whose texts may still arrive."""
 
 
-class Connect(Protocol):
-    """Opens the link to the coordinator, in the loop of the caller."""
-
-    def __call__(self) -> AbstractAsyncContextManager[SamplesApi]:
-        """The link."""
-        ...
+Connect = Callable[[], AbstractAsyncContextManager[SamplesApi]]
+"""Opens the link to the coordinator in the caller's event loop."""
 
 
 class LiveSamples:
@@ -43,23 +38,21 @@ class LiveSamples:
 
     def __init__(self, name: str, index: SampleIndex, connect: Connect, clock: Clock) -> None:
         self.name, self._index, self._connect, self._clock = name, index, connect, clock
-        self.progress = Progress(is_live=True)
+        self.progress = SourceProgress(is_live=True)
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._api: SamplesApi | None = None
         self._is_closed = False
         self._remark = ""
-        """What the coordinator's answers say that a person should know."""
+        """A remark for the reader about the coordinator's answers."""
         self._after = 0
-        """Up to this id all lines were read."""
+        """All summaries up to this id were read."""
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; returns when the link is closed."""
         self._is_closed = True
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
@@ -69,7 +62,6 @@ class LiveSamples:
             self._thread.join()
 
     def fetch(self, sample_id: int) -> Sample | None:
-        """Ask for one sample now."""
         if self._loop is None or self._api is None:
             return None
         asked = asyncio.run_coroutine_threadsafe(self._read_one(self._api, sample_id), self._loop)
@@ -77,7 +69,9 @@ class LiveSamples:
             return asked.result(FETCH_S)
         except TimeoutError:
             asked.cancel()
-            raise Unreachable(f"{self.name}: no answer in {FETCH_S:g} s", action="look again later") from None
+            raise Unreachable(
+                f"{self.name}: no answer in {FETCH_S:g} s", action="open the sample again later"
+            ) from None
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -140,7 +134,7 @@ class LiveSamples:
         try:
             sample = await api.get_sample(sample_id=sample_id)
         except UnknownSample:
-            # It made room before it was read; one that was read stays.
+            # The coordinator dropped it; the index forgets it unless it was read.
             if not isinstance(self._index.get(sample_id), Sample):
                 await asyncio.to_thread(self._index.forget, sample_id)
             return None
@@ -149,4 +143,4 @@ class LiveSamples:
         return sample
 
     def _say(self, **fields: object) -> None:
-        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of Progress
+        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of SourceProgress

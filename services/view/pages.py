@@ -1,12 +1,21 @@
-"""The pages: a list, one sample, and what they are made of; every text goes through autoescape."""
+"""The HTML pages, a list and one sample, and what serves them. The templates escape every text.
+
+source (its thread) -> index (on disk) -> pages <- threads of the HTTP server
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import html
 import json
 import math
 import mimetypes
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -19,12 +28,15 @@ from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSum
 from heterorl.view.sample_index import Found, IndexFailed, SampleIndex, Source
 from heterorl.view.sample_query import FATES, MAX_TEXT, BadQuery, Query, excerpt_of, fate_words, parse_query
 from heterorl.view.token_colours import probability_legend, ratio_legend, tokens_of
-from heterorl.view.view_server import Answer
+from heterorl.view.view_server import Answer, ViewServer
 
 PAGE = 50
-"""Samples of one page of the list."""
+"""Samples on one page of the list."""
 MAX_TOKENS = 20_000
-"""Tokens of one page that are coloured; what stands behind them is text."""
+"""Tokens coloured on one page; the rest is plain text."""
+LIMIT_BYTES = 3 << 29
+"""Limit of texts and numbers; with the search index they take about 2.7 times as much disk. The oldest go first."""
+KEY_BYTES = 24
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir())}
 _TONE = {
@@ -62,11 +74,11 @@ class Pages:
         try:
             wanted = parse_query(query)
         except BadQuery as error:
-            return self._refuse(HTTPStatus.BAD_REQUEST, "This cannot be asked", str(error))
+            return self._refuse(HTTPStatus.BAD_REQUEST, "Bad query", str(error))
         try:
             return self._at(path, wanted)
         except IndexFailed as error:
-            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "This cannot be looked up", str(error))
+            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "The index failed", str(error))
 
     def _at(self, path: str, wanted: Query) -> Answer:
         if path == "/":
@@ -76,7 +88,7 @@ class Pages:
         head, _, name = path.rpartition("/")
         if head == "/sample" and name.isascii() and name.isdecimal() and len(name) <= 18:
             return self._sample(int(name), wanted)
-        return self._refuse(HTTPStatus.NOT_FOUND, "There is no such page", "The list is at /.")
+        return self._refuse(HTTPStatus.NOT_FOUND, "Page not found", "The list is at /.")
 
     def _list(self, query: Query) -> Answer:
         found, held = self._index.find(query, limit=PAGE), self._index.held()
@@ -116,7 +128,7 @@ class Pages:
             except HeterorlError as error:
                 problem = str(error)
         if found is None:
-            words = problem or "It was never kept, or made room for newer ones."
+            words = problem or "It was never kept, or newer samples replaced it."
             return self._refuse(HTTPStatus.NOT_FOUND, f"There is no sample {sample_id}", words)
         sample = found if isinstance(found, Sample) else Sample(summary=found, rollouts=())
         older = self._index.find(query.at(before=sample_id), limit=1, is_counted=False).summaries
@@ -165,7 +177,7 @@ def _static(name: str) -> Answer:
 
 
 def _places(found: Found, query: Query) -> dict[str, str]:
-    """URLs of the pages beside this one; empty where there is none."""
+    """URLs of the neighbouring pages; empty if there is none."""
     first, last = (found.summaries[0].id, found.summaries[-1].id) if found.summaries else (0, 0)
     newer = older = ""
     if found.has_newer:
@@ -178,7 +190,7 @@ def _places(found: Found, query: Query) -> dict[str, str]:
 
 
 def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] | None:
-    """Smallest, mean and largest reward on a line of 100 that spans those of all samples; None where one is unknown."""
+    """Smallest, mean and largest reward, scaled to 0 to 100 over all samples; None if one is unknown."""
     low, high = span
     values = (summary.reward_min, summary.reward_mean, summary.reward_max)
     if any(value is None for value in values) or high <= low:
@@ -188,7 +200,7 @@ def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] 
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people; a dash for none."""
+    """A number as text; a dash for None or a value that is not finite."""
     if value is None or not math.isfinite(value):
         return "-"
     text = f"{value:.{digits}f}"
@@ -196,8 +208,38 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def when(seconds: float) -> str:
-    """A time since the epoch by this machine's clock and zone."""
+    """Seconds since the epoch as local time."""
     try:
         return datetime.datetime.fromtimestamp(seconds, datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
         return "-"
+
+
+@contextlib.contextmanager
+def redirect_file(url: str) -> Iterator[Path]:
+    """A file that redirects a browser to a URL; only this user can read it, and it is deleted at the end.
+
+    A URL among a browser's arguments is visible in the process list, and this URL has a key.
+    """
+    with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory:
+        path = Path(directory) / "open.html"
+        place = html.escape(url, quote=True)
+        words = f'<!doctype html><meta http-equiv="refresh" content="0;url={place}"><a href="{place}">Samples</a>\n'
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:  # noqa: PTH123 - of a descriptor
+            file.write(words)
+        yield path
+
+
+@contextlib.contextmanager
+def served(make_source: Callable[[SampleIndex], Source], *, port: int = 0) -> Iterator[ViewServer]:
+    """Serve a source's samples until the context ends, then delete the index. Raises PortInUse, or a source's error."""
+    with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory, contextlib.ExitStack() as stack:
+        index = SampleIndex(Path(directory), limit_bytes=LIMIT_BYTES)
+        stack.callback(index.close)
+        source = make_source(index)
+        server = ViewServer(Pages(index, source).respond, port=port, key=secrets.token_urlsafe(KEY_BYTES))
+        stack.callback(source.close)
+        stack.callback(server.close)
+        source.start()
+        server.start()
+        yield server

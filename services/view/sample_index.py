@@ -1,26 +1,34 @@
-"""What a source has said of samples so far, on a disk of this machine for as long as the page is served.
+"""Index of a source's samples on this machine's disk, for as long as the page is served.
 
-One thread writes; any thread asks, and never waits for the writer.
+One thread writes; any thread reads and never waits for the writer.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
+import json
 import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import zstandard
 
 from heterorl.common.errors import OperatorError
-from heterorl.common.types.sample import Sample, SampleSummary
-from heterorl.view.sample_codec import pack_summary, pack_texts, read_summary, read_texts
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, Span
+from heterorl.common.types.sample import Sample, SampleKind, SampleRollout, SampleSummary
 from heterorl.view.sample_query import Query, folded, look_up
 
 _SEPARATOR = "\x1e"
-"""Between the texts of a sample: nothing is found across two."""
+"""Separates the texts of a sample, so that no hit spans two."""
+_LEVEL = 1
 _SCHEMA = """
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, site TEXT NOT NULL, kind TEXT NOT NULL, fate TEXT NOT NULL,
@@ -34,54 +42,46 @@ CREATE VIRTUAL TABLE parts USING fts5(folded, tokenize='trigram case_sensitive 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a source was read; `total` is what it holds as far as it said, 0 where it did not."""
+class SourceProgress:
+    """Progress of a source; `total` is the number of samples that it stated, 0 if unknown."""
 
     total: int = 0
     is_done: bool = False
-    """Whether everything that it held when it was last asked is in the index."""
+    """Whether the index has everything that the source had at the last poll."""
     is_live: bool = False
-    """Whether there may be more later."""
+    """Whether more may come later."""
     problem: str = ""
-    """Why nothing comes, for people; empty while all is well."""
+    """Why nothing comes, as text for the reader; empty without a problem."""
 
 
 class Source(Protocol):
-    """Fills an index from a thread of its own, until it is closed."""
+    """Fills an index from its own thread until it is closed."""
 
     @property
     def name(self) -> str:
-        """What the person named: an address or a file."""
+        """Address or file that the user named."""
         ...
 
     @property
-    def progress(self) -> Progress:
-        """How far it is."""
-        ...
+    def progress(self) -> SourceProgress: ...
 
-    def start(self) -> None:
-        """Begin to fill the index."""
-        ...
+    def start(self) -> None: ...
 
     def fetch(self, sample_id: int) -> Sample | None:
-        """Ask for one sample that the index has no texts of, ahead of its turn; None where it is kept no more.
-
-        Raises:
-            HeterorlError: the source cannot be asked.
-        """
+        """Get one sample whose texts the index lacks; None if the source has dropped it. Raises the source's error."""
         ...
 
     def close(self) -> None:
-        """Stop filling; returns when the thread has ended."""
+        """Stop; returns when the thread has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Some samples of a query, the largest id first.
+    """One page of a query, largest id first.
 
-    `count` is how many it has in all places; not all of them where `is_more`. `looked_up_to` is the id up to which was
-    looked where time ended first, None where all was looked at.
+    `count` is the number of all hits, a lower bound if `is_more`. `looked_up_to` is the id at which the time limit
+    ended the search, None if it ended by itself.
     """
 
     summaries: tuple[SampleSummary, ...]
@@ -94,26 +94,26 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexState:
-    """What the index has: samples, how many of them with what they say, and what was forgotten for room."""
+    """Counts of the index: samples, those with texts, and those forgotten for room."""
 
     num_samples: int
     num_read: int
     newest: int
     sites: tuple[str, ...]
     rewards: tuple[float, float]
-    """The smallest and the largest."""
+    """Smallest and largest."""
     num_forgotten: int
 
 
 class IndexFailed(OperatorError):
-    """What was read cannot be kept or found on this machine."""
+    """The index on this machine's disk failed."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(f"the index on this machine: {error}", action="see that its temporary directory has room")
+        super().__init__(f"the index on this machine: {error}", action="free space in the temporary directory")
 
 
 class SampleIndex:
-    """Samples of one source under their ids; forgets the oldest when texts exceed `limit_bytes`."""
+    """Samples of one source by id; forgets the oldest when texts exceed `limit_bytes`."""
 
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
@@ -128,14 +128,14 @@ class SampleIndex:
         self._writer.executescript(_SCHEMA)
 
     def close(self) -> None:
-        """End all connections; whoever asks afterwards gets sqlite3.ProgrammingError."""
+        """Close all connections; later calls raise sqlite3.ProgrammingError."""
         with self._writing:
             self._writer.close()
             while self._readers:
                 self._readers.pop().close()
 
     def _connect(self) -> sqlite3.Connection:
-        # Nothing here outlives the process, so nothing is synced.
+        # The index does not outlive the process, so writes are not synced.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
         connection.executescript("PRAGMA synchronous=OFF; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY;")
         return connection
@@ -159,14 +159,14 @@ class SampleIndex:
             try:
                 yield self._writer
             except BaseException:
-                # A full disk ends a transaction by itself.
+                # SQLite rolls back by itself if the disk is full.
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
             self._writer.execute("COMMIT")
 
     def add_summaries(self, summaries: Sequence[SampleSummary]) -> None:
-        """Note samples by their lines; one that has texts by now is to be read anew."""
+        """Add samples by their summaries; one whose texts arrived since is to be read again."""
         with self._transaction() as connection:
             for summary in summaries:
                 row = connection.execute("SELECT has_texts FROM samples WHERE id = ?", (summary.id,)).fetchone()
@@ -174,14 +174,14 @@ class SampleIndex:
                     self._put(connection, summary, is_read=False)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Note samples with what they say, in place of what was known of them."""
+        """Add whole samples, or replace what is known of them."""
         with self._transaction() as connection:
             for sample in samples:
                 self._drop_texts(connection, sample.summary.id)
                 self._put(connection, sample.summary, is_read=True)
                 texts = (sample.prompt, *(rollout.completion for rollout in sample.rollouts))
                 found = _SEPARATOR.join(map(folded, texts))
-                data = pack_texts(sample)
+                data = zstandard.compress(_packed(sample).encode("ascii"), _LEVEL)
                 num_bytes = len(found) + len(data)
                 connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, num_bytes, data))
                 connection.execute("INSERT INTO parts (rowid, folded) VALUES (?, ?)", (sample.summary.id, found))
@@ -189,18 +189,18 @@ class SampleIndex:
             self._make_room(connection)
 
     def forget(self, sample_id: int) -> None:
-        """Note that a sample is kept no more."""
+        """Remove a sample that the source has dropped."""
         with self._transaction() as connection:
             self._drop(connection, sample_id)
 
     def unread(self, limit: int) -> tuple[int, ...]:
-        """Newest samples of which only the line is known."""
+        """Newest samples of which only the summary is known."""
         with self._reading() as connection:
             rows = connection.execute("SELECT id FROM samples WHERE is_read = 0 ORDER BY id DESC LIMIT ?", (limit,))
             return tuple(row[0] for row in rows)
 
     def first_without_texts(self, *, newest: int) -> int | None:
-        """The oldest of the `newest` samples without texts, which may still come; None where all have them."""
+        """The oldest of the `newest` samples without texts, which may still arrive; None if all have texts."""
         with self._reading() as connection:
             (found,) = connection.execute(
                 "SELECT min(id) FROM (SELECT id, has_texts FROM samples ORDER BY id DESC LIMIT ?) WHERE has_texts = 0",
@@ -209,18 +209,18 @@ class SampleIndex:
         return None if found is None else int(found)
 
     def get(self, sample_id: int) -> Sample | SampleSummary | None:
-        """A sample; its line alone where it was not read yet."""
+        """A sample; its summary if it was not read yet."""
         with self._reading() as connection:
             row = connection.execute(
                 "SELECT line, data FROM lines LEFT JOIN texts USING (id) WHERE id = ?", (sample_id,)
             ).fetchone()
         if row is None:
             return None
-        summary = read_summary(row[0])
-        return summary if row[1] is None else read_texts(summary, row[1])
+        summary = _summary(json.loads(row[0]))
+        return summary if row[1] is None else _sample(summary, row[1])
 
     def held(self) -> IndexState:
-        """What there is; asks no table."""
+        """Counts, without a query."""
         low, high = self._rewards
         return IndexState(
             num_samples=self._num_samples,
@@ -249,7 +249,8 @@ class SampleIndex:
 
     @staticmethod
     def _line(connection: sqlite3.Connection, sample_id: int) -> SampleSummary:
-        return read_summary(connection.execute("SELECT line FROM lines WHERE id = ?", (sample_id,)).fetchone()[0])
+        (line,) = connection.execute("SELECT line FROM lines WHERE id = ?", (sample_id,)).fetchone()
+        return _summary(json.loads(line))
 
     def _put(self, connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
         before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
@@ -258,11 +259,11 @@ class SampleIndex:
             summary.reward_min, summary.reward_max, summary.num_truncated, summary.num_lost, summary.has_texts, is_read,
         )  # fmt: skip
         connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
-        connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, pack_summary(summary)))
+        connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, _packed(summary)))
         self._num_samples += before is None
         self._num_read += is_read - (before[0] if before is not None else 0)
         self._newest = max(self._newest, summary.id)
-        # Both only grow: a filter that finds nothing any more does no harm.
+        # Sites and rewards only grow; a filter without hits does no harm.
         self._sites |= {str(summary.site)} - {""}
         if summary.reward_min is not None and summary.reward_max is not None:
             low, high = self._rewards
@@ -294,7 +295,42 @@ def _typed() -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError:
-        # Closed: whoever asks then is at its end.
+        # The index is closed, so the caller is ending too.
         raise
     except (sqlite3.Error, OverflowError) as error:
         raise IndexFailed(error) from error
+
+
+def _packed(value: Sample | SampleSummary) -> str:
+    """A value as JSON; digits of a number would take more room than base64 of its bytes."""
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, np.ndarray):
+            return {"dtype": other.dtype.str, "data": base64.b64encode(other.tobytes()).decode("ascii")}
+        return base64.b64encode(other).decode("ascii") if isinstance(other, bytes) else other.value
+
+    return json.dumps(dataclasses.asdict(value), default=plain)
+
+
+def _summary(fields: dict[str, Any]) -> SampleSummary:
+    group = fields["group"] and GroupId(**fields["group"])
+    return SampleSummary(
+        **fields | {"group": group, "kind": SampleKind(fields["kind"]), "site": SiteId(fields["site"])}
+    )
+
+
+def _sample(summary: SampleSummary, data: bytes) -> Sample:
+    def array(fields: dict[str, Any]) -> Any:
+        if "dtype" not in fields:
+            return fields
+        return np.frombuffer(base64.b64decode(fields["data"]), fields["dtype"])
+
+    fields = json.loads(zstandard.decompress(data), object_hook=array)
+    rollouts = [
+        SampleRollout(**row | {
+            "reward_parts": tuple(RewardPart(name=part["name"], value=part["value"]) for part in row["reward_parts"]),
+            "finish_reason": FinishReason(row["finish_reason"]), "spans": tuple(Span(**span) for span in row["spans"]),
+        })
+        for row in fields["rollouts"]
+    ]  # fmt: skip
+    return Sample(**fields | {"summary": summary, "rollouts": tuple(rollouts)})

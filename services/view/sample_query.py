@@ -1,7 +1,7 @@
-"""What a list shows: filters, a search and a place in it, read from a URL and looked up in an index.
+"""The query of a list: filters, a search text and a place, read from a URL and looked up in the index.
 
-A search is for a part of a text, by SQLite's full-text index of trigrams: formulas and languages without blanks are
-found as well. One that would take longer than its share ends with what it found, and says where to go on.
+SQLite's trigram index finds any part of a text, so formulas and languages without blanks work. A search that exceeds
+SEARCH_S returns its hits and the id to continue from.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from urllib.parse import parse_qsl, urlencode
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.sample import CONSUMED, EVALUATED, Sample, SampleKind
-from heterorl.view.sample_codec import clean
 
 MAX_TEXT = 200
 """Characters of a search."""
 MAX_FIELDS = 20
 MAX_FIELD = 500
 LARGEST = (1 << 63) - 1
-"""What SQLite's integers hold."""
+"""Largest integer of SQLite."""
 ANY_DROP = "dropped"
-"""Whatever was not trained on, for any reason."""
+"""Dropped for any reason."""
 FATES = (CONSUMED, EVALUATED, ANY_DROP, *(reason.value for reason in DropReason))
 SEARCH_S = 0.06
-"""A search looks no longer than this."""
+"""Longest time of a search."""
 COUNTED = 1000
-"""Hits of a search are counted so far."""
+"""Hits are counted up to this number."""
 _PART = 3
-"""Characters of the shortest text that SQLite's index of trigrams finds; for a shorter one all texts are read."""
+"""Shortest text that the trigram index finds; for a shorter one the search reads all texts."""
 BEFORE, AFTER = 50, 110
-"""Characters on either side of a hit."""
+"""Characters shown before and after a hit."""
 _WORDS = {CONSUMED: "trained on", EVALUATED: "held-out", ANY_DROP: "dropped, any reason"}
 
 
 class BadQuery(OperatorError):
-    """A part of a URL cannot be used; `name` is its field."""
+    """A field of a URL has a bad value; `name` is the field."""
 
     def __init__(self, name: str, problem: str, *, action: str) -> None:
         self.name = name
@@ -49,16 +48,13 @@ class BadQuery(OperatorError):
 
 
 def fate_words(fate: str) -> str:
-    """A fate as people say it.
-
-    Example: fate_words("reward_mismatch") is "reward mismatch".
-    """
+    """A fate as text, such as "reward mismatch" for "reward_mismatch"."""
     return _WORDS.get(fate, fate.replace("_", " "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Which samples are wanted, and where in their list; what is empty or None excludes nothing.
+    """Filters and place of a list; an empty or None field excludes nothing.
 
     A reward range means samples with a completion of at least `reward_from` and one of at most `reward_to`.
 
@@ -66,7 +62,7 @@ class Query:
     """
 
     text: str = ""
-    """Part of a prompt or of a completion; large and small letters are the same."""
+    """Part of a prompt or completion; case does not matter."""
     site: str = ""
     fate: str = ""
     """One of FATES."""
@@ -79,21 +75,20 @@ class Query:
     lost: bool | None = None
     """Whether a member of the group was lost."""
     before: int = 0
-    """Samples with smaller ids only, the largest first; 0: all."""
+    """Only smaller ids, largest first; 0 is all."""
     after: int = 0
-    """Samples with larger ids only, the nearest ones; 0: all."""
+    """Only larger ids, nearest first; 0 is all."""
 
     @property
     def is_filtered(self) -> bool:
-        """Whether anything is excluded."""
         return self.at() != Query()
 
     def at(self, *, before: int = 0, after: int = 0) -> Query:
-        """The same samples from another place."""
+        """The same filters at another place."""
         return dataclasses.replace(self, before=before, after=after)
 
     def url(self, path: str = "/") -> str:
-        """The address of the page at `path` that keeps this query."""
+        """URL of the page at `path` with this query."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if value != _DEFAULTS[name]}
         pairs = {name: ("yes" if value else "no") if isinstance(value, bool) else value for name, value in said.items()}
         return f"{path}?{urlencode(pairs)}" if pairs else path
@@ -103,15 +98,11 @@ _DEFAULTS = dataclasses.asdict(Query())
 
 
 def parse_query(text: str) -> Query:
-    """Read the part of a URL behind its question mark; fields that are unknown are ignored.
-
-    Raises:
-        BadQuery: a field has a value that it cannot have.
-    """
+    """Read the query part of a URL, ignoring unknown fields; raises BadQuery for a bad value."""
     try:
         fields = dict(parse_qsl(text, max_num_fields=MAX_FIELDS))
     except ValueError:
-        raise BadQuery("URL", f"more than {MAX_FIELDS} fields", action="start again from the list") from None
+        raise BadQuery("URL", f"has more than {MAX_FIELDS} fields", action="start again from the list") from None
     for name, value in fields.items():
         if len(value) > (MAX_TEXT if name == "text" else MAX_FIELD):
             raise BadQuery(name[:MAX_FIELD], "too long", action=f"a search has at most {MAX_TEXT} characters")
@@ -119,8 +110,8 @@ def parse_query(text: str) -> Query:
     if fate and fate not in FATES:
         raise BadQuery("fate", "unknown", action=f"one of {', '.join(FATES)}")
     return Query(
-        text=fields.get("text", "").encode("utf-8", "replace").decode("utf-8"),
-        site=fields.get("site", "").encode("utf-8", "replace").decode("utf-8"),
+        text=clean(fields.get("text", "")),
+        site=clean(fields.get("site", "")),
         fate=fate,
         version_from=_whole(fields, "version_from"),
         version_to=_whole(fields, "version_to"),
@@ -149,7 +140,7 @@ def _whole(fields: dict[str, str], name: str) -> int | None:
     except ValueError:
         value = LARGEST + 1
     if not 0 <= value <= LARGEST:
-        raise BadQuery(name, "no whole number from 0", action="for example 120")
+        raise BadQuery(name, "must be a whole number, 0 or more", action="for example 120")
     return value
 
 
@@ -162,13 +153,13 @@ def _number(fields: dict[str, str], name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadQuery(name, "no number", action="for example 0.5")
+        raise BadQuery(name, "must be a number", action="for example 0.5")
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Ids next to a query's place, one more than asked where there is one; see heterorl.view.sample_index.Found."""
+    """Ids next to a query's place, one more than the limit if there is one; see heterorl.view.sample_index.Found."""
 
     ids: list[int]
     count: int
@@ -177,16 +168,21 @@ class Hits:
 
 
 def look_up(connection: sqlite3.Connection, query: Query, *, limit: int, is_counted: bool = True) -> Hits:
-    """The ids of a query, from its place on; a search reads texts, and no longer than SEARCH_S.
+    """Look up a query's ids from its place on.
 
-    What is not counted ends with the page; its count says nothing then.
+    Without `is_counted` a search ends with the page, and its count means nothing.
     """
     most = COUNTED if is_counted else limit + 1
     return _search(connection, query, limit=limit, most=most) if query.text else _filter(connection, query, limit=limit)
 
 
+def clean(text: str) -> str:
+    """The text with each half of a surrogate pair as a question mark, because no encoding takes it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def folded(text: str) -> str:
-    """A text as it is compared: large and small letters are the same, and no NUL, at which SQLite ends a text."""
+    """A text as it is compared: casefolded, and without NUL, at which SQLite ends a text."""
     return clean(text).replace("\0", "\ufffd").casefold()
 
 
@@ -230,26 +226,21 @@ def _search(connection: sqlite3.Connection, query: Query, *, limit: int, most: i
 
 
 def _conditions(query: Query) -> tuple[str, list[object]]:
-    """What a query asks of the row `s` of a sample."""
-    terms: list[tuple[str, list[object]]] = []
-    if query.site:
-        terms.append(("s.site = ?", [query.site]))
+    """SQL conditions on the row `s` of a sample."""
+    given = {
+        "s.site = ?": query.site or None,
+        "s.fate = ?": None if query.fate in ("", ANY_DROP) else query.fate,
+        "s.version >= ?": query.version_from,
+        "s.version <= ?": query.version_to,
+        "s.reward_max >= ?": query.reward_from,
+        "s.reward_min <= ?": query.reward_to,
+    }
+    terms: list[tuple[str, list[object]]] = [(term, [value]) for term, value in given.items() if value is not None]
     if query.fate == ANY_DROP:
         terms.append(("s.kind IN (?, ?)", [SampleKind.REJECTED.value, SampleKind.DROPPED.value]))
-    elif query.fate:
-        terms.append(("s.fate = ?", [query.fate]))
-    if query.version_from is not None:
-        terms.append(("s.version >= ?", [query.version_from]))
-    if query.version_to is not None:
-        terms.append(("s.version <= ?", [query.version_to]))
-    if query.reward_from is not None:
-        terms.append(("s.reward_max >= ?", [query.reward_from]))
-    if query.reward_to is not None:
-        terms.append(("s.reward_min <= ?", [query.reward_to]))
-    if query.truncated is not None:
-        terms.append(("s.num_truncated > 0" if query.truncated else "s.num_truncated = 0", []))
-    if query.lost is not None:
-        terms.append(("s.num_lost > 0" if query.lost else "s.num_lost = 0", []))
+    for column, wanted in (("s.num_truncated", query.truncated), ("s.num_lost", query.lost)):
+        if wanted is not None:
+            terms.append((f"{column} > 0" if wanted else f"{column} = 0", []))
     return " AND ".join(term for term, _ in terms) or "1", [value for _, values in terms for value in values]
 
 
@@ -261,7 +252,7 @@ def _place(query: Query, column: str) -> tuple[str, list[object], str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """A hit: `where` is "prompt" or the number of a completion."""
+    """A hit with its context; `where` is "prompt" or "completion N"."""
 
     where: str
     before: str
@@ -270,7 +261,7 @@ class Excerpt:
 
 
 def excerpt_of(sample: Sample, needle: str) -> Excerpt | None:
-    """The first hit, in a completion before the prompt; None where letters differ in ways of their own."""
+    """The first hit, completions before the prompt; None if casefolding matched letters that IGNORECASE does not."""
     pattern = re.compile(re.escape(needle), re.IGNORECASE)
     texts = [(f"completion {i + 1}", rollout.completion) for i, rollout in enumerate(sample.rollouts)]
     for where, text in (*texts, ("prompt", sample.prompt)):

@@ -1,4 +1,4 @@
-"""A completion as a browser shows it: token by token, each with its numbers and a step of two scales of colours."""
+"""Tokens of a completion for the page: text, numbers, and colour classes for log-ratio and probability."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heterorl.common.types.sample import SampleRollout
 from heterorl.common.types.trajectory import spread
 
 RATIO_EDGES = (0.05, 0.2, 0.5, 1.0)
-"""Sizes of a log-ratio, nats, at which the next stronger colour begins."""
+"""Log-ratios in nats at which the next stronger colour begins."""
 PROBABILITY_EDGES = (0.9, 0.5, 0.1, 0.01)
 """Probabilities below which the next stronger colour begins."""
 _SIGNED = ("n4", "n3", "n2", "n1", "z", "p1", "p2", "p3", "p4")
@@ -26,20 +26,20 @@ UNKNOWN = "x"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One colour of a legend: a class of the style sheet and what it means."""
+    """One step of a legend: a CSS class and its label."""
 
     name: str
     label: str
 
 
 def ratio_classes(log_ratios: Float32Array) -> list[str]:
-    """The class of each log-ratio in nats: n4 (far less likely to the learner than to the sampler) to p4; z: alike."""
+    """CSS class of each log-ratio in nats: n4 (far less likely to the learner) to p4; z is equal."""
     places = np.digitize(log_ratios.astype(np.float64), _CUTS)
     return [_SIGNED[place] if known else UNKNOWN for place, known in _known(places, log_ratios)]
 
 
 def probability_classes(logprobs: Float32Array) -> list[str]:
-    """The class of each log-prob: l0 (sure, at least 0.9) to l4 (below 0.01)."""
+    """CSS class of each log-prob: l0 (at least 0.9) to l4 (below 0.01)."""
     places = len(PROBABILITY_EDGES) - np.digitize(logprobs.astype(np.float64), _LOG_CUTS)
     return [f"l{place}" if known else UNKNOWN for place, known in _known(places, logprobs)]
 
@@ -49,32 +49,32 @@ def _known(places: np.ndarray, values: Float32Array) -> zip[tuple[int, bool]]:
 
 
 def ratio_legend() -> tuple[Step, ...]:
-    """The steps of log-ratios, from less to more likely; times are exp of the edges."""
+    """Legend of log-ratios, from less to more likely."""
     less = [Step(name=f"n{i + 1}", label=f"-{RATIO_EDGES[i]:g}") for i in reversed(range(len(RATIO_EDGES)))]
     more = [Step(name=f"p{i + 1}", label=f"+{RATIO_EDGES[i]:g}") for i in range(len(RATIO_EDGES))]
     return (*less, Step(name="z", label="0"), *more)
 
 
 def probability_legend() -> tuple[Step, ...]:
-    """The steps of the sampler's probabilities, from sure to surprising."""
+    """Legend of the sampler's probabilities, from sure to surprising."""
     steps = [Step(name=f"l{i + 1}", label=f"<{edge:g}") for i, edge in enumerate(PROBABILITY_EDGES)]
     return (Step(name="l0", label=f"{PROBABILITY_EDGES[0]:g}-1"), *steps)
 
 
 def probability(logprob: float) -> float:
-    """The probability of a log-prob; of what is none, itself."""
+    """The probability of a log-prob; NaN if that is not finite."""
     return math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else math.nan
 
 
 GIVEN_WORD = "given"
-"""In place of a version: the environment wrote the token."""
+"""Shown in place of a version for tokens of the environment."""
 
 
 class Token(NamedTuple):
-    """One token. `numbers` are id, sampler's log-prob, log-ratio and policy version, parted by blanks, "-" if unknown.
+    """One token. `numbers` is "id log-prob log-ratio version", with "-" for unknown values.
 
-    `switch` is the version that writes from here on where it is another one than before; empty elsewhere. `head` says
-    who wrote the turn that begins here; empty elsewhere, and in a single completion.
+    `switch` is the new version if the version changes here, else empty. `head` is the writer of the turn that begins
+    here, else empty.
     """
 
     text: str
@@ -85,9 +85,9 @@ class Token(NamedTuple):
 
 
 def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
-    """The first `limit` tokens, and the text behind them; without text the tokens show their ids.
+    """The first `limit` tokens and the text after them; tokens show their ids if there is no text.
 
-    Where nobody said which characters are whose, the whole text is behind no tokens.
+    If the character ends of the tokens are unknown, there are no tokens and the whole text follows.
     """
     count = min(len(rollout.token_ids), limit)
     if rollout.completion:
@@ -124,7 +124,7 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
             kind += " line"
         elif not text:
             kind += " none"
-        # A head says who writes; within a turn another version is marked.
+        # The head names the writer of a turn, so a switch is marked only within a turn.
         head = heads.get(place, "")
         switch = "" if version == last or head else version
         last = version
@@ -134,7 +134,7 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
 
 
 def _pieces(text: str, ends: Int32Array, num_tokens: int) -> list[str] | None:
-    """The characters of each token, and last what stands behind all; None where the ends are not of this text."""
+    """The characters of each token, then the text after all; None if the ends do not fit the text."""
     if len(ends) != num_tokens or not num_tokens:
         return None
     places = [0, *ends.tolist()]

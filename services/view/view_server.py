@@ -1,7 +1,7 @@
-"""HTTP for one person on this machine: GET and HEAD over 127.0.0.1, for whoever has the key of the printed URL.
+"""HTTP server for one user of this machine: GET and HEAD on 127.0.0.1, only with the key of the printed URL.
 
-A page of elsewhere that has its own name lead to 127.0.0.1 (DNS rebinding) is refused by that name; another user of
-this machine, who may connect to the port too, by the key. The key goes from the URL into a cookie at the first visit.
+The Host check stops DNS rebinding by foreign pages; the key stops other users of this machine. The first visit moves
+the key from the URL into a cookie.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-"""Of every answer: nothing is loaded from elsewhere, nothing runs that stands in a page, nobody frames or reads it."""
+"""Headers of every answer: no foreign content, no inline code, no frames, no caching."""
 
 
 def is_own_host(hosts: list[str]) -> bool:
-    """Whether the Host headers of a request are one, and name this machine; the port may be that of a tunnel."""
+    """Whether a request has one Host header that names this machine; a tunnel may change the port."""
     return len(hosts) == 1 and _OWN_HOST.fullmatch(hosts[0].strip()) is not None
 
 
 def cookie_name(port: int) -> str:
-    """Cookies of all ports of a machine lie together."""
+    """Cookies of all ports share one store, so the name has the port."""
     return f"heterorl-view-{port}"
 
 
@@ -58,7 +58,7 @@ def has_key(cookies: str, *, port: int, key: str) -> bool:
 
 
 def take_key(query: str, *, key: str) -> str | None:
-    """The query without its key; None where it has none, or another one."""
+    """The query without its key; None if the key is missing or wrong."""
     try:
         fields = parse_qsl(query, max_num_fields=100)
     except ValueError:
@@ -74,13 +74,13 @@ def _is_same(value: str, key: str) -> bool:
 
 LOG = logging.getLogger(__name__)
 IDLE_S = 30.0
-"""A connection without a request for so long is closed."""
+"""Seconds after which an idle connection is closed."""
 _TEXT = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is sent back."""
+    """One HTTP response."""
 
     status: HTTPStatus = HTTPStatus.OK
     content_type: str = "text/html; charset=utf-8"
@@ -89,15 +89,11 @@ class Answer:
 
 
 Respond = Callable[[str, str], Answer]
-"""From the path and the query of a URL."""
+"""From path and query of a URL to an answer."""
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Answers by `respond`, from threads, whoever has `key`; port 0 takes a free one.
-
-    Raises:
-        PortInUse: another process listens there.
-    """
+    """Serves `respond` from threads to clients that have `key`; port 0 takes a free one. Raises PortInUse."""
 
     daemon_threads = True
 
@@ -112,28 +108,26 @@ class ViewServer(ThreadingHTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, name="view", daemon=True, args=(0.05,))
 
     def server_bind(self) -> None:
-        """Bind without asking a name server what 127.0.0.1 is called."""
+        """Bind without a DNS lookup of 127.0.0.1."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
     @property
     def url(self) -> str:
-        """What opens the page: with the key."""
+        """The URL with the key."""
         return f"http://127.0.0.1:{self.server_port}/?{KEY_FIELD}={self.key}"
 
     def start(self) -> None:
-        """Answer from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - of the standard library
-        """A browser that went away is nothing; anything else is a fault of ours."""
+        """Ignore browsers that disconnect; log every other error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             LOG.error("a request failed", exc_info=sys.exception())
 
@@ -143,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "heterorl-view", ""
     timeout = IDLE_S
     server: ViewServer
-    # Headers and body go out together: no packet waits for the acknowledgement of the one before.
+    # Headers and body are sent together, so no packet waits for an acknowledgement.
     wbufsize = -1
     disable_nagle_algorithm = True
 
@@ -155,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Answer:
         if not is_own_host(self.headers.get_all("Host") or []):
-            body = b"This page is answered as 127.0.0.1 or localhost only.\n"
+            body = b"This server answers only as 127.0.0.1 or localhost.\n"
             return Answer(status=HTTPStatus.MISDIRECTED_REQUEST, content_type=_TEXT, body=body)
         try:
             target = urlsplit(self.path)
@@ -164,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         port, key = self.server.server_port, self.server.key
         rest = take_key(target.query, key=key)
         if rest is not None:
-            # One slash: two would name another host.
+            # A second slash would name another host.
             place = "/" + target.path.lstrip("/") + (f"?{rest}" if rest else "")
             cookie = f"{cookie_name(port)}={key}; HttpOnly; SameSite=Lax; Path=/"
             headers = (("Location", place), ("Set-Cookie", cookie))
@@ -185,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def end_headers(self) -> None:
-        """Also of the errors that the standard library answers itself."""
+        """Add HEADERS, also to errors that the standard library answers."""
         for name, value in HEADERS:
             self.send_header(name, value)
         super().end_headers()

@@ -154,7 +154,7 @@ async def test_port_that_never_shakes_hands_ends_in_time(tmp_path):
         checks = await diagnose(f"127.0.0.1:{silent.getsockname()[1]}", tls, tmp_path, limits=SHORT)
 
     assert checks["tls"].level is Level.FAIL
-    assert "nothing answers a handshake" in checks["tls"].remedy
+    assert "no handshake is answered" in checks["tls"].remedy
     # Files are judged all the same.
     assert checks["certificate"].level is Level.OK
 
@@ -248,7 +248,7 @@ async def test_smaller_messages_than_the_coordinators(secure, tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(errno.ENOSPC, "free space there"), (errno.EROFS, "mount it writable"), (errno.EACCES, "let this user")],
+    [(errno.ENOSPC, "free space there"), (errno.EROFS, "mount it writable"), (errno.EACCES, "give this user")],
 )
 async def test_directory_that_takes_nothing(tmp_path, monkeypatch, code, words):
     def refuse(*_, **__):
@@ -319,7 +319,7 @@ async def test_wrong_model_is_named(secure, tmp_path, model_dir):
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=config)
 
     assert checks["contract"].level is Level.FAIL
-    assert "the tokenizer is another one" in checks["contract"].remedy
+    assert "the tokenizer differs" in checks["contract"].remedy
 
     missing = config.model_copy(update={"model_dir": str(tmp_path / "missing")})
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=missing)
@@ -337,7 +337,7 @@ async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path,
     )
     checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
     # That run's tokenizer is none, so this is as far as one gets: the group size was taken from the run.
-    assert "the tokenizer is another one" in checks["contract"].remedy
+    assert "the tokenizer differs" in checks["contract"].remedy
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "target_modules": ["q_proj", "v_proj"]}])
@@ -409,7 +409,7 @@ def test_command_shows_json_guesses_the_role_and_ends_with_1(tmp_path):
     assert "data_dir: unknown key; did you mean state_dir?" in str(odd.exception)
     (tmp_path / "odd.toml").write_text("colour = 1\n")
     odd = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "odd.toml")])
-    assert "name the role" in str(odd.exception)
+    assert "pass --role" in str(odd.exception)
 
 
 def test_coordinator_that_is_not_started_is_no_failure(tmp_path):

@@ -203,7 +203,7 @@ async def test_nothing_that_a_model_wrote_steers_the_terminal(secure):
         assert "\u202e" not in text
     assert "\\x1b[2J\\u202e" in shown
     assert "reward_mismatch" in listed
-    assert "3 samples are kept" in listed
+    assert "3 samples kept" in listed
     assert "says 1" in shown
     assert "expected answer" in shown
     assert "correct" in shown
@@ -232,10 +232,10 @@ async def test_export_holds_what_the_list_says(secure, suffix):
 
 async def test_export_that_fails_leaves_no_file(secure):
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(secure.directory / "run.csv"))
-    assert "neither .jsonl nor .parquet" in str(result.exception)
+    assert "must end in .jsonl or .parquet" in str(result.exception)
     out = secure.directory / "run.jsonl"
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(out), "--version", "x")
-    assert "neither N nor A:B" in str(result.exception)
+    assert "is not N or A:B" in str(result.exception)
     await secure.server.stop(0.0)
 
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(out))

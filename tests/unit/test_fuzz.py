@@ -5,7 +5,7 @@ import random
 import pytest
 
 from campaigns.fuzz.mutate import mutated
-from campaigns.fuzz.run import TARGETS, repeat, run_cases
+from campaigns.fuzz.targets import TARGETS, repeat, run_cases
 from heterorl.common.errors import CorruptData, MalformedPayload
 
 CASES = dict.fromkeys(TARGETS, 3000) | {"safetensors": 400, "compose": 1500, "push": 1500, "fetch": 750}

@@ -1,4 +1,4 @@
-"""A run as tables for people, lines of a small screen, and JSON: state, sites, evaluations, versions to go back to."""
+"""Tables, small-screen lines and JSON of a run: state, sites, evaluations, versions to roll back to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STANDS_STILL = "STANDS STILL"
 _FIRST = (STANDS_STILL, "DISK FULL", "ordered")
 _ALWAYS = ("version", "now", "step", "staleness", "queue", "rate", "dropped", "time")
-"""Rows in the order in which they are left out, the last one first; problems of sites stand before them."""
+"""Rows by importance, most important first; problems of sites come before them."""
 _NAME, _NEWEST = 14, 23
 """Characters of a curve's name and newest value."""
 
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """A run's state as plain JSON values; enum keys become their values."""
+    """A run's state as plain JSON values."""
     result: dict[str, Any] = plain(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
     result["standstill"] = describe_standstill(quarantined_sites(status))
@@ -64,20 +64,17 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_tables(status: RunStatus, *, width: int, accuracy: float | None = None) -> tuple[Table, ...]:
-    """A run's state as tables, the run and then its sites, for a screen of `width` characters.
-
-    `accuracy` is the newest held-out one, where it is known.
-    """
+    """Tables of the run and of its sites, for a screen of `width` characters; `accuracy` is the newest held-out one."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     for name, value in status_rows(status, accuracy=accuracy):
-        # Names come from other machines: text, never markup.
+        # Names come from other machines, so markup is off.
         style = "bold red" if name == STANDS_STILL else ""
         run.add_row(Text(name, style=style), Text(value, style=style))
     return run, *site_tables(status.sites, head_version=status.head_version, width=width)
 
 
 def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
-    """A run's state as names and values, what needs a person first."""
+    """Names and values of a run's state; what needs an operator comes first."""
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
@@ -105,7 +102,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
     if status.progress is not None:
         rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
     if status.rollback_to >= 0:
-        rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
+        rows.insert(1, ("ordered", f"rollback to version {status.rollback_to}; not done yet"))
     if status.store_problem:
         rows.insert(1, ("DISK FULL", status.store_problem))
     for form in status.variants:
@@ -124,19 +121,19 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
 
 def _version(status: RunStatus) -> str:
     if status.head_version < 0:
-        return "none yet: a learner publishes version 0 when its model is loaded"
+        return "none yet: the learner publishes version 0 after it loads its model"
     return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
 
 
 def _closed(status: RunStatus) -> list[tuple[str, str]]:
-    """Assignments whose rows gave no group, where there are some."""
+    """Assignments closed without a group, if any."""
     closed = status.ledger.closed
     words = ", ".join(f"{reason.value} {count}" for reason, count in closed.items() if count)
     return [("closed", f"{words} (assignments without a group; the coordinator's log names the prompts)")] * bool(words)
 
 
 def _prompts(status: RunStatus) -> list[tuple[str, str]]:
-    """Prompts by difficulty, where the coordinator keeps a window."""
+    """Prompts by difficulty, if the coordinator keeps a window."""
     found = status.prompts
     if found is None:
         return []
@@ -144,7 +141,7 @@ def _prompts(status: RunStatus) -> list[tuple[str, str]]:
         (
             "prompts",
             f"{found.in_window} in the window, {found.too_easy} too easy, {found.too_hard} too hard,"
-            f" {found.unseen} unseen; {found.passed_over} assignments passed over",
+            f" {found.unseen} unseen; {found.passed_over} assignments skipped",
         )
     ]
 
@@ -156,7 +153,7 @@ def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
 
 
 def _sources(report: StepReport) -> str:
-    """Share of the step's groups and mean reward of each source of a mixture."""
+    """Share of the step's groups and mean reward, by source of a mixture."""
     total = sum(source.num_groups for source in report.sources)
     return ", ".join(
         f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
@@ -164,7 +161,6 @@ def _sources(report: StepReport) -> str:
 
 
 def _weights(status: RunStatus) -> str:
-    """The payloads of the newest version beside the size of the weights."""
     return _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)
 
 
@@ -198,7 +194,7 @@ _STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
-    """One line a site: one table where all columns fit, and otherwise two, each with the names of the sites."""
+    """One line for each site: one table if all columns fit, else two that both name the sites."""
     rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
     flat = Table(*_WORK, *_STATE, title="sites")
     for work, state in rows:
@@ -216,7 +212,7 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
 
 
 def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
-    """The head and a line a site of the table of work, without a frame."""
+    """Head and lines of the first table of sites, without a frame."""
     rows = [[cell.plain for cell in _work(site, head_version)] for site in fold_incarnations(sites)]
     widths = [max(map(cell_len, column)) for column in zip(_WORK, *rows, strict=True)]
     head, *lines = (
@@ -229,9 +225,9 @@ def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, 
 def _work(site: Folded, head_version: int) -> list[Text]:
     status = site.newest
     has_none = status.policy_version < 0
-    # Its clock is read after the site's last call, so a little less than nothing is now.
+    # The status clock is read after the site's last call, so a small negative age means now.
     seen = "never" if status.last_seen_s <= NEVER_S else f"{max(status.last_seen_s, 0.0):.0f} s ago"
-    # Names come from other machines: text, never markup.
+    # Names come from other machines, so markup is off.
     return [
         Text(cell)
         for cell in (
@@ -275,11 +271,11 @@ Known = MutableMapping[tuple[int, str], Evaluation]
 
 
 async def read_evaluations(api: OperatorApi, known: Known) -> None:
-    """Ask for what is new since the last time; a coordinator of an earlier release has none."""
+    """Ask for new and unfinished evaluations; a coordinator of an earlier release has none."""
     changing = [version for (version, _), found in known.items() if found.state in UNDER_WAY]
     after = min(changing, default=max((version for version, _ in known), default=0)) - 1
     for version, name in [key for key in known if key[0] > after]:
-        # One that nobody had begun may be gone for a newer one.
+        # A newer version may have replaced an evaluation that had not begun.
         del known[version, name]
     with contextlib.suppress(RemoteError):
         while True:
@@ -291,7 +287,7 @@ async def read_evaluations(api: OperatorApi, known: Known) -> None:
 
 
 def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:
-    """A table of `evaluation_rows`; none where nothing is evaluated."""
+    """A table of `evaluation_rows`; none without evaluations."""
     rows = evaluation_rows(evaluations)
     if not rows:
         return ()
@@ -306,7 +302,7 @@ LEARNER = "held out, by the learner"
 
 @dataclass(slots=True, kw_only=True)
 class Restorable:
-    """One version; `held_out` has the mean reward of each set of prompts that it was evaluated on."""
+    """One version; `held_out` maps each evaluated set to its mean reward."""
 
     version: int
     reward: float | None = None
@@ -315,7 +311,7 @@ class Restorable:
 
 
 async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
-    """Ask which versions one can go back to, and for their results; the newest first."""
+    """Ask for the versions to roll back to and their results; newest first."""
     found = {version: Restorable(version=version) for version in await api.list_restorable()}
     after = -1
     while page := await api.list_steps(after_step=after, limit=PAGE):
@@ -334,7 +330,7 @@ async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
 
 
 def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorable, ...]:
-    """The newest `num` of versions that are listed newest first, and the best of each set; all where num is None."""
+    """The newest `num` of versions listed newest first, and the best of each set; all if num is None."""
     if num is None:
         return tuple(versions)
     names = {name for each in versions for name in each.held_out}
@@ -347,7 +343,7 @@ def _with(versions: Sequence[Restorable], name: str) -> list[Restorable]:
 
 
 def versions_table(versions: Sequence[Restorable]) -> Table:
-    """A line a version; the best of each set is marked."""
+    """One line for each version; marks the best of each set."""
     names = sorted({name for each in versions for name in each.held_out}, key=lambda name: (name != LEARNER, name))
     best = {name: max(each.held_out.get(name, -math.inf) for each in versions) for name in names}
     table = Table("version", "reward of its step", title="versions to go back to")
@@ -375,9 +371,9 @@ def lines_of(
     line: int,
     is_unicode: bool,
 ) -> list[str]:
-    """At most `height` lines.
+    """At most `height` lines for a small screen.
 
-    `rates` are versions and groups a minute in words, `line` the characters of a curve.
+    `rates` is the text for versions and groups a minute, `line` the characters of a curve.
     """
     rows = dict(status_rows(status, accuracy=accuracy)) | ({"rate": rates} if rates else {})
     problems = [name for name in rows if name.startswith(("quarantine of ", "problem of "))]
@@ -393,6 +389,6 @@ def lines_of(
     ]
     shown = [f"run {status.run_id}", *run, *((head, *sites) if sites else ()), *curves]
     if len(shown) > height:
-        shown[height - 1 :] = ["the rest needs a taller screen; `heterorl status` shows all"]
-    # Names come from other machines: a line is one line, and no character of it steers the terminal.
+        shown[height - 1 :] = ["more needs a taller screen; `heterorl status` shows all"]
+    # Names come from other machines: control characters and line ends must not reach the terminal.
     return ["".join(each if each.isprintable() else "?" for each in one) for one in shown]

@@ -1,6 +1,6 @@
-"""The curves of a run as words and lines: completions, reward parts, where the time goes, how far a step is. Pure.
+"""Curves of a run as text: completions, reward parts, time, progress of the step. All functions are pure.
 
-What a learner does not state is left out or a dash, never 0.
+A value that the learner did not state is left out or shown as a dash, never as 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SERIES: tuple[tuple[str, _Number, str], ...] = (
 
 
 def series(reports: Sequence[StepReport]) -> list[tuple[str, str, list[float]]]:
-    """Name, newest value in words, and all known values of each curve; a curve that nobody states is left out."""
+    """Name, newest value as text, and all known values of each curve; leaves out curves without values."""
     parts = reports[-1].completions.reward_parts if reports and reports[-1].completions else ()
     curves = [*_SERIES, *((f"part {part.name}", _part(part.name), "{:.3f}") for part in parts[:MAX_SHOWN])]
     found = []
@@ -57,7 +57,7 @@ def series(reports: Sequence[StepReport]) -> list[tuple[str, str, list[float]]]:
 
 
 def report_rows(report: StepReport) -> list[tuple[str, str]]:
-    """What a report says of its completions and its time, as rows of a table."""
+    """Table rows about the completions and the time of a step."""
     rows = []
     numbers, times = report.completions, report.times
     if numbers is not None:
@@ -66,7 +66,7 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
             (
                 "completions",
                 f"{numbers.length_mean:.0f} tokens mean, {numbers.length_p95:.0f} p95, {numbers.length_max} max;"
-                f" {cut:.1%} cut off; equal rewards in {uniform:.0%} of the groups",
+                f" {cut:.1%} truncated; equal rewards in {uniform:.0%} of the groups",
             )
         )
         if report.num_replaced:
@@ -75,7 +75,7 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
             rows.append(
                 (
                     "replaced",
-                    f"{report.num_replaced} groups of equal rewards: useful were {useful:.0%} of the {came} that came,"
+                    f"{report.num_replaced} groups of equal rewards; {useful:.0%} of the {came} received were useful,"
                     f" {1 - uniform:.0%} of the {report.num_groups} in the step",
                 )
             )
@@ -106,7 +106,7 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
 
 
 def time_words(times: StepTimes) -> str:
-    """Where the time of a step went, the largest share first; what is below a hundredth is left out."""
+    """Where the time of a step went, largest share first; leaves out shares below 1 %."""
     shares = {phase: getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for phase in LearnerPhase}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     said = [f"{phase.value} {share:.0%}" for phase, share in ordered if share >= 0.01]
@@ -114,12 +114,12 @@ def time_words(times: StepTimes) -> str:
 
 
 def progress_words(progress: LearnerProgress, age_s: float) -> str:
-    """Where a learner stood, and how long ago."""
+    """Phase of a learner, and how long ago it was stated."""
     what = _WORDS[progress.phase]
     if progress.phase is LearnerPhase.COMPUTING and progress.micro_batches:
         what += f" micro-batch {min(progress.micro_batches_done + 1, progress.micro_batches)}"
         what += f" of {progress.micro_batches}"
-    return f"step {progress.step}: {what}, for {progress.phase_s:.0f} s, as it said {age_s:.0f} s ago"
+    return f"step {progress.step}: {what}, for {progress.phase_s:.0f} s (stated {age_s:.0f} s ago)"
 
 
 def _part(name: str) -> _Number:

@@ -39,33 +39,35 @@ MOST_SAMPLES = 100
 @linked()
 def track(
     link: Link,
-    to: Annotated[list[Name] | None, typer.Option("--to", help="Where steps go; repeatable.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Write what there is and end.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 5.0,
+    to: Annotated[list[Name] | None, typer.Option("--to", help="Tracker to write to; repeatable.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Write what there is and exit.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two polls.", min=0.1)] = 5.0,
     samples: Annotated[
         int,
         typer.Option(
-            help="Also write texts: a table of this many newest prompts, each with its best and worst completion. "
-            "0: no text leaves the coordinator.",
+            help="Also write a table of this many newest prompts with their best and worst completions. "
+            "0: no texts leave the coordinator.",
             min=0,
             max=MOST_SAMPLES,
         ),
     ] = 0,
-    samples_every: Annotated[int, typer.Option(help="Versions between two such tables.", min=1)] = 50,
-    project: Annotated[str, typer.Option(help="Project (MLflow: experiment) of the tracker.")] = "heterorl",
-    run: Annotated[str, typer.Option(help="Name of the run there; default: the run's own.", show_default=False)] = "",
+    samples_every: Annotated[int, typer.Option(help="Versions between two tables of samples.", min=1)] = 50,
+    project: Annotated[str, typer.Option(help="Project of the tracker (MLflow: experiment).")] = "heterorl",
+    run: Annotated[
+        str, typer.Option(help="Name of the run in the tracker; default: its run_id.", show_default=False)
+    ] = "",
     directory: Annotated[
-        Path, typer.Option("--dir", help="Directory of event files, of W&B's files and of MLflow's without a server.")
+        Path, typer.Option("--dir", help="Directory for TensorBoard events, W&B files, and MLflow without a server.")
     ] = Path("runs/track"),
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what goes wrong.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Write a run into experiment trackers until it ends; from any machine that reaches the coordinator.
+    """Write steps, evaluations and, if asked for, samples of a run into experiment trackers until it ends.
 
-    Steps, evaluations and, if asked for, samples. What a tracker lacks is written at every start: nothing is there
-    twice, nothing is missing. The run is only read.
+    Run it on any machine that reaches the coordinator; it only reads the run. Each start adds what the tracker lacks,
+    so no row is missing or doubled. Example: `heterorl track --to wandb --project math`
 
-    Exit code 0: the run has ended, or --once. 2: an option is wrong, or at the start something does not answer.
-    130, 143: Ctrl-C, SIGTERM; what was read is written out first.
+    Exit code 0: the run has ended, or --once. 2: an option is wrong, or the first call failed. 130, 143: Ctrl-C,
+    SIGTERM; rows that were read are written first.
     """
     silence_grpc()
     from heterorl.common.errors import ConfigError
@@ -77,15 +79,15 @@ def track(
     from heterorl.track.tracker import Kind, open_tracker
 
     if not to:
-        raise ConfigError("--to", "is not given", action="name a tracker: wandb, mlflow, tensorboard or trackio")
+        raise ConfigError("--to", "is not set", action="give wandb, mlflow, tensorboard or trackio")
     address, tls = link.find()
-    # A wrong certificate or address is said here, in the words of every other command.
+    # Reports a wrong certificate or address as every other command does.
     link.ask(lambda api: api.get_status())
     console = console_of(stderr=True)
     is_live = console.is_terminal and not quiet
     logs.configure(level="WARNING" if quiet else "INFO", style="console", fields={})
     if is_live:
-        # The table says the same, and a line would tear it.
+        # The live table shows the same, and log lines would break it.
         logging.getLogger("heterorl.track").setLevel(logging.ERROR)
     pace = Pace(every_s=every, is_once=once, samples=samples, samples_every=samples_every)
     opens: dict[str, Open] = {
@@ -120,13 +122,13 @@ def track(
 
 
 def progress_table(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> Table:
-    """What each tracker got since this process began, and how many versions it is behind the run."""
+    """Rows sent to each tracker by this process, and how many versions each is behind the run."""
     head = None if status is None else status.head_version
-    title = "nothing is known of the run yet" if status is None else f"run {status.run_id}, version {head}"
+    title = "no answer from the coordinator yet" if status is None else f"run {status.run_id}, version {head}"
     table = Table("tracker", "steps sent", "evaluations", "tables", "newest step", "versions behind", "problem")
     table.title = Text(f"{title}; the coordinator does not answer: {problem}" if problem else title)
     for each in sent:
-        # Versions without a step, as the first is, are no lag: a tracker that has the newest report is not behind.
+        # A tracker with the newest report is not behind: some versions, such as 0, have no step.
         newest = None if status is None or status.last_report is None else status.last_report.version
         behind = "-" if newest is None else str(newest - (each.mark.version if each.mark is not None else 0))
         table.add_row(

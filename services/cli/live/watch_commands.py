@@ -1,7 +1,7 @@
-"""The commands `heterorl status`, `heterorl health` and `heterorl top`: one look at a run, or one every few seconds.
+"""The commands `heterorl status`, `heterorl health` and `heterorl top`.
 
-Guarantees of `top`: a coordinator that is gone is shown as gone, with the time since when, beside what was known last;
-the view goes on by itself when it is back. Nothing is asked but the operator's read-only rpcs.
+Invariants of `top`: if the coordinator is gone, it shows since when, with the last known state, and reconnects by
+itself. It calls only read-only rpcs of an operator.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
-AnyCertOption = Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")]
+AnyCertOption = Annotated[str, typer.Option(help="PEM file of any certificate of the run.")]
 STEPS = 200
-"""Newest steps among which an accuracy is looked for."""
+"""Newest steps in which `status` looks for an accuracy."""
 
 
 @linked()
@@ -38,7 +38,11 @@ def status(
     link: Link,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
+    """Show a run once: versions, queue, ledger, sites. Needs an operator's certificate.
+
+    Example: `heterorl status run.example:50051 --credentials operator-me`; `heterorl certs issue operator me` makes
+    that directory.
+    """
     from heterorl.cli.live.run_tables import evaluation_tables, plain, status_json, status_tables
 
     answer, reports, evaluations = link.ask(_look)
@@ -52,7 +56,7 @@ def status(
 
 
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
-    """The state of the run, its newest steps, one of which knows the accuracy, and its evaluations."""
+    """State of the run, its newest steps (one has the accuracy), and its evaluations."""
     from heterorl.cli.live.run_tables import read_evaluations
 
     status = await run.get_status()
@@ -87,11 +91,11 @@ def health(
 CALL_S = 5.0
 STEPS_A_CALL = 1000
 WINDOW = 60
-"""Polls that rates are taken over."""
+"""Polls that rates are computed over."""
 RATE_S = 10.0
-"""Rates over a shorter time say nothing."""
+"""Shortest time that rates are computed over."""
 LINE = 40
-"""Steps that a line of characters shows."""
+"""Steps that a curve shows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,11 +115,9 @@ class View:
 
 
 async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
-    """Ask once and note the answer, or since when there is none.
+    """Ask once; note the answer, or since when there is none.
 
-    Raises:
-        PermissionDenied: the certificate is no operator's.
-        ConfigError: the certificates cannot be used.
+    Raises PermissionDenied without an operator's certificate, ConfigError for certificates that cannot be used.
     """
     from heterorl.cli.live.run_tables import read_evaluations
     from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
@@ -132,7 +134,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     except (PermissionDenied, ConfigError):
         raise
     except (HeterorlError, TimeoutError) as error:
-        # What the transport said, without the budget of retries, which is none here.
+        # The transport's words without the retry budget, which is 0 here.
         words = Exception.__str__(error).rpartition("no answer in 0 s, last ")[2]
         view.problem = words or f"no answer in {CALL_S:g} s"
         if view.unreachable_since is None:
@@ -145,7 +147,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
 
 async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
     newest = status.last_report.step if status.last_report is not None else 0
-    # A learner that lost its last versions takes their steps again, under the same numbers.
+    # A learner that lost its last versions repeats their steps under the same numbers.
     for step in [step for step in view.reports if step > newest]:
         del view.reports[step]
     while max(view.reports, default=0) < newest:
@@ -158,7 +160,7 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
 def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: bool = False) -> Group:
     """One picture of the run, `width` characters wide; `wall` in seconds since the epoch.
 
-    Where it has more than `height` lines, the most important ones alone, without frames; 0 is as many as it needs.
+    If it has more than `height` lines, shows only the most important ones without frames; height 0 is unlimited.
     """
     from rich.console import Group
     from rich.table import Table
@@ -175,7 +177,7 @@ def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: b
         since = f"unreachable since {_time(view.unreachable_since)} ({wall - view.unreachable_since:.0f} s): "
         head.append(since + view.problem, style="bold red")
     if view.status is None:
-        return Group(head, Text("nothing is known of the run yet"))
+        return Group(head, Text("no answer from the coordinator yet"))
     accuracy = newest_accuracy([view.reports[step] for step in sorted(view.reports)])
     run, *sites = status_tables(view.status, width=width, accuracy=accuracy)
     rates = _rates(view)
@@ -185,7 +187,7 @@ def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: b
     if view.reports:
         curves = Table("of the steps", "newest", f"last {LINE}", title="training")
         for name, newest, values in series([view.reports[step] for step in sorted(view.reports)]):
-            # A reward names its parts: text, never markup.
+            # Users name the parts of a reward, so markup is off.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)
     picture = Group(*parts, *evaluation_tables(view.evaluations.values()))
@@ -216,10 +218,12 @@ def _time(seconds: float) -> str:
 @linked()
 def top(
     link: Link,
-    interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two refreshes.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit; code 1 if unreachable.")] = False,
 ) -> None:
-    """Watch a run: versions, learner, queue, ledger, bytes, sites. Goes on when the coordinator restarts."""
+    """Watch a run live: versions, learner, queue, ledger, bytes, sites, curves. Reconnects when the coordinator
+    restarts.
+    """
     from rich.live import Live
 
     silence_grpc()
@@ -252,7 +256,7 @@ def top(
     if once:
         asyncio.run(watch(console.print))
         raise typer.Exit(int(view.unreachable_since is not None))
-    # The screen is whole at each picture: what does not fit is left out, not scrolled.
+    # Each picture fills the screen; lines that do not fit are left out, not scrolled.
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))

@@ -1,4 +1,4 @@
-"""Samples of a coordinator: read page by page, given texts by a tokenizer, and written to files whole or not at all.
+"""Reads samples of a coordinator page by page, decodes their tokens, and writes them to files.
 
 heterorl samples export run.parquet HOST
 pandas.read_parquet("run.parquet").groupby("site").reward.mean()
@@ -31,13 +31,13 @@ from heterorl.common.types.sample import (
 )
 
 AT_ONCE = 8
-"""Samples that are asked for at the same time: a round trip over the Internet is as long as many of them."""
+"""Concurrent requests for samples, because a round trip over the Internet is slow."""
 
 
 async def read_summaries(
     api: SamplesApi, wanted: SampleFilter, page: SamplePage, *, most: int = 0
 ) -> AsyncIterator[Sequence[SampleSummary]]:
-    """Yield lines page by page, `most` at most; 0 is all of them."""
+    """Yield summaries page by page, `most` at most; 0 is all."""
     left = most
     rest: SamplePage | None = page
     while rest is not None:
@@ -54,7 +54,7 @@ async def read_summaries(
 async def read_samples(
     api: SamplesApi, wanted: SampleFilter, page: SamplePage, *, most: int = 0
 ) -> AsyncIterator[Sample]:
-    """Yield whole samples in the order of the list; those that made room meanwhile are left out."""
+    """Yield whole samples in the order of the list; skips those that the ring dropped meanwhile."""
 
     async def get(summary: SampleSummary) -> Sample | None:
         try:
@@ -73,14 +73,10 @@ Decode = Callable[[Sample], Sample]
 
 
 def decoder(tokenizer: str) -> Decode:
-    """What gives a sample its texts; one that has them stays as it is.
+    """A function that adds texts to a sample without them.
 
-    Args:
-        tokenizer: a Hugging Face directory or hub id; empty: nothing is decoded.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-        DependencyMissing: transformers is not installed.
+    `tokenizer` is a Hugging Face directory or hub id; empty decodes nothing. Raises ConfigError if it cannot be loaded,
+    DependencyMissing without transformers.
     """
     if not tokenizer:
         return lambda sample: sample
@@ -122,7 +118,7 @@ def _read(rollout: SampleRollout, texts: TokenTexts) -> SampleRollout:
 
 
 ROWS_AT_ONCE = 512
-"""Completions in one row group, which is what is held in memory."""
+"""Completions in one row group, which is held in memory."""
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -131,14 +127,12 @@ Write = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
 def check_target(out: Path) -> None:
-    """Refuse a file before anything is read.
+    """Refuse a bad target before anything is read.
 
-    Raises:
-        ConfigError: its name says no format.
-        DependencyMissing: pyarrow is not installed.
+    Raises ConfigError for an unknown suffix, DependencyMissing without pyarrow.
     """
     if out.suffix not in SUFFIXES:
-        raise ConfigError("OUT", f"{out.name} is neither .jsonl nor .parquet")
+        raise ConfigError("OUT", f"{out.name} must end in .jsonl or .parquet")
     if out.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401 - whether it is there
@@ -147,7 +141,7 @@ def check_target(out: Path) -> None:
 
 
 class Export:
-    """Samples on their way into a file, one row a completion."""
+    """Buffers samples on their way into a file, one row for each completion."""
 
     def __init__(self, write: Write, *, with_tokens: bool) -> None:
         self._write, self._with_tokens = write, with_tokens
@@ -155,14 +149,12 @@ class Export:
         self.num_rows = 0
 
     def add(self, sample: Sample) -> None:
-        """Append a sample."""
         numbers = range(len(sample.rollouts))
         self._rows += [rollout_json(sample, number, with_tokens=self._with_tokens) for number in numbers]
         if len(self._rows) >= ROWS_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is still in memory."""
         self._write(self._rows)
         self.num_rows += len(self._rows)
         self._rows = []
@@ -170,10 +162,8 @@ class Export:
 
 @contextlib.contextmanager
 def exporting(out: Path, *, with_tokens: bool) -> Iterator[Export]:
-    """A file that is there when the context ends; a failure leaves nothing behind.
-
-    Raises:
-        ConfigError: it cannot be written.
+    """A file that appears when the context ends; a failure leaves nothing behind. Raises ConfigError if it is not
+    writable.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -200,7 +190,7 @@ def _parquet(file: BinaryIO, *, with_tokens: bool) -> Iterator[Write]:
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
 
         def write(rows: Sequence[Mapping[str, Any]]) -> None:
-            # A map is written as its entries.
+            # Arrow takes a map as its entries.
             flat = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in rows]
             if flat:
                 writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))

@@ -1,7 +1,7 @@
-"""Samples on a terminal. Texts come from a model: no character of them may steer the terminal.
+"""Samples on a terminal. A model wrote the texts, so control characters are escaped.
 
-Tokens of a completion are coloured where the learner said how far it is from who sampled them: red where it finds a
-token less likely by more than COLOURED nats, green where more likely. Given tokens are dim.
+If the learner stated log-ratios, tokens are coloured: red if it finds a token less likely than the sampler did by more
+than COLOURED nats, green if more likely. Tokens of the environment are dim.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ COLOURED = 0.1
 """nats."""
 _HEAD = ("id", "version", "behind", "site", "reward", "tokens", "cut", "kept because")
 _LOST = 7
-"""Place of a column that is there where a member was lost."""
+"""Place of the column for lost members."""
 _LESS, _MORE, _GIVEN = "red", "green", "dim"
 _SHOWN_IDS = 64
-"""Token ids of a completion without text."""
+"""Token ids shown for a completion without text."""
 
 
 def visible(text: str) -> str:
-    """A text whose control characters are written out; lines and tabs stay."""
+    """A text with its control characters written out, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def samples_table(summaries: Sequence[SampleSummary]) -> Group:
-    """A line of facts a sample, and under it a line for its prompt and one for its first completion."""
+    """A line of facts for each sample, a line for its prompt and one for its first completion."""
     rows = [_HEAD, *map(_facts, summaries)]
     if any(each.num_lost for each in summaries):
         lost = ["lost", *(f"{each.num_lost}/{each.num_rollouts}" for each in summaries)]
@@ -74,21 +74,20 @@ def _one_line(text: str) -> str:
 
 
 def _line(text: str) -> Text:
-    """One line of the terminal, cut where it ends."""
     return Text(text.rstrip(), no_wrap=True, overflow="ellipsis")
 
 
 def foot(found: SampleList, *, shown: int, before: int) -> str:
-    """What there is beside the lines shown, and how to see it."""
+    """How many samples the coordinator keeps, and how to see older ones."""
     if not found.limit_bytes:
-        return "this coordinator keeps no samples: samples_bytes = 0"
-    kept = f"{found.num_kept} samples are kept, {found.kept_bytes / 2**20:.1f} of {found.limit_bytes / 2**20:.0f} MiB"
+        return "this coordinator keeps no samples: its samples_bytes is 0"
+    kept = f"{found.num_kept} samples kept, {found.kept_bytes / 2**20:.1f} of {found.limit_bytes / 2**20:.0f} MiB"
     more = f"; older ones: --before {before}" if before else ""
     return f"{shown} shown; {kept}{more}"
 
 
 def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Panel | Text]:
-    """A whole sample: what is known of it, the prompt, and each completion; or one completion alone."""
+    """A whole sample: facts, prompt and every completion, or only completion `only`."""
     summary = sample.summary
     facts = Table.grid(padding=(0, 2))
     kept = datetime.datetime.fromtimestamp(summary.kept_time, tz=datetime.UTC).isoformat(timespec="seconds")
@@ -115,7 +114,7 @@ def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Pane
 
 
 def coloured(rollout: SampleRollout) -> Text:
-    """A completion with its tokens coloured by log-ratio; turns one under the other, each below who wrote it."""
+    """A completion with tokens coloured by log-ratio; each turn starts with its writer."""
     ends = rollout.token_ends.tolist()
     if len(ends) != len(rollout.token_ids) or not ends:
         return Text(visible(rollout.completion))
@@ -160,4 +159,4 @@ def _reward(summary: SampleSummary) -> str:
 
 def _ids(token_ids: Sequence[int]) -> str:
     more = f" ... {len(token_ids)} tokens" if len(token_ids) > _SHOWN_IDS else ""
-    return f"token ids {' '.join(map(str, token_ids[:_SHOWN_IDS]))}{more} (--tokenizer makes text of them)"
+    return f"token ids {' '.join(map(str, token_ids[:_SHOWN_IDS]))}{more} (--tokenizer decodes them)"

@@ -1,4 +1,4 @@
-"""The command `heterorl samples`: a list, one sample, a file of many."""
+"""The command `heterorl samples`: list, show and export."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ class _ListByDefault(TyperGroup):
     """`heterorl samples HOST` is `heterorl samples list HOST`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the command in front where none is."""
+        """Insert `list` if no command is named."""
         if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
             args = ["list", *args]
         return super().parse_args(ctx, args)
 
 
 samples = typer.Typer(
-    help="Completions of a run, to be read: `samples HOST`, `samples show ID HOST`, `samples export OUT HOST`.",
+    help="Read completions of a run: `samples HOST`, `samples show ID HOST`, `samples export OUT HOST`.",
     cls=_ListByDefault,
 )
 
 Kind = Literal["consumed", "rejected", "dropped", "evaluation"]
-SiteOption = Annotated[str, typer.Option(help="Only of this site.")]
+SiteOption = Annotated[str, typer.Option(help="Only this site.")]
 KindOption = Annotated[
     Kind | None,
     typer.Option(
-        help="`consumed`: trained on; `rejected`: failed a check; `dropped`: for another reason; or `evaluation`."
+        help="`consumed`: trained on. `rejected`: failed a check. `dropped`: not trained on otherwise. `evaluation`."
     ),
 ]
-WhyOption = Annotated[str, typer.Option(help="Only kept for this reason, such as reward_mismatch or stale_at_lease.")]
-VersionOption = Annotated[str, typer.Option(help="Only of version N, or of versions A:B.")]
-MinOption = Annotated[float | None, typer.Option(help="The best completion has at least this reward.")]
-MaxOption = Annotated[float | None, typer.Option(help="The worst completion has at most this reward.")]
+WhyOption = Annotated[
+    str, typer.Option(help="Only samples kept for this reason, such as reward_mismatch or stale_at_lease.")
+]
+VersionOption = Annotated[str, typer.Option(help="Only version N, or versions A:B.")]
+MinOption = Annotated[float | None, typer.Option(help="Only if the best completion has at least this reward.")]
+MaxOption = Annotated[float | None, typer.Option(help="Only if the worst completion has at most this reward.")]
 CutOption = Annotated[
-    bool | None, typer.Option("--truncated/--whole", help="With, or without, a completion cut at the length limit.")
+    bool | None,
+    typer.Option("--truncated/--whole", help="Only with, or only without, a completion cut at the length limit."),
 ]
 TokenizerOption = Annotated[
-    str, typer.Option(help="Directory or hub id: makes text of groups that the learner sent no text of.")
+    str, typer.Option(help="Directory or hub id of a tokenizer, for groups without text from the learner.")
 ]
-TokensOption = Annotated[bool, typer.Option("--tokens", help="With token ids, log-probs and log-ratios.")]
+TokensOption = Annotated[bool, typer.Option("--tokens", help="Include token ids, log-probs and log-ratios.")]
 
 
 @samples.command("list")
 @linked()
 def list_(
     link: Link,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON object a completion, one a line, whole texts.")
-    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON line for each completion, with whole texts.")] = False,
     site: SiteOption = "",
     kind: KindOption = None,
     why: WhyOption = "",
@@ -70,12 +71,15 @@ def list_(
     min_reward: MinOption = None,
     max_reward: MaxOption = None,
     truncated: CutOption = None,
-    limit: Annotated[int, typer.Option(help="Most samples; 0 is all.", min=0)] = SHOWN,
-    before: Annotated[int, typer.Option(help="Only ids below: the next page.", min=0)] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of samples; 0 is all.", min=0)] = SHOWN,
+    before: Annotated[int, typer.Option(help="Only smaller ids, for the next page.", min=0)] = 0,
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """List kept samples, the newest first: each is a prompt with its completions. Needs an operator's certificate."""
+    """List kept samples, newest first: each is a prompt with its completions. Needs an operator's certificate.
+
+    Example: `heterorl samples run.example:50051 --kind rejected --credentials operator-me`
+    """
     from heterorl.cli.samples.sample_reader import decoder, read_samples, read_summaries
     from heterorl.cli.samples.sample_table import foot, samples_table
     from heterorl.common.types.sample import SampleFilter, SamplePage, rollout_json
@@ -92,7 +96,7 @@ def list_(
 
     async def print_table(run: CoordinatorClient) -> None:
         lines = [line async for some in read_summaries(run, wanted, page, most=limit) for line in some]
-        # What is kept in all, which a page without lines says too.
+        # Totals of the ring, for the last line.
         found = await run.list_samples(wanted=SampleFilter(), page=SamplePage(limit=1))
         console = console_of()
         if lines:
@@ -106,14 +110,14 @@ def list_(
 @samples.command("show")
 @linked()
 def show(
-    number: Annotated[int, typer.Argument(metavar="ID", help="Number of the sample, as in the list.", min=1)],
+    number: Annotated[int, typer.Argument(metavar="ID", help="Id of the sample, from the list.", min=1)],
     link: Link,
-    rollout: Annotated[int | None, typer.Option(help="This completion alone, from 0.", min=0)] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object a completion.")] = False,
+    rollout: Annotated[int | None, typer.Option(help="Only this completion, counted from 0.", min=0)] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON line for each completion.")] = False,
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """Show one sample whole. Tokens are red where the learner finds them less likely than the sampler did, or green."""
+    """Show one whole sample; tokens are red if less likely to the learner than to the sampler, green if more likely."""
     from heterorl.cli.samples.sample_reader import decoder
     from heterorl.cli.samples.sample_table import sample_page
     from heterorl.common.errors import ConfigError
@@ -145,7 +149,10 @@ def export(
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """Write kept samples to a file, the oldest first: one row a completion. Parquet needs heterorl[parquet]."""
+    """Write kept samples to a file, oldest first: one row for each completion. Parquet needs heterorl[parquet].
+
+    Example: `heterorl samples export run.parquet run.example:50051 --min-reward 1`
+    """
     from heterorl.cli.samples.sample_reader import check_target, decoder, exporting, read_samples
     from heterorl.common.types.sample import SamplePage
 
@@ -177,7 +184,7 @@ def _filter(
 
     match = re.fullmatch(r"(\d{0,15})(:?)(\d{0,15})", version)
     if match is None or version == ":":
-        raise ConfigError("--version", f"{version!r} is neither N nor A:B")
+        raise ConfigError("--version", f"{version!r} is not N or A:B")
     first, colon, last = match.groups()
     return SampleFilter(
         site=site,

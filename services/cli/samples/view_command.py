@@ -26,17 +26,17 @@ def view(
         str,
         typer.Argument(
             metavar="[HOST:PORT|FILE]",
-            help="host:port of a coordinator, or an export of samples: FILE.jsonl, FILE.parquet. Default: "
-            "HETERORL_ADDRESS, or what `join` noted in --credentials.",
+            help="host:port of a coordinator, or an export of samples (.jsonl, .parquet). Default: "
+            "HETERORL_ADDRESS, else the note of `join` in --credentials.",
             show_default=False,
         ),
     ] = "",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL, and open nothing.")] = False,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the URL.")] = False,
 ) -> None:
-    """Read in a browser what the model says: prompts, completions, rewards, log-ratios token by token.
+    """Read samples in a browser: prompts, completions, rewards, log-ratios token by token.
 
-    The page is this machine's alone, and its URL has a key. It ends with Ctrl-C; nothing of it stays on the disk.
+    Only this machine can open the page, and only with the key in its URL. Ctrl-C ends it and deletes all it read.
     """
     path = Path(run)
     is_export = path.suffix in EXPORTS or (run and path.is_file())
@@ -44,13 +44,13 @@ def view(
     from heterorl.common.errors import DependencyMissing
 
     try:
-        from heterorl.view.app import door, served
+        from heterorl.view.pages import redirect_file, served
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or "jinja2", "view") from None
-    # Leave by the same way, which deletes what was read.
+    # SIGTERM ends it like Ctrl-C, which deletes the index.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with served(make_source, port=port) as server, door(server.url) as page:
+        with served(make_source, port=port) as server, redirect_file(server.url) as page:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")
             if not no_browser:
                 threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
@@ -71,7 +71,7 @@ def _export(path: Path) -> Callable[[SampleIndex], Source]:
 
 def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
     address, tls = link.find()
-    # A wrong certificate or address is said here, in the words of every other command.
+    # Reports a wrong certificate or address as every other command does.
     link.ask(lambda api: api.get_status())
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.client import CoordinatorClient

@@ -126,7 +126,7 @@ def test_another_services_file_is_recognised(tmp_path):
 
     for command in (["check-config", "sampler"], ["sampler"], ["print-config", "sampler"]):
         problem = str(invoke(*command, "--config", str(path)).exception)
-        assert problem.startswith(f"--config: {path} is the file of a learner, not of a sampler")
+        assert problem.startswith(f"--config: {path} has the keys of a learner, not of a sampler")
     # A typing error does not make it another's.
     path.write_text('site = "eu"\nholdr = 1\n')
     assert "holdr: unknown key" in str(invoke("check-config", "sampler", "--config", str(path)).exception)
@@ -276,9 +276,9 @@ def test_short_file_of_a_sampler_says_what_will_be_asked(tmp_path):
     result = CliRunner().invoke(app, ["check-config", "sampler", "--config", str(path), "--keys-only"])
 
     assert result.exit_code == 0, result.output
-    asked = "asked of the run at the start: task, lora, chat_template_arguments, group_size, use_chat_template"
+    asked = "taken from the run at the start: task, lora, chat_template_arguments, group_size, use_chat_template"
     assert asked in result.output
-    assert "accepted beside built-in tasks: jsonl:/data" in result.output
+    assert "accepted besides built-in tasks: jsonl:/data" in result.output
 
 
 def test_the_longest_prompt_is_counted(tmp_path):

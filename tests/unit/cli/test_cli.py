@@ -162,7 +162,7 @@ def test_plaintext_to_another_machine_is_refused_before_anything_starts(service)
 
 def test_rollback_asks_for_certificates_and_a_version():
     assert "tls.ca: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
-    assert "name one of --to and --list" in str(invoke("rollback", "127.0.0.1:1").exception)
+    assert "give one of --to and --list" in str(invoke("rollback", "127.0.0.1:1").exception)
     assert invoke("rollback", "127.0.0.1:1", "--to", "-2").exit_code == 2
 
 
@@ -296,8 +296,8 @@ def test_status_is_shown_to_people_and_programs():
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
     ordered = dataclasses.replace(status, rollback_to=2)
     console.print(*status_tables(ordered, width=200))
-    assert "back to version 2; not carried out yet" in console.export_text()
-    assert "carried out" not in text
+    assert "rollback to version 2; not done yet" in console.export_text()
+    assert "not done yet" not in text
     form = VariantStatus(
         variant="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )
@@ -385,7 +385,7 @@ def test_run_without_a_version_says_what_is_waited_for():
     )  # fmt: skip
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(*status_tables(status, width=120))
-    assert "none yet: a learner publishes version 0" in console.export_text()
+    assert "none yet: the learner publishes version 0" in console.export_text()
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     console.print(*status_tables(known, width=120, accuracy=0.25))
     assert "held-out reward 0.250" in console.export_text()
@@ -402,7 +402,7 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
 
     assert "'coord.example' is not host:port" in problem("coord.example", "--credentials", str(tmp_path))
     assert "tls.ca: is not set" in problem("127.0.0.1:1")
-    assert "by --credentials" in problem("127.0.0.1:1", "--ca", "x", "--cert", "y")
+    assert "with --credentials" in problem("127.0.0.1:1", "--ca", "x", "--cert", "y")
     assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
     assert "given together with --key" in problem("127.0.0.1:1", "--credentials", str(tmp_path), "--key", "k")
 
@@ -412,7 +412,7 @@ def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
-    assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
+    assert "127.0.0.1:1 refuses (start the coordinator, or set the port" in problem
     assert "goes on trying" not in problem
     monkeypatch.setattr("heterorl.cli.connection.explain_link", _nothing)
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
@@ -427,7 +427,7 @@ async def _nothing(address, *, tls):
 
 def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
     (tmp_path / "coordinator").write_text("coord.example:50051\n")
-    with pytest.raises(ConfigError, match="ADDRESS: is not given"):
+    with pytest.raises(ConfigError, match="ADDRESS: is not set"):
         Link().find()
     monkeypatch.setenv("HETERORL_CREDENTIALS", str(tmp_path))
     address, tls = Link().find()

@@ -152,9 +152,9 @@ def test_a_models_episode_is_shown_with_its_tokens(config, chat):
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        (["--by-hand", "--model", "x"], ConfigError, "--model: --by-hand is named too"),
+        (["--by-hand", "--model", "x"], ConfigError, "--model: --by-hand is given too"),
         (["--by-hand", "--set", "task.environment="], ConfigError, "task.environment: is not set"),
-        (["--by-hand", "--prompt", "20"], ConfigError, "--prompt: 20, and there are 20, from 0 to 19"),
+        (["--by-hand", "--prompt", "20"], ConfigError, "--prompt: must be from 0 to 19; got 20"),
         (["--by-hand", "--set", "task.environment=games:Gues"], ConfigError, "task.environment: "),
         (["--by-hand", "--set", "task.max_observation_chars=5"], PromptRefused, "task.environment: no episode of "),
         (["--by-hand"], ConfigError, "task.environment: turn 2: games:Guess, step: "),

@@ -122,7 +122,7 @@ def test_a_set_with_bounded_prompts_counts_the_tokens_of_the_model(model_dir, tm
     [
         (["--only", "sum"], "--only: there is no set sum; there are sums, greedy"),
         (["--samples", "4", "--only", "greedy"], "temperature 0 repeats one completion"),
-        (["--version", "3"], "--version: .* is a model, which has none"),
+        (["--version", "3"], "--version: .* is a model, which has no versions"),
     ],
 )
 def test_a_wrong_option_is_named(model_dir, sets, arguments, words):

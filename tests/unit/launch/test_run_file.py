@@ -68,7 +68,7 @@ def test_coordinators_that_stand_by_need_a_place_that_both_reach():
 def test_coordinators_have_hosts_of_their_own(standby):
     postgres = {"url": "postgresql://heterorl@db.example/run", "standby": standby}
 
-    with pytest.raises(ValueError, match=r"coordinator\.postgres\.standby: \w\.example has a coordinator already"):
+    with pytest.raises(ValueError, match=r"coordinator\.postgres\.standby: \w\.example has a coordinator on that port"):
         run_file(coordinator={"host": "a.example", "data_dir": "/shared", "postgres": postgres})
 
 
@@ -98,12 +98,12 @@ WRONG = {
     "nproc = 2": ("nproc = 0", "learner.nproc"),
     'kind = "fsdp2", device': ('kind = "torch", device', "nproc or nnodes above 1 needs backend.kind"),
     'relay = "eu"': ('relay = "asia"', "samplers[0].relay: no relay has site 'asia'"),
-    'site = "us"': ('site = "eu.1"', "samplers[1].site: eu.1 and eu.1 would be one name"),
-    "devices = [0, 1, 2, 3]": ("devices = [0, 1, 2]", "devices: 3 cannot be shared by count = 2 samplers"),
+    'site = "us"': ('site = "eu.1"', "samplers[1].site: eu.1 and eu.1 become the same name"),
+    "devices = [0, 1, 2, 3]": ("devices = [0, 1, 2]", "devices: 3 GPUs cannot be divided among count = 2 samplers"),
     'site = "eu"\nhost = "eu.example"\n\n': ('site = "asia"\nhost = "eu.example"\n\n', "samplers[0].relay: no relay has site 'eu'"),
     'host = "us.example"': ('host = "us example"', "samplers[1].host"),
-    'data_dirs = ["/data"]': ('data_dirs = ["/a/../etc"]', "is no directory that a container may be given"),
-    "[coordinator]\n": ("[tls]\ninsecure = true\n[coordinator]\n", "tls.insecure: plaintext is for one host"),
+    'data_dirs = ["/data"]': ('data_dirs = ["/a/../etc"]', "cannot be mounted into a container"),
+    "[coordinator]\n": ("[tls]\ninsecure = true\n[coordinator]\n", "tls.insecure: plaintext needs loopback hosts"),
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_parts_share_one_authority(tmp_path, directory, code):
     assert result.exit_code == code
     assert (tmp_path / "out").exists() == (code == 0)
     if code:
-        assert "tls.directory: certs would be another authority" in str(result.exception)
+        assert "tls.directory: certs is relative" in str(result.exception)
 
 
 @pytest.mark.parametrize(

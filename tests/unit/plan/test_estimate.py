@@ -175,7 +175,7 @@ def test_backends_divide_what_they_divide():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"backend": "torch"}, "--backend: torch is one process"),
+        ({"backend": "torch"}, "--backend: torch runs in one process"),
         ({"backend": "fsdp"}, "--backend: 'fsdp' is unknown"),
         ({"gpus": 0}, "--gpus: must be at least 1"),
         ({"changed": 1.5}, "--changed-fraction"),
@@ -192,7 +192,7 @@ def test_unknown_family_and_missing_file_are_named(tmp_path):
     with pytest.raises(ConfigError, match="config.json cannot be read"):
         shape_of_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(ConfigError, match=r"parameters of mamba are not counted.*--params"):
+    with pytest.raises(ConfigError, match=r"mamba is not supported.*--params"):
         shape_of_directory(tmp_path)
 
 

@@ -108,8 +108,8 @@ def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("3", "valid dictionary"),
         (ROW | {"id": 0}, "id: "),
         (ROW | {"id": 1 << 63}, "id: "),
@@ -136,12 +136,12 @@ def test_a_line_that_is_wrong_is_named(tmp_path, row, words):
 def test_a_line_has_a_largest_size(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "MAX_LINE_BYTES", 1000)
 
-    with pytest.raises(ConfigError, match="row 2: over 1,000 bytes"):
+    with pytest.raises(ConfigError, match="row 2: is over 1,000 bytes"):
         list(read_export(lines(tmp_path / "x.jsonl", "", ROW)))
 
 
 def test_completions_of_a_sample_stand_together(tmp_path):
-    with pytest.raises(ConfigError, match="row 3: sample 1 again"):
+    with pytest.raises(ConfigError, match="row 3: sample 1 appears again"):
         list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW | {"id": 2}, ROW | {"index": 1})))
     with pytest.raises(ConfigError, match="completion 0 of sample 1 twice"):
         list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW)))

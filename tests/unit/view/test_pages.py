@@ -11,7 +11,7 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
 from heterorl.view.pages import PAGE, Pages, number
-from heterorl.view.sample_index import Progress, SampleIndex
+from heterorl.view.sample_index import SampleIndex, SourceProgress
 from tests.support.samples import TURNS, make_sample, make_turns
 
 EVIL = "</pre></span><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;"
@@ -21,7 +21,7 @@ class FakeSource:
     name = "run.jsonl<b>"
 
     def __init__(self):
-        self.progress = Progress(is_done=True)
+        self.progress = SourceProgress(is_done=True)
         self.found = {}
 
     def fetch(self, sample_id):
@@ -212,7 +212,7 @@ def test_a_sample_without_texts_shows_its_ids(pages, index):
 
 def test_the_state_is_json(pages, index, source):
     index.add_samples([make_sample(1)])
-    source.progress = Progress(total=9, is_live=True, problem="gone")
+    source.progress = SourceProgress(total=9, is_live=True, problem="gone")
 
     answer = pages.respond("/state.json", "")
 
@@ -222,10 +222,10 @@ def test_the_state_is_json(pages, index, source):
 
 
 def test_an_empty_list_says_why(pages, index, source):
-    source.progress = Progress(is_live=True, is_done=True)
+    source.progress = SourceProgress(is_live=True, is_done=True)
     assert "Nothing was kept yet" in text(pages, "/")
-    source.progress = Progress()
-    assert "Progress run.jsonl&lt;b&gt;" in text(pages, "/")
+    source.progress = SourceProgress()
+    assert "Reading run.jsonl&lt;b&gt;" in text(pages, "/")
     index.add_samples([make_sample(1)])
     assert "No sample is like that" in text(pages, "/", "text=nowhere")
 

@@ -7,7 +7,7 @@ from http import HTTPStatus
 import pytest
 
 from heterorl.common.errors import PortInUse
-from heterorl.view.app import door
+from heterorl.view.pages import redirect_file
 from heterorl.view.view_server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
 
 KEY = "k3y"
@@ -128,7 +128,7 @@ def test_a_query_of_too_many_fields_has_no_key():
 
 
 def test_a_browser_is_led_to_the_page_by_a_file_of_this_user_alone():
-    with door("http://127.0.0.1:8000/?key=a-b_c&x=1") as path:
+    with redirect_file("http://127.0.0.1:8000/?key=a-b_c&x=1") as path:
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert 'content="0;url=http://127.0.0.1:8000/?key=a-b_c&amp;x=1"' in path.read_text()

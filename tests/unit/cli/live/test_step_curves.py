@@ -35,7 +35,7 @@ def test_rows_of_a_report():
     rows = dict(report_rows(STATED))
 
     assert rows["completions"] == (
-        "212 tokens mean, 498 p95, 512 max; 4.0% cut off; equal rewards in 25% of the groups"
+        "212 tokens mean, 498 p95, 512 max; 4.0% truncated; equal rewards in 25% of the groups"
     )
     assert rows["reward parts"].startswith("p0 0.000, p1 0.125")
     assert rows["reward parts"].endswith("p5 0.625 and 2 more")
@@ -67,7 +67,7 @@ def test_replaced_groups_are_said_with_the_useful_share_before_and_after():
     report = dataclasses.replace(STATED, num_groups=32, num_replaced=48)
 
     assert dict(report_rows(report))["replaced"] == (
-        "48 groups of equal rewards: useful were 30% of the 80 that came, 75% of the 32 in the step"
+        "48 groups of equal rewards; 30% of the 80 received were useful, 75% of the 32 in the step"
     )
     assert "replaced" not in dict(report_rows(STATED))
     assert {name: newest for name, newest, _ in series([STATED, report])}["replaced"] == "48 groups of equal rewards"
@@ -97,8 +97,8 @@ def test_progress_names_the_micro_batch_that_is_computed():
         step=12, phase=LearnerPhase.COMPUTING, phase_s=61.0, micro_batches_done=6, micro_batches=40
     )
 
-    assert progress_words(progress, 2.4) == "step 12: computing micro-batch 7 of 40, for 61 s, as it said 2 s ago"
+    assert progress_words(progress, 2.4) == "step 12: computing micro-batch 7 of 40, for 61 s (stated 2 s ago)"
     done = dataclasses.replace(progress, micro_batches_done=40)
     assert "micro-batch 40 of 40" in progress_words(done, 0.0)
     waiting = dataclasses.replace(progress, phase=LearnerPhase.WAITING)
-    assert progress_words(waiting, 0.0) == "step 12: waiting for groups, for 61 s, as it said 0 s ago"
+    assert progress_words(waiting, 0.0) == "step 12: waiting for groups, for 61 s (stated 0 s ago)"

@@ -146,7 +146,7 @@ async def test_nothing_known_yet():
     view = View(address="c:1")
     await poll(view, Scripted(Unreachable("x")), wall=0.0, monotonic=0.0)
 
-    assert "nothing is known" in shown(view)
+    assert "no answer from the coordinator yet" in shown(view)
 
 
 async def test_real_coordinator_goes_away_and_comes_back(tmp_path):

@@ -32,7 +32,7 @@ def test_an_unknown_tracker_is_refused_and_the_known_ones_named():
 
 
 def test_a_tracker_must_be_named():
-    with pytest.raises(ConfigError, match="--to: is not given"):
+    with pytest.raises(ConfigError, match="--to: is not set"):
         raise invoke().exception
 
 
@@ -56,4 +56,4 @@ def test_table_says_what_was_sent_and_how_far_it_is_behind():
     assert "run run, version 9" in text
     assert rows == [["wandb", "4", "2", "1", "7", "2", ""], ["mlflow", "0", "0", "0", "-", "8", "[red]no"]]
     assert "does not answer: away" in shown("away")
-    assert "nothing is known" in progress_table(None, "", ()).title.plain
+    assert "no answer from the coordinator yet" in progress_table(None, "", ()).title.plain

@@ -84,7 +84,7 @@ def test_one_of_the_two_options_is_named(options):
     result = CliRunner().invoke(app, ["rollback", "127.0.0.1:1", "--insecure", *options])
 
     assert isinstance(result.exception, ConfigError)
-    assert "--list shows which versions" in str(result.exception)
+    assert "--list shows the versions" in str(result.exception)
 
 
 async def test_operator_lists_them_over_the_link(tmp_path):

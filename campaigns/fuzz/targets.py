@@ -1,4 +1,4 @@
-"""Targets by name, and running their cases in several processes under a memory cap."""
+"""All fuzz targets by name, and the processes that run their cases under a memory cap."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from campaigns.fuzz.routing import RoutingTarget
 from heterorl.common.errors import HeterorlError
 
 CAP_BYTES = 64 << 20
-"""Memory that a case may take beside what the process holds; the largest valid case needs some kilobytes."""
+"""Memory that a case may add; the largest valid case needs some kilobytes."""
 BATCH = 2000
 
 
 class Target(Protocol):
-    """One decoder: `case` draws an input, `run` decodes it; both depend on their arguments alone."""
+    """One decoder: `case` draws an input, `run` decodes it; both depend only on their arguments."""
 
     def case(self, draw: random.Random) -> Any: ...
     def run(self, case: Any) -> None: ...
@@ -56,7 +56,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Numbers of one target: `refused` by typed errors, `crashes` as (case, what happened)."""
+    """Counts of one target: `refused` by typed errors, `crashes` as (case, error)."""
 
     cases: int = 0
     refused: int = 0
@@ -65,11 +65,10 @@ class Outcome:
 
     @property
     def speed(self) -> float:
-        """Cases a second of one core."""
+        """Cases a second on one core."""
         return self.cases / self.seconds if self.seconds else 0.0
 
     def add(self, other: Outcome) -> None:
-        """Count another batch in."""
         self.cases += other.cases
         self.refused += other.refused
         self.seconds += other.seconds
@@ -77,7 +76,7 @@ class Outcome:
 
 
 def fuzz(name: str, *, cases: int, first: int = 0, processes: int = 0) -> Outcome:
-    """Run cases `first` to `first + cases` of a target; 0 processes is one a core."""
+    """Run cases `first` to `first + cases` of a target; 0 processes is one for each core."""
     numbers = [(start, min(start + BATCH, first + cases)) for start in range(first, first + cases, BATCH)]
     total = Outcome()
     # A fresh interpreter: the cap must not count what the caller holds, and threads do not survive a fork.
@@ -104,7 +103,7 @@ def run_cases(name: str, target: Target, start: int, stop: int) -> Outcome:
 
 
 def repeat(name: str, number: int) -> None:
-    """Run one case and let its error through."""
+    """Run one case without catching its error."""
     target = TARGETS[name]()
     case = target.case(random.Random(f"{name}:{number}"))
     print(f"{name} case {number}: {case!r}"[:2000])
@@ -113,7 +112,7 @@ def repeat(name: str, number: int) -> None:
 
 @contextmanager
 def memory_cap(num_bytes: int) -> Iterator[None]:
-    """Let this process take no more than so many bytes beside what it has; Linux only, elsewhere nothing."""
+    """Limit how much memory this process can add; only on Linux."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         yield

@@ -138,7 +138,7 @@ def reaching(root: Path = ROOT) -> dict[str, list[str]]:
     for first, second in edges(ours | theirs):
         graph[first].add(second)
     # The command line loads a service by its name, and `children` starts the command line.
-    graph[f"{NAME}.cli.main"] |= {name for name in ours if name.endswith(".app")}
+    graph[f"{NAME}.cli.main"] |= {name for name in ours if name.endswith("_app")}
     graph[f"{NAME}.common.process.threads"].add(f"{NAME}.__main__")
     for name, path in (ours | theirs).items():
         graph[name] |= _started(name, path) & (ours.keys() | theirs.keys())

@@ -78,7 +78,7 @@ _START = {
     "services/common/api.py": "the coordinator as learner, samplers and operators call it",
     "services/common/types/rollout.py": "what travels up: a group and its rollouts",
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
-    "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
+    "services/sampler/sampler_app.py": "the sampler's loops, and what each of them waits for",
     "services/learner/run/training_loop.py": "the learner's loop: groups in, a step, a version out",
     "services/learner/loss/loss_spec.py": "a loss as a value of parts, and the table of all algorithms",
 }

@@ -1,7 +1,7 @@
 """One run: coordinator, learner and samplers as they are, in one process, on virtual time.
 
     what is real       heterorl.coordinator.core over SQLite, heterorl.learner.learner_app with the torch backend,
-                       payloads and checkpoints as files, heterorl.sampler.app with outbox, delay model, pulled
+                       payloads and checkpoints as files, heterorl.sampler.sampler_app with outbox, delay model, pulled
                        deltas and the hf engine, and the ledger's equation at the end
     what is simulated  the network (heterorl_research.lab.link), the clock, and how long steps and generation take
 
@@ -36,7 +36,7 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_parts import Parts, assemble
-from heterorl.sampler import app as sampler_app
+from heterorl.sampler import sampler_app
 from heterorl.sampler.components import load_components as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox

@@ -106,7 +106,7 @@ def _serve(
     if service not in ("coordinator", "relay"):
         # Before torch is loaded: a missing directory is found in less time.
         check_model_dir(loaded.model_dir)
-    module = importlib.import_module(f"heterorl.{service}.app")
+    module = importlib.import_module(f"heterorl.{service}.{service}_app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 

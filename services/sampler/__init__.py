@@ -1,5 +1,5 @@
 """The sampler: pulls policy versions, generates groups for leased work, stores and delivers them.
 
-`app` holds the loops; `weight_sync` pulls what `delay` lets through, `rollout` makes groups, `outbox` delivers them.
-Open `app` first.
+`sampler_app` holds the loops; `weight_sync` pulls what `delay` lets through, `rollout` makes groups, `outbox` delivers
+them. Open `sampler_app` first.
 """

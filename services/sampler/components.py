@@ -25,7 +25,7 @@ from heterorl.sampler.prompt_evaluator import SiteSet, open_set, with_workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What `heterorl.sampler.app.join` needs beside a coordinator and an outbox."""
+    """What `heterorl.sampler.sampler_app.join` needs beside a coordinator and an outbox."""
 
     engine: Engine
     task: Task

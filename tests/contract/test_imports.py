@@ -68,7 +68,7 @@ def test_coordinator_never_loads_torch():
 @pytest.mark.process
 def test_learner_and_sampler_load_backends_and_engines_only_where_they_are_chosen():
     """The backends of several processes and vLLM take seconds to import; transformers is imported with a model."""
-    program = "heterorl.learner.learner_app, heterorl.learner.rank_process, heterorl.sampler.app"
+    program = "heterorl.learner.learner_app, heterorl.learner.rank_process, heterorl.sampler.sampler_app"
     dear = ("torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "deepspeed", "transformers", "vllm")
 
     assert _loaded(program, *dear) == []

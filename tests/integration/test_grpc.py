@@ -216,7 +216,7 @@ async def test_damaged_frames_are_told_at_once_in_both_directions(served, run, m
         yield data
 
     alternating = _Alternating()
-    for module in ("common.rpc.client", "coordinator.servicers.policy"):
+    for module in ("common.rpc.client", "coordinator.servicers.policy_servicer"):
         monkeypatch.setattr(f"heterorl.{module}.frame_checksum", alternating)
     with pytest.raises(errors.Unreachable, match="damaged"):
         await anext(served.client.read_payload(digest=plan.payloads[0].digest, offset=0))

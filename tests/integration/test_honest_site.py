@@ -14,7 +14,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.sampler import app as sampler_app
+from heterorl.sampler import sampler_app
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.learner_world import open_coordinator

@@ -22,7 +22,7 @@ from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
-from heterorl.sampler import app as sampler_app
+from heterorl.sampler import sampler_app
 from heterorl.sampler.components import load_components as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox

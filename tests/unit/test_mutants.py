@@ -74,14 +74,14 @@ def test_equal_seeds_draw_equally_and_a_new_guard_changes_one_place_at_most():
 def test_tests_that_reach_a_file_come_nearest_first(tmp_path):
     sources = {
         "services/alpha/core.py": "",
-        "services/alpha/app.py": "from heterorl.alpha import core",
+        "services/alpha/alpha_app.py": "from heterorl.alpha import core",
         "tests/unit/alpha/test_of_core.py": "from heterorl.alpha.core import Core",
-        "tests/unit/alpha/test_of_app.py": "import heterorl.alpha.app",
+        "tests/unit/alpha/test_of_app.py": "import heterorl.alpha.alpha_app",
         "tests/unit/alpha/test_of_nothing.py": "import heterorl.beta",
-        "tests/faults/test_process.py": "command = ['-m', 'heterorl.alpha.app']",
+        "tests/faults/test_process.py": "command = ['-m', 'heterorl.alpha.alpha_app']",
         "tests/faults/conftest.py": "from tests.support import world",
         "tests/faults/test_fixture.py": "",
-        "tests/support/world.py": "import heterorl.alpha.app",
+        "tests/support/world.py": "import heterorl.alpha.alpha_app",
         "tests/gpu/test_gpu.py": "import heterorl.alpha.core",
     }
     for name, source in sources.items():

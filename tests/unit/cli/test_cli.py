@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import fcntl
+import importlib.util
 import io
 import json
 import os
@@ -158,6 +159,11 @@ def test_plaintext_to_another_machine_is_refused_before_anything_starts(service)
     for command in (["check-config", service], [service]):
         assert "tls.ca: is not set" in str(invoke(*command).exception)
         assert f"{key} is 10.0.0.1:5" in str(invoke(*command, *public).exception)
+
+
+@pytest.mark.parametrize("service", ["coordinator", "learner", "sampler", "relay"])
+def test_each_service_has_the_module_that_its_command_starts(service):
+    assert importlib.util.find_spec(f"heterorl.{service}.{service}_app") is not None
 
 
 def test_rollback_asks_for_certificates_and_a_version():

@@ -90,7 +90,6 @@ FOLDERS_TO_REWRITE = {
     "services/common/rpc",
     "services/common/tasks/environments",
     "services/common/tasks/rewards",
-    "services/common/tasks/rewards/sandbox",
     "services/common/tasks/sources",
     "services/common/text",
     "services/common/weights",

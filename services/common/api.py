@@ -1,8 +1,8 @@
-"""The coordinator as its callers see it, in domain types: a Protocol for each role, two implementations of all.
+"""The coordinator as its callers see it: one Protocol a role, in domain types.
 
-Roles are those of certificates (heterorl.coordinator.rpc.access says which may call what). One process that holds a
-`heterorl.coordinator.core.Coordinator` calls it directly (tests, the lab); `heterorl.common.rpc.client` implements
-the same over gRPC. Every method raises a `RemoteError` of heterorl.common.errors. Times are seconds.
+Roles are those of certificates (heterorl.coordinator.rpc.access). A process that holds a
+`heterorl.coordinator.core.Coordinator` calls it directly; `heterorl.common.rpc.client` implements the same over gRPC.
+Each method may raise a `RemoteError` of heterorl.common.errors. Times are seconds.
 """
 
 from __future__ import annotations
@@ -33,33 +33,23 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
-from heterorl.common.types.sample import (
-    EvaluationSample,
-    Sample,
-    SampleFilter,
-    SampleList,
-    SampleNote,
-    SamplePage,
-)
+from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
 
 PieceFrames = Callable[[int, int], AsyncGenerator[bytes, None]]
-"""Frames of [offset, stop) of a payload, from its beginning each time that it is called."""
+"""Frames of [offset, stop) of a payload; each call starts at `offset`."""
 
 
 class WeightsApi(Protocol):
-    """What whoever needs weights can ask, a learner as well as a sampler."""
+    """Calls of every puller of weights: learners and samplers."""
 
     def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield the newest head whenever it is greater than the last one yielded (intermediate ones may be skipped)."""
-        ...
+        """Yield the newest head after `after_version`; versions in between may be skipped."""
 
     async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
-        """The exact bytes of a manifest with the signature that its publisher sent."""
-        ...
+        """Return the exact bytes of a manifest and the publisher's signature."""
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-        """The exact bytes of manifests of [first_version, last_version], newest first: at least one, as many as fit."""
-        ...
+        """Return exact manifest bytes of a range of versions, newest first: at least one, as many as fit."""
 
     async def plan_pull(
         self,
@@ -72,21 +62,18 @@ class WeightsApi(Protocol):
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head.
+        """Plan from (have_version, have_root), or from nothing (have_version -1); want_version -1 is the head.
 
-        `base_root` is the state of the model that the caller has without the run (empty: none); a plan may start from
-        the version that has it. `object_bytes` is what each payload costs the caller beside its bytes: bandwidth times
-        round trip.
+        `base_root` is the state root of the caller's base model (empty: none); a plan may start from the version that
+        has it. `object_bytes` is the caller's cost of one payload more: bandwidth times round trip.
         """
-        ...
 
     def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield the bytes [offset, stop) of a payload in frames of at most 1 MiB; without `stop`, to its end."""
-        ...
 
 
 class LearnerApi(WeightsApi, Protocol):
-    """What the run's learner can ask."""
+    """Calls of the run's learner."""
 
     async def acquire_lease(
         self,
@@ -99,106 +86,87 @@ class LearnerApi(WeightsApi, Protocol):
         groups_per_version: int = 0,
         statement: bytes = b"",
     ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these variants too.
+        """Become the run's learner, which also publishes each version in these variants.
 
-        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
-        `groups_per_version` groups make one version; 0 where the learner does not say.
-        `statement` is the configuration behind the contract (heterorl.common.wire.statement); the first one
-        stays.
+        `incarnation` names the learner's state directory: during a lease only the same one gets it again.
+        `groups_per_version` is 0 where the learner does not state it. `statement` is the configuration behind the
+        contract (heterorl.common.wire.statement); the first one stays.
         """
-        ...
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        """Keep the lease for another term, also after its end while nobody else took it.
+        """Extend the lease by one term, also after its end if no other learner took it.
 
-        `progress` is shown to operators; None where there is none to tell.
+        `progress` is shown to operators.
         """
-        ...
 
     async def release_lease(self, *, epoch: int) -> None:
-        """Give the lease back; the learner's groups return to the queue, and another one need not wait."""
-        ...
+        """End the lease; the learner's groups return to the queue and the next learner need not wait."""
 
     async def query_upload(self, *, digest: Digest) -> int:
-        """Bytes of this payload that are already durable (its full size once complete)."""
-        ...
+        """Return the durable bytes of a payload; its full size once complete."""
 
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
-        ...
 
     async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
-        """Put the pieces of a payload that are missing where the coordinator can take them; False without such a place.
+        """Put the missing pieces of a payload into the bucket; False where the run has none.
 
-        Raises Unreachable where the place does not take them; those that it took stay there for a while.
+        Raises Unreachable if the bucket refuses a piece; pieces that it took stay there for a while.
         """
-        ...
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Have the coordinator take what was put, and verify all of it; returns the bytes now durable."""
-        ...
+        """Have the coordinator take and verify what was put; returns the bytes now durable."""
 
     async def publish_version(self, request: PublishRequest) -> int:
-        """Commit one version and consume its groups, wholly or not at all; the same step id gives the same version."""
-        ...
+        """Commit one version and consume its groups, all or nothing; the same step id gives the same version."""
 
     async def get_step(self, *, step_id: str) -> int | None:
-        """The version that this step id became, or None."""
-        ...
+        """Return the version that a step id became, or None."""
 
     def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
-        """Lease complete groups oldest first, one per credit; leased groups that are not `held` return to the queue.
+        """Lease complete groups oldest first, one per credit; leased groups not in `held` return to the queue.
 
         A stream ends when the same epoch opens another one.
         """
-        ...
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
-        """Drop leased groups that can never be trained on, or whose rewards are all equal (counted as uniform).
+        """Drop leased groups for good: unusable, too old, or with equal rewards (counted as uniform).
 
-        None of their prompts is handed out again, but those of groups that are too old, which count as such.
+        Only prompts of groups that are too old are handed out again.
         """
-        ...
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        """Drop leased groups that failed a check, each once, and count that against their sites."""
-        ...
+        """Drop leased groups that failed a check, and count the failures against their sites."""
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work; a learner names its epoch, an operator none."""
-        ...
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Say what the run trains, for people who look at it."""
-        ...
+        """State what the run trains, for operators."""
 
     async def note_samples(
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
-        """Give kept groups their texts, and keep evaluations; a note of a group that is not kept has no effect."""
-        ...
+        """Add texts to kept groups and keep evaluations; notes of groups that are not kept have no effect."""
 
 
 class SamplerApi(WeightsApi, Protocol):
-    """What a sampler can ask, for its own site alone."""
+    """Calls of a sampler, for its own site only."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
-        """Join the run; the contract must be the run's. The answer says from which sequence the site goes on."""
-        ...
+        """Join the run with an equal contract; the answer states the site's next sequence."""
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
-        """Say that the site lives and how it is; returns what it is to do."""
-        ...
+        """Report the site's state; returns the coordinator's commands."""
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Compare with the learner's; a site that is off gets no work until a later version of its is right."""
-        ...
+        """Compare canary log-probs with the learner's; a site that differs gets no work until a version agrees."""
 
     async def lease_work(
         self,
@@ -210,77 +178,67 @@ class SamplerApi(WeightsApi, Protocol):
         request_id: str = "",
         sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased.
+        """Ask for assignments; repeating the newest `request_id` returns the same ones while they are leased.
 
-        With `sets`, those that the site has the data of, they are held-out prompts to evaluate `policy_version` on.
+        With `sets`, the evaluation sets that the site has data of, they are held-out prompts for `policy_version`.
         """
-        ...
 
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        """Give back assignments that the site will not answer, with a reason where their rows give no group; others
-        are handed them, until they came back too often."""
-        ...
+        """Give back assignments, with a reason where their rows give no group.
+
+        Other sites get them next; a row that came back too often is closed.
+        """
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
-        ...
+        """Push groups; returns outcomes in order, fewer than groups if the link broke."""
 
     async def push_evaluation(
         self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Deliver what came of held-out prompts; returns how many had not been counted before. Harmless said again."""
-        ...
+        """Deliver results of held-out prompts; returns how many are new. Repeats are harmless."""
 
 
 class SamplesApi(Protocol):
-    """What a person who reads completions can ask."""
+    """Calls of a person who reads completions."""
 
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
-        """One page of the samples that are kept."""
-        ...
+        """Return one page of kept samples."""
 
     async def get_sample(self, *, sample_id: int) -> Sample:
-        """One sample with its texts; UnknownSample where it is kept no more."""
-        ...
+        """Return one sample with its texts; raises UnknownSample if it is no longer kept."""
 
 
 class OperatorApi(SamplesApi, Protocol):
-    """What a person who watches over the run can ask."""
+    """Calls of an operator."""
 
     async def get_status(self) -> RunStatus:
-        """The run as it is now."""
-        ...
+        """Return the state of the run."""
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
-        """At most `limit` (1 to 1000) reports of the steps after `after_step`, oldest first."""
-        ...
+        """Return at most `limit` (1 to 1000) reports after `after_step`, oldest first."""
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work; a learner names its epoch, an operator none."""
-        ...
 
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
     ) -> tuple[Evaluation, ...]:
-        """Evaluations of the versions after this one by version and set, at most `limit` (1 to 1000): all of the last
-        version or none of it. An empty set is all sets.
+        """Return at most `limit` (1 to 1000) evaluations after a version, by version and set (empty: all sets).
+
+        The last version is complete or left out.
         """
-        ...
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
-        """Order the learner to publish the content of a version anew (-1: no order); returns the head."""
-        ...
+        """Order the learner to publish the content of a version again (-1: cancel the order); returns the head."""
 
     async def list_restorable(self) -> tuple[int, ...]:
-        """Versions that `rollback` could order now, ascending, without the head."""
-        ...
+        """Return the versions that `rollback` can order now, ascending, without the head."""
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
-        """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
-        ...
+        """End a site's quarantine and forget its failures; returns the reason, empty if there was none."""
 
 
 class CoordinatorApi(LearnerApi, SamplerApi, OperatorApi, Protocol):
-    """All of them: what one client over gRPC offers, and a coordinator in the same process."""
+    """All roles together: the gRPC client, or a coordinator in the same process."""

@@ -1,29 +1,29 @@
-"""The exception tree. Each class carries fields, writes its own message and says what to do next.
+"""The exception tree. Each class carries fields, writes its own message and states what to do next.
 
     HeterorlError
-      OperatorError           the person running us must change something
+      OperatorError           the operator must change something
         ConfigError             a key, value or file
-          PromptRefused  PromptTooLong  AnswerUnreadable  a row of the data: its group alone is given up
+          PromptRefused  PromptTooLong  AnswerUnreadable  a row of the data: only its group is given up
         PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
-                              each says itself whether waiting helps (`is_transient`)
+                              `is_transient` states whether a retry helps
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  UnknownSample  DigestMismatch  StaleEpoch
         LeaseHeld  ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
         Unreachable
-          Busy                    it is out of something, or its disk does not answer, for now
+          Busy                    it lacks something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
         UnsignedManifest  WrongSignature  UnprovenDescent
       NotReversible           a delta that cannot be undone without the state before it
-      EngineError             the engine generates nothing until a version is loaded anew
+      EngineError             the engine generates nothing until it loads a version again
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
-      EpisodeError            an environment's episode ends without a reward; its siblings go on
+      EpisodeError            an environment's episode ends without a reward; the other members go on
         EnvironmentFailed  ToolLost
-      StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
-      StoreHeld               another session has the coordinator's database: it starts again, until that one has ended
+      StoreLost               the coordinator's database is away: it starts again, and acknowledged groups are safe
+      StoreHeld               another session has the coordinator's database: it starts again until that one ends
 
 `ValueError` and `assert` are for our own mistakes.
 """
@@ -34,9 +34,9 @@ from typing import ClassVar
 
 
 class HeterorlError(Exception):
-    """Base of all errors of this project; `action` tells the reader's next move.
+    """Base of all errors of this project; `action` states the next move.
 
-    `exit_code` is that of a process that ends by it: 2 where only a person can help, 1 where another try may.
+    `exit_code` is that of a process that ends by it: 2 if only a person can help, 1 if another start may.
     """
 
     action: str = ""
@@ -53,7 +53,7 @@ class HeterorlError(Exception):
 
 
 class OperatorError(HeterorlError):
-    """Something that the person running this process must change."""
+    """The operator must change something."""
 
 
 class ConfigError(OperatorError):
@@ -65,7 +65,7 @@ class ConfigError(OperatorError):
 
 
 class PromptRefused(ConfigError):
-    """A prompt of which nothing can be generated: no template of this run writes its messages."""
+    """A prompt that cannot be generated from: the run's template does not accept its messages."""
 
 
 class PromptTooLong(PromptRefused):
@@ -73,7 +73,7 @@ class PromptTooLong(PromptRefused):
 
 
 class AnswerUnreadable(PromptRefused):
-    """A prompt whose right answer its reward cannot read, so that no completion of it can be scored."""
+    """A prompt whose right answer its reward cannot read, so its completions cannot be scored."""
 
 
 class PortInUse(OperatorError):
@@ -102,7 +102,7 @@ class DependencyMissing(OperatorError):
 
 
 class DependencyUnsupported(OperatorError):
-    """An optional package is installed in a version that this release was not made for."""
+    """An optional package has a version that this release does not support."""
 
     def __init__(self, package: str, extra: str, *, found: str, supported: str) -> None:
         self.found = found
@@ -115,9 +115,9 @@ class DependencyUnsupported(OperatorError):
 class RemoteError(HeterorlError):
     """A typed refusal by a peer.
 
-    `retry_after_s` is how long the peer asks to wait; 0 where it names no time. `is_transient` says whether the same
-    call may succeed later although its caller changes nothing; each class states it for itself. `is_overload` marks
-    those that pass within seconds, so that a call repeats itself within its budget.
+    `retry_after_s` is the wait that the peer asks for; 0 states none. `is_transient` states whether the same call may
+    succeed later without a change at its caller. `is_overload` marks refusals that pass within seconds, so that a call
+    repeats itself within its budget.
     """
 
     retry_after_s: float = 0.0
@@ -125,7 +125,7 @@ class RemoteError(HeterorlError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether waiting helps; of this class itself, an answer without a reason that this release knows, it may."""
+        """Whether a retry helps; True for answers without a reason that this release knows."""
         return True
 
     def __init__(self, message: str, *, action: str | None = None, retry_after_s: float = 0.0) -> None:
@@ -150,7 +150,7 @@ class ContractMismatch(RemoteError):
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
-    action = "ask for the head and pull that"
+    action = "take a version of this run: heterorl status shows the head"
     is_transient = False
 
 
@@ -162,21 +162,21 @@ class UnknownPayload(RemoteError):
 
 
 class UnknownSample(RemoteError):
-    """No sample with that number is kept, or no more."""
+    """No sample with that number is kept any more."""
 
-    action = "list the samples that are kept: older ones made room"
+    action = "list the kept samples: heterorl samples; older ones made room"
     is_transient = False
 
 
 class DigestMismatch(RemoteError):
-    """Content does not hash to the digest stated for it."""
+    """Content does not match its stated digest."""
 
     action = "send the content again from its source"
     is_transient = False
 
 
 class StaleEpoch(RemoteError):
-    """The caller's learner lease was superseded: none of its effects is accepted."""
+    """The caller's learner lease was superseded: the coordinator accepts none of its effects."""
 
     action = "stop, discard unpublished work, and acquire a new lease"
     is_transient = False
@@ -204,14 +204,14 @@ class StepConflict(RemoteError):
 
 
 class GroupNotAvailable(RemoteError):
-    """A group to be consumed is not leased by this epoch nor pending, or became too stale."""
+    """A group to consume is not leased by this epoch nor pending, or became too stale."""
 
     action = "discard the step and take new groups"
     is_transient = False
 
 
 class PayloadMissing(RemoteError):
-    """A manifest names a payload that was not uploaded completely."""
+    """A manifest names a payload that is not uploaded completely."""
 
     action = "upload the payload, then publish again with the same step id"
     is_transient = False
@@ -225,12 +225,12 @@ class QuotaExceeded(RemoteError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the bound passes; one on a size names no delay and never does."""
+        """Whether the bound passes; a bound on a size states no delay and stays."""
         return self.retry_after_s > 0
 
 
 class MessageTooLarge(RemoteError):
-    """One message is larger than its receiver takes or its sender may send; nobody read it."""
+    """A message is over its receiver's or its sender's limit; it was not read."""
 
     action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
     is_transient = False
@@ -240,7 +240,7 @@ class Draining(RemoteError):
     """The service is shutting down or the run drains."""
 
     action = "finish what is held, then reconnect"
-    # Another process takes over, or the run ends and says so.
+    # Another process takes over, or the run ends with RunFinished.
     is_transient = True
 
 
@@ -248,15 +248,15 @@ class NotRegistered(RemoteError):
     """The coordinator does not know this (site, incarnation)."""
 
     action = "register, then repeat"
-    # A heartbeat is answered by the order to register, which is obeyed beside every other call.
+    # The answer to a heartbeat orders to register, which other calls need not wait for.
     is_transient = True
 
 
 class Quarantined(RemoteError):
-    """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
+    """The site's canary differs from the learner's: its weights, settings or kernels are not as stated."""
 
     action = "correct the engine's settings, or have an operator end it: heterorl sites release"
-    # A version that scores right ends it, or an operator.
+    # A version whose canary agrees ends it, or an operator.
     is_transient = True
 
 
@@ -276,18 +276,18 @@ class StoreFull(RemoteError):
 
 
 class Unauthenticated(RemoteError):
-    """The link proves no identity that this run knows; with a delay, a new certificate in the same files is enough."""
+    """The link proves no identity of this run; with a delay, a new certificate in the same files is enough."""
 
     action = "give this node a certificate of this run: heterorl certs issue or renew, or join by a new token"
 
     @property
     def is_transient(self) -> bool:
-        """Whether new files are enough; a revoked certificate names no delay."""
+        """Whether new files are enough; the refusal of a revoked certificate states no delay."""
         return self.retry_after_s > 0
 
 
 class PermissionDenied(RemoteError):
-    """The identity is known, and its role or site may not do this."""
+    """The identity is known, but its role or site may not do this."""
 
     action = "use a certificate of the right role and site; the same request will be refused again"
     is_transient = False
@@ -301,7 +301,7 @@ class Unreachable(RemoteError):
 
 
 class Busy(Unreachable):
-    """The coordinator cannot now: no descriptors, a silent disk, a damaged frame; nothing was changed or lost."""
+    """The coordinator cannot answer now: no descriptors, a silent disk, a damaged frame; nothing changed."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
     exit_code = 1
@@ -338,16 +338,16 @@ class CorruptStore(CorruptData):
 
 
 class StoreLost(HeterorlError):
-    """The coordinator cannot reach its database, or has lost it; what it acknowledged is there."""
+    """The coordinator cannot reach its database, or lost the connection; acknowledged groups are safe."""
 
-    action = "nothing acknowledged is lost: the coordinator starts again and waits for it; if it stays, see PostgreSQL"
+    action = "acknowledged groups are safe: the coordinator restarts and waits; check PostgreSQL"
     exit_code = 1
 
 
 class StoreHeld(HeterorlError):
-    """Another session has the coordinator's database; it may be that of a process that is gone.
+    """Another session has the coordinator's database, perhaps of a process that has ended.
 
-    Which of the two it is, nobody can tell from here, and the second one passes: so a start is tried again.
+    The two cases look the same and the second one passes, so the coordinator starts again.
     """
 
     action = "stop that coordinator, or start this one with --standby to follow it"
@@ -355,7 +355,7 @@ class StoreHeld(HeterorlError):
 
 
 class UntrustedVersion(HeterorlError):
-    """A version of which nothing proves that this run's learner published it at this place; it is not used."""
+    """A version without proof that this run's learner published it at this place; it is not used."""
 
 
 class UnsignedManifest(UntrustedVersion):
@@ -365,56 +365,56 @@ class UnsignedManifest(UntrustedVersion):
 
 
 class WrongSignature(UntrustedVersion):
-    """The manifest's signature is of none of the trusted keys."""
+    """None of the trusted keys made the manifest's signature."""
 
     action = "compare `heterorl keys show` at the learner with trusted_keys; if they agree, distrust the coordinator"
 
 
 class UnprovenDescent(UntrustedVersion):
-    """The coordinator does not show the manifests that lead from a version used before to this one."""
+    """The coordinator does not list the manifests that lead from a version used before to this one."""
 
     action = "asked for again; if it repeats, distrust the coordinator"
 
 
 class NotReversible(HeterorlError):
-    """A delta holds a state, or steps that need one: the way back is not in it."""
+    """A delta that holds a state, or steps that need one, so it cannot be undone from itself."""
 
     action = "rebuild the earlier version from its snapshot"
 
 
 class RewardError(HeterorlError):
-    """A verifier crashed or timed out: the completion is a lost member of its group, never one of reward zero."""
+    """A verifier crashed or timed out: the completion is a lost member of its group, never a zero reward."""
 
 
 class EngineError(HeterorlError):
-    """An engine that generates nothing until it has loaded a version anew; nothing it computed since is used."""
+    """An engine generates nothing until it loads a version again; what it computed since is not used."""
 
 
 class StaleWeights(EngineError):
-    """After a swap the engine computes something else than the version's weights do."""
+    """After a swap the engine computes something else than the version's weights."""
 
     def __init__(self, version: int, *, difference: float, tolerance: float) -> None:
         self.version = version
         self.difference = difference
         super().__init__(
             f"version {version}: log-probs differ from the reference by {difference:.2g}, allowed are {tolerance:.2g}",
-            action="the engine is started again with the whole version",
+            action="the engine restarts with the whole version",
         )
 
 
 class EngineDied(EngineError):
-    """The engine's process ended or answers no more."""
+    """The engine's process ended or does not answer."""
 
-    action = "the engine is started again with the whole version"
+    action = "the engine restarts with the whole version"
 
 
 class EpisodeError(HeterorlError):
-    """An episode of an environment has ended without a reward; the other members of its group go on."""
+    """An environment's episode ended without a reward; the other members of its group go on."""
 
 
 class EnvironmentFailed(EpisodeError):
-    """The environment's own code raised, or returned what is no observation or reward."""
+    """The environment's own code raised, or returned neither an observation nor a reward."""
 
 
 class ToolLost(EpisodeError):
-    """The process of an episode took too long for one call and was killed, or it died."""
+    """The process of an episode died, or was killed because a call took too long."""

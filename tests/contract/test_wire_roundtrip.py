@@ -519,7 +519,7 @@ def test_values_that_nothing_can_hold_are_refused_with_their_field():
         contract_from_pb(common_pb2.Contract())
     for seconds in (-1.0, math.inf, math.nan):
         message = common_pb2.Contract(sampling={"logprob_mode": 1}, trajectory_s=seconds)
-        with pytest.raises(InvalidRequest, match=f"contract.trajectory_s: {seconds} is no number of seconds"):
+        with pytest.raises(InvalidRequest, match=f"contract.trajectory_s: {seconds} is not a number of seconds"):
             contract_from_pb(message)
     with pytest.raises(MalformedPayload):
         read_sealed(b"\xff\xff")

@@ -16,7 +16,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload import file_digest
+from heterorl.common.weights.payload_file import file_digest
 from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.coordinator.store.bucket import objects as requests
 from heterorl.coordinator.store.bucket.objects import Piece

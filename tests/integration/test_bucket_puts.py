@@ -18,7 +18,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
-from heterorl.common.weights.payload import file_digest
+from heterorl.common.weights.payload_file import file_digest
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.bucket import bucket_storage
@@ -210,7 +210,7 @@ async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(bucket, prefi
                 async for frame in frames(data[SIZE // 2 :]):
                     yield frame
 
-            with pytest.raises(Unreachable, match="the store of the payloads does not answer"):
+            with pytest.raises(Unreachable, match="the bucket of the payloads does not answer"):
                 await client.put_payload(**how, frames=cut)
             relay.mend()
             before = received()

@@ -1,4 +1,4 @@
-"""Who is who: certificates, the names in them, their revocation, and the keys that sign versions.
+"""Identity of nodes and versions: certificates, SPIFFE names, revocation, and keys that sign versions.
 
-A peer is exactly one URI of its certificate; a version is accepted by its signature alone. Open `spiffe` first.
+A peer is exactly one URI of its certificate; a version is accepted by its signature only. Open `spiffe` first.
 """

@@ -1,7 +1,7 @@
-"""Certificates of one node, and revoked ones: checked when read, read again when changed, as gRPC credentials.
+"""Certificates of a node and revoked serials: checked when read, read again when changed, as gRPC credentials.
 
-Guarantees: what is not a working set (unreadable, key of another certificate, expired, foreign authority) is never
-taken: at the start it is the operator's error, at a change the old set stays and a warning says so once.
+Guarantees: an unusable set (unreadable, key of another certificate, expired, foreign authority) is never taken. At the
+start it is a ConfigError; after a change the old set stays and one warning is logged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 
 _LOG = logging.getLogger(__name__)
 SETTLE_S = 0.05
-"""A thread of gRPC needs microseconds from its answer to its own hold on the credentials."""
+"""Long enough for gRPC's threads, which need microseconds to take hold of the credentials."""
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """A working set of PEM bytes, and who it makes this node; `number` grows with each set."""
+    """A working set of PEM bytes and the identity in it; `number` grows with each set."""
 
     ca: bytes
     cert: bytes
@@ -39,29 +39,24 @@ class Material:
 
 
 class MaterialFiles:
-    """The three files of a node. `current` is cheap: it looks at the files and reads them only after a change."""
+    """The three files of a node; `current` reads them only after a change."""
 
     def __init__(self, tls: TlsConfig) -> None:
-        """Read the files.
-
-        Raises:
-            ConfigError: a file cannot be used; names its key.
-        """
+        """Read the files; raises ConfigError with the key of an unusable one."""
         self._tls = tls
         self._stamp = self._look()
         self._material = read_material(tls, number=0, now=time.time())
 
     def current(self) -> Material:
-        """The newest working set."""
         stamp = self._look()
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._material = read_material(self._tls, number=self._material.number + 1, now=time.time())
             except ConfigError as error:
-                _LOG.warning("changed certificates are not taken, the old ones stay: %s", error)
+                _LOG.warning("keeping the old certificates, the changed ones are unusable: %s", error)
             else:
-                _LOG.info("certificates were read again: %s", self._material.identity.uri)
+                _LOG.info("read changed certificates: %s", self._material.identity.uri)
         return self._material
 
     def _look(self) -> _Stamp:
@@ -69,7 +64,7 @@ class MaterialFiles:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written; zeros when there is none."""
+    """Values that change when a file is replaced or written; zeros without a file."""
     try:
         status = path.stat()
     except OSError:
@@ -78,11 +73,7 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
-    """Read and check the files of a configuration; `now` in seconds since the epoch.
-
-    Raises:
-        ConfigError: a file cannot be used; names its key.
-    """
+    """Read and check a node's files; `now` in epoch seconds. Raises ConfigError with the key of an unusable file."""
     ca, cert, key = (_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key"))
     authorities = _certificates("tls.ca", ca)
     chain = _certificates("tls.cert", cert)
@@ -109,9 +100,9 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
     taken = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        # gRPC asks under a lock, but a handshake that was answered before goes on to use the credentials without one,
-        # and an answer frees them: with many handshakes at once that aborted the process (grpc issue 36693). So the
-        # answer is None, which keeps what is there, whenever nothing changed, and waits for those handshakes otherwise.
+        # gRPC asks under a lock, but earlier handshakes use the credentials without one, and an answer frees them: many
+        # handshakes at once aborted the process (grpc issue 36693). So return None, which keeps them, if nothing
+        # changed; else wait for those handshakes.
         nonlocal taken
         material = files.current()
         if material.number == taken.number:
@@ -120,7 +111,7 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
         time.sleep(SETTLE_S)  # noqa: TID251 - gRPC's own lock must be held so long
         return _configuration(material)
 
-    # The stubs do not know None, which the documentation of gRPC names.
+    # gRPC documents None, its stubs do not.
     return grpc.dynamic_ssl_server_credentials(
         _configuration(taken),
         changed,  # type: ignore[arg-type]
@@ -160,28 +151,20 @@ def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
 
 
 def parse_serials(text: str) -> frozenset[int]:
-    """Read the file's text.
-
-    Raises:
-        ValueError: a line is not a hexadecimal number.
-    """
+    """Parse a list of revoked serials; raises ValueError if a line is not a hexadecimal number."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return frozenset(int(line, 16) for line in lines if line)
 
 
 class Revocations:
-    """Certificates that are no longer accepted: a file of serial numbers, looked at on each call.
+    """Revoked certificates: a file of serial numbers, looked at on each call.
 
-    Guarantees: a serial that was read stays refused until a readable file without it replaces it; a file that is gone
-    or damaged takes nothing back. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
+    Guarantees: a serial that was read stays refused until a readable file without it replaces it; a missing or damaged
+    file takes nothing back. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Read the file; raises ConfigError if it cannot be read."""
         self._path = path
         self._stamp = stamp_of(path)
         try:
@@ -190,18 +173,16 @@ class Revocations:
             raise ConfigError("tls.revoked", f"cannot read {path}: {error}", action="an empty file is none") from error
 
     def __contains__(self, serial: object) -> bool:
-        """Whether a serial is revoked now."""
         return serial in self.current()
 
     def current(self) -> frozenset[int]:
-        """The serials that are revoked now."""
         stamp = stamp_of(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._serials = parse_serials(self._path.read_text(encoding="ascii"))
             except (OSError, ValueError) as error:
-                _LOG.error("the changed list of revoked certificates is not taken, the old one stays: %s", error)
+                _LOG.error("keeping the old list of revoked certificates, the changed one is unusable: %s", error)
             else:
                 _LOG.info("%d certificates are revoked", len(self._serials))
         return self._serials

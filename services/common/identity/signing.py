@@ -1,8 +1,7 @@
-"""Ed25519 keys: who published a version, and whose versions a node accepts. What is signed is a manifest's exact bytes.
+"""Ed25519 signatures of versions: the publisher's key, and the keys that a node trusts.
 
-A private key is a file of its own (PKCS 8, PEM) that only its owner may read; a public key is written
-`ed25519:` and 64 hex digits, and may be shown to anybody. What a private key file holds is never part of a message,
-an error or a log line.
+Manifests are signed as exact bytes. A private key is a PKCS 8 PEM file that only its owner may read; a public key is
+`ed25519:` and 64 hex digits. The content of a private key file is never in a message, an error or a log line.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
 
 PREFIX = "ed25519:"
 PublicKey = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
-"""A public key as configurations write it."""
+"""A public key in the form of configurations."""
 MAX_KEY_FILE_BYTES = 4096
 KEY = "signing_key"
 
 
 class Signer:
-    """A private key in memory; knows no way to show it."""
+    """A private key in memory, without a way to show it."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
 
     @property
     def public_key(self) -> str:
-        """The public half, as configurations write it."""
+        """The public half, in the form of configurations."""
         raw = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         return PREFIX + raw.hex()
 
@@ -52,11 +51,7 @@ class Signer:
 
 
 def new_key(path: Path) -> Signer:
-    """Make a key and write its private half, durably and readable by its owner only.
-
-    Raises:
-        ConfigError: the file exists or cannot be written; nothing has changed.
-    """
+    """Make a key and write its private half durably, mode 0600; raises ConfigError if the file exists."""
     key = Ed25519PrivateKey.generate()
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
@@ -75,14 +70,10 @@ def new_key(path: Path) -> Signer:
 
 
 def load_signer(path: Path) -> Signer:
-    """Read a private key.
-
-    Raises:
-        ConfigError: no such file, others than its owner may read it, or it is not an Ed25519 key in PEM.
-    """
+    """Read a private key; raises ConfigError unless it is an Ed25519 PEM file that only its owner may read."""
     try:
         with path.open("rb") as file:
-            # Asked of the open file: the name may lead elsewhere a moment later.
+            # Of the open file: the name may lead elsewhere a moment later.
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_KEY_FILE_BYTES)
     except OSError as error:
@@ -92,7 +83,7 @@ def load_signer(path: Path) -> Signer:
     try:
         key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError):
-        # Without the cause: a parser's message could quote what it read.
+        # Without the cause: a parser's message could quote the key.
         raise ConfigError(KEY, f"{path} is not a private key in PEM", action="heterorl keys new PATH") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(KEY, f"{path} is not an Ed25519 key", action="heterorl keys new PATH")
@@ -100,11 +91,7 @@ def load_signer(path: Path) -> Signer:
 
 
 def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
-    """The first of `keys` that made the signature of these bytes; None when none did.
-
-    Raises:
-        ConfigError: a key is not a public key.
-    """
+    """The first of `keys` that made the signature, or None; raises ConfigError for a malformed key."""
     for text in keys:
         try:
             if not text.startswith(PREFIX):
@@ -122,14 +109,14 @@ def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
 
 _LOG = logging.getLogger(__name__)
 UNSIGNED = "unsigned"
-"""What the state shows of a version that no key was asked about."""
+"""Recorded in place of a key, if no key is trusted."""
 
 
 class Trust:
-    """The keys whose versions a node accepts; none means that every manifest is accepted, which is said once.
+    """The keys whose versions a node accepts; without keys it accepts every manifest and warns once.
 
-    A signed manifest names its parent by digest, so one signature vouches for the whole history behind it. Several keys
-    may be trusted at once: that is how a learner's key is exchanged.
+    A signed manifest names its parent by digest, so one signature vouches for the whole history. Several keys may be
+    trusted at once, to exchange a learner's key.
     """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
@@ -137,19 +124,16 @@ class Trust:
         self._has_warned = False
 
     def check(self, data: bytes, signature: bytes, *, version: int) -> str:
-        """Accept the exact bytes of a manifest, or refuse them.
-
-        Returns:
-            The trusted key that signed them; UNSIGNED where no key is trusted, for then nothing was proven.
+        """Accept the exact bytes of a manifest and return the key that signed them (UNSIGNED if no key is trusted).
 
         Raises:
             UnsignedManifest: keys are trusted and there is no signature.
-            WrongSignature: the signature is of none of them, or of other bytes.
+            WrongSignature: none of them made the signature of these bytes.
         """
         if not self._keys:
             if not self._has_warned:
                 self._has_warned = True
-                _LOG.warning("trusted_keys is empty: whoever controls the coordinator can replace the weights")
+                _LOG.warning("trusted_keys is empty: the coordinator's operator can replace the weights")
             return UNSIGNED
         if not signature:
             raise UnsignedManifest(f"the manifest of version {version} is not signed")

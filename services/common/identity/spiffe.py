@@ -1,7 +1,7 @@
-"""Who a peer is: exactly one URI in its certificate, `spiffe://<run>/site/<id>/role/<role>`.
+"""SPIFFE identity of a peer: exactly one URI in its certificate, `spiffe://<run>/site/<id>/role/<role>`.
 
-Guarantees: an identity comes from the certificate's own bytes, never from a name that only looks like a URI, and a
-certificate with no URI or with two has none. Must never trust a certificate: the TLS handshake has checked its issuer.
+Guarantees: an identity comes from the certificate's own bytes, never from a name that only looks like a URI; a
+certificate with no URI or with two has none. The TLS handshake has checked the issuer; this module does not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
-"""A run or a site, in certificates as in configurations."""
+"""A run or a site."""
 _URI = re.compile(rf"spiffe://(?P<run>{_NAME})/site/(?P<site>{_NAME})/role/(?P<role>[a-z]+)")
 
 
 class Role(enum.StrEnum):
-    """What a node is in a run."""
+    """The role of a node."""
 
     COORDINATOR = "coordinator"
     LEARNER = "learner"
@@ -33,7 +33,7 @@ class Role(enum.StrEnum):
 
 
 class RefusalReason(enum.StrEnum):
-    """Why a call was refused, as counted."""
+    """Why a call was refused; a label of metrics."""
 
     TLS_VERSION = "tls_version"
     NO_CERTIFICATE = "no_certificate"
@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What one certificate says; the two instants are seconds since the epoch."""
+    """The names and lifetime in one certificate; instants in seconds since the epoch."""
 
     run: str
     site: str
@@ -65,11 +65,10 @@ class Identity:
     not_before: float
     not_after: float
     through: Identity | None = None
-    """The relay that carries this node's calls; None where the node itself is at the other end of the link."""
+    """The relay that carries this node's calls; None if the node is the peer itself."""
 
     @property
     def uri(self) -> str:
-        """The identity as it stands in the certificate."""
         return spiffe_uri(run=self.run, site=self.site, role=self.role)
 
     def refuse_at(self, now: float) -> Refusal | None:
@@ -82,7 +81,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """The other end of a plaintext link over loopback: whoever is on this machine, in any role."""
+    """The peer of a plaintext link over loopback: any process of this machine, in any role."""
 
 
 Peer = Identity | LocalPeer
@@ -159,8 +158,8 @@ TLS_VERSION = b"TLSv1.3"
 
 
 def identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:
-    """The identity that a link's certificate names; `auth` is gRPC's auth_context."""
-    # gRPC also offers peer_spiffe_id, but leaves it out both for no URI and for two; the certificate tells them apart.
+    """The identity in a link's certificate; `auth` is gRPC's auth_context."""
+    # gRPC's peer_spiffe_id is missing both for no URI and for two; the certificate tells them apart.
     versions = list(auth.get("ssl_tls_version", ()))
     if versions != [TLS_VERSION]:
         stated = versions[0].decode("ascii", "replace") if versions else "unknown"
@@ -172,18 +171,18 @@ def identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:
 
 
 def certificate_of(auth: Mapping[str, Iterable[bytes]]) -> bytes:
-    """The other end's certificate, PEM; empty where it has none."""
+    """The peer's certificate, PEM; empty without one."""
     certificates = list(auth.get("x509_pem_cert", ()))
     return certificates[0] if len(certificates) == 1 else b""
 
 
 NODE_KEY = "heterorl-node-bin"
-"""Metadata of a call that a relay carries: the certificate of the node whose call it is, PEM."""
+"""Metadata key of a call through a relay: the calling node's certificate, PEM."""
 MAX_CERTIFICATE_BYTES = 4096
 
 
 def is_within(site: str, *, relay_site: str) -> bool:
-    """Whether a node of `site` is of the relay's own: `eu`, or below it, as `eu.gpu1`."""
+    """Whether a node of `site` belongs to the relay's site: `eu`, or below it, as `eu.gpu1`."""
     return site == relay_site or site.startswith(f"{relay_site}.")
 
 
@@ -201,16 +200,16 @@ def refuse_node(relay: Identity, node: Identity) -> Refusal | None:
 
 
 def carried(relay: Identity, shown: Sequence[bytes], authorities: bytes) -> Identity | Refusal:
-    """The node behind a relay whose call the relay says it carries.
+    """The node behind a relay that states to carry its call.
 
-    A relay proves itself by the handshake and shows the certificate of the node that called it, so that role, site,
-    lifetime and revocation are judged of the node as if it had called itself. What a relay cannot show is a node that
-    the authority never made; what it can do is to act as any node of its own site whose certificate it has seen.
+    A relay proves itself by the handshake and shows the certificate of the node that called it. Role, site, lifetime
+    and revocation are judged by that certificate. So a relay can act as any node of its own site whose certificate it
+    has seen, and as no other node.
 
     Args:
-        relay: the other end of the link, as its own certificate names it.
+        relay: the peer of the link, as its own certificate names it.
         shown: values of NODE_KEY.
-        authorities: PEM of the authorities whose certificates are believed.
+        authorities: PEM of the trusted authorities.
     """
     if relay.role is not Role.RELAY:
         message = f"a {relay.role} carries no other node's calls"

@@ -1,6 +1,6 @@
-"""How a link is secured: certificates by default, plaintext only between processes of one machine.
+"""Settings of a link's security: certificates by default, plaintext only between processes of one machine.
 
-Guarantees: plaintext needs both the operator's word and an address of loopback. Must never fall back to it.
+Guarantee: plaintext needs both `insecure = true` and a loopback address; nothing falls back to it.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from heterorl.common.process.address import is_loopback
 from heterorl.common.process.config import Config
 
 ADDRESS_FILE = "coordinator"
-"""Beside a node's certificate: host:port of the coordinator, for commands that are not told."""
+"""File next to a node's certificate with the coordinator's host:port, for commands without an address."""
 _ACTION = "make certificates with `heterorl certs init` and `issue`, or set tls.insecure on loopback"
 
 
 class TlsConfig(Config):
-    """Certificates of this node. Files are read again when they change: a rotation needs no restart."""
+    """Certificates of this node. Changed files are read again: a rotation needs no restart."""
 
     ca: str = Field(default="", max_length=4096)
-    """PEM file of the authorities whose certificates are believed; may hold the old and the new one."""
+    """PEM file of the trusted authorities; during a change of authority it holds the old and the new one."""
     cert: str = Field(default="", max_length=4096)
-    """PEM file of this node's certificate, and of intermediate authorities if there are any."""
+    """PEM file of this node's certificate, followed by intermediate authorities if any."""
     key: str = Field(default="", max_length=4096)
     """PEM file of this node's private key, mode 0600."""
     insecure: bool = False
-    """Plaintext without identity; accepted only for an address of loopback."""
+    """Plaintext without identity; accepted for loopback addresses only."""
 
 
 class ServerTlsConfig(TlsConfig):
-    """Certificates of the coordinator, and those that it no longer accepts."""
+    """Certificates of the coordinator, and revoked ones."""
 
     revoked: str = Field(default="", max_length=4096)
-    """File of revoked serial numbers, one hexadecimal number a line; looked at on each call. Empty is none."""
+    """File of revoked serial numbers, one hexadecimal number a line; read again when it changes. Empty: none."""
 
 
 def files_in(directory: Path) -> dict[str, str]:
-    """The three files of a node where `heterorl join` and `certs issue` put them, by their keys."""
+    """The three files of a node by key, where `heterorl join` and `certs issue` put them."""
     names = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
     return {key: str(directory / name) for key, name in names.items()}
 
 
 def noted_address(directory: Path) -> str:
-    """host:port of the coordinator as `heterorl join` noted it beside a node's files; empty where it did not."""
+    """host:port of the coordinator that `heterorl join` noted; empty if it did not."""
     try:
         return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:300].strip()
     except (OSError, UnicodeDecodeError):
@@ -53,11 +53,7 @@ def noted_address(directory: Path) -> str:
 
 
 def check_tls(tls: TlsConfig, *, key: str, address: str) -> None:
-    """Check the rule for a link at `address`, which the setting `key` names.
-
-    Raises:
-        ConfigError: a file is not named, plaintext could leave the machine, or both are asked for.
-    """
+    """Check a link at `address`, the value of `key`; raises ConfigError for missing or contradictory settings."""
     files = {"tls.ca": tls.ca, "tls.cert": tls.cert, "tls.key": tls.key}
     if isinstance(tls, ServerTlsConfig) and tls.revoked:
         files["tls.revoked"] = tls.revoked

@@ -1,4 +1,4 @@
-"""What learner and samplers must agree on about the model, and what touches its tensors.
+"""The model that learner and samplers share: contract, tensors, adapters, quantised variants, log-probs.
 
-Contract, prompts, adapters, quantised forms, positions. Open `contract` first: what a node states about itself.
+Open `contract` first: the settings that a node states.
 """

@@ -1,7 +1,7 @@
-"""Low-rank adapters as torch modules: y = W x + (alpha / rank) B (A x), W frozen.
+"""LoRA adapters as torch modules: y = W x + (alpha / rank) B (A x), W frozen.
 
 Guarantees: base tensors keep their names; an untrained adapter adds nothing, because B starts at 0; A starts as a
-function of the module's name alone, so every node begins with the same adapters and version 0 need not be sent.
+function of the module's name only, so every node begins with the same adapters and version 0 need not be sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **like))  # type: ignore[call-overload]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's name
-        """Base output plus the adapter's."""
         inner = functional.linear(input, self.lora_a)
         return super().forward(input) + self.scale * functional.linear(inner, self.lora_b)
 
@@ -57,10 +56,9 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> None:
-    """Freeze a causal language model and give the named linear layers adapters; in place.
+    """Freeze a causal language model and add adapters to the named linear layers; in place.
 
-    Raises:
-        ConfigError: a name fits no linear layer, or the output embedding, which is not read through its module.
+    Raises ConfigError if a name fits no linear layer, or the output embedding, which is not read through its module.
     """
     model.requires_grad_(False)
     found = set()
@@ -81,7 +79,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> None:
 
 
 def merge(model: nn.Module) -> None:
-    """Replace adapters by plain layers that do the same, up to rounding; in place."""
+    """Replace adapters by equal plain layers, up to rounding; in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoraLinear):
@@ -89,17 +87,17 @@ def merge(model: nn.Module) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are trained, by name, tied ones once: adapters where there are some, else all."""
+    """Trained parameters by name, tied ones once: adapters if there are any, else all."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `attach` was here."""
+    """Whether `attach` ran."""
     return any(isinstance(module, LoraLinear) for module in model.modules())
 
 
 def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
-    """Where an adapter's tensor starts, in fp32; None for the name of any other tensor."""
+    """The start of an adapter's tensor, in fp32; None for any other tensor."""
     module, _, part = name.rpartition(".")
     if part not in PARTS:
         return None
@@ -116,7 +114,7 @@ def base_digest(model: nn.Module) -> Digest:
 
 
 def digest_of(state: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Digest:
-    """`base_digest` of a model whose weights are elsewhere."""
+    """`base_digest` of a model whose weights are read by `read`."""
     hasher = blake3.blake3(b"heterorl base 1")
     for name, tensor in sorted(state.items()):
         if tensor.is_floating_point() and name.rpartition(".")[2] not in PARTS:
@@ -128,7 +126,7 @@ def digest_of(state: Mapping[str, torch.Tensor], read: Callable[[str], torch.Ten
 
 def _start_of_a(module: str, shape: Sequence[int]) -> torch.Tensor:
     seed = int.from_bytes(blake3.blake3(module.encode()).digest()[:8], "little")
-    # numpy, not torch: its stream of PCG64 doubles is the same on every machine and in every release.
+    # numpy, not torch: PCG64 doubles are the same on every machine and in every release.
     bound = 1.0 / math.sqrt(shape[1])
     start = np.random.Generator(np.random.PCG64(seed)).random(tuple(shape)) * (2 * bound) - bound
     return torch.from_numpy(start.astype(np.float32))

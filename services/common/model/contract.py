@@ -1,6 +1,6 @@
-"""What a node states about itself: the contract from its tokenizer, task, sampling and adapter settings.
+"""The contract of a node: from its tokenizer, task, sampling and adapter settings.
 
-With adapters the published state holds them alone, unmerged: W + B A summed on another machine is not the same bits.
+With adapters only they are published, unmerged: W + B A summed on another machine has other bits.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from heterorl.common.wire.statement import Statement, contract_digest, statement
 
 
 class LoraConfig(Config):
-    """Adapters of a run (Hu et al., 2021, arXiv:2106.09685); the same on every node."""
+    """LoRA adapters of a run (Hu et al., 2021, arXiv:2106.09685); equal on every node."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rows of A and columns of B; 0 trains all weights."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: float = Field(default=32.0, gt=0.0, le=1e6)
-    """The addition is scaled by alpha / rank."""
+    """Scale of the adapters: alpha / rank."""
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
-    """Last parts of the names of the linear layers that get an adapter; not the output embedding."""
+    """Linear layers with an adapter, by the last part of their names; not the output embedding."""
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
         return self.rank > 0
 
     def settings(self, base_digest: Digest) -> LoraSettings:
-        """The settings as nodes compare them, with the digest of the weights under the adapters."""
+        """The settings that nodes compare, with the digest of the frozen weights."""
         if not self.is_on:
             return NO_LORA
         return LoraSettings(
@@ -63,45 +62,40 @@ LOCAL = frozenset(
      "ca_file", "cache_file", "rubric_file", "python", "shown", "sandbox", "environment_path", "step_timeout_s",
      "environment_memory_bytes", "environment_workers"}
 )  # fmt: skip
-"""Keys of a task that say where things are on one machine: no node states them, and none adopts them."""
+"""Task keys about one machine's files and resources: not stated, not adopted."""
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn and what their log-probs mean; the same on every node of a run."""
+    """How tokens are drawn and what their log-probs mean; equal on every node of a run."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature."""
+    """Softmax temperature of draws."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off. Truncation makes the behaviour policy another than its log-probs say."""
+    """Nucleus mass; 1 is off. Below 1 the log-probs are not those of the draws."""
     top_k: int = Field(default=0, ge=0)
-    """Number of candidates; 0 is off."""
+    """Number of candidate tokens; 0 is off."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """Longest completion, tokens; of a rollout of several turns, longest turn."""
+    """Longest completion, tokens; in environments, longest turn."""
     max_trajectory_tokens: int = Field(default=8192, ge=1)
-    """Longest rollout of several turns: tokens drawn and given behind the prompt."""
+    """Longest multi-turn rollout, tokens: drawn and given, behind the prompt."""
     min_members: int = Field(default=0, ge=0)
-    """Rollouts of a group that must have ended with a reward, so that it is trained on them; 0: half of group_size."""
+    """Rollouts with a reward that a group needs to be trained; 0: half of group_size."""
     end_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
-    """Tokens that end a completion; empty takes what model_dir says: generation_config.json, or config.json where that
-    names none, and in any case the tokenizer's own."""
+    """Tokens that end a completion. Empty: those of the model's generation_config.json, else config.json, and the
+    tokenizer's own."""
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
     """`processed`: of logits / temperature; `raw`: of the logits."""
     router_replay: Literal["none", "rollout"] = "none"
-    """Mixtures of experts: `rollout` lets samplers record each token's experts, which the learner's passes then take
-    instead of its own (R3, arXiv 2510.11370); `none` lets either route by itself."""
+    """Mixtures of experts: with `rollout` samplers record each token's experts and the learner replays them
+    (R3, arXiv 2510.11370); with `none` both route by themselves."""
 
     def members(self, group_size: int) -> int:
-        """Rollouts of a group that must be trainable.
-
-        Raises:
-            ConfigError: there are not so many.
-        """
+        """Rollouts of a group that must be trainable; raises ConfigError if more than group_size."""
         if self.min_members > group_size:
             raise ConfigError("sampling.min_members", f"{self.min_members}, and group_size is {group_size}")
         return self.min_members or -(-group_size // 2)
 
     def semantics(self) -> SamplingSemantics:
-        """The settings as a domain value."""
         return SamplingSemantics(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -127,14 +121,13 @@ def build_contract(
     max_trajectory_tokens: int = 0,
     trajectory_s: float = 0.0,
 ) -> Contract:
-    """State what this node runs with; `text` are the digests of its tokenizer and its template.
+    """Build this node's contract; `text` are the digests of its tokenizer and its template.
 
-    Raises:
-        ConfigError: an end token is no token of the model.
+    Raises ConfigError if an end token is not a token of the model.
     """
     ends = tuple(sorted(set(end_token_ids)))
     if ends and ends[-1] >= vocab_size:
-        raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is no token of a model that has {vocab_size}")
+        raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is not a token of the model, which has {vocab_size}")
     return Contract(
         tokenizer_digest=text[0],
         chat_template_digest=text[1],
@@ -155,7 +148,7 @@ def build_contract(
 
 
 def statement_of(config: Any, contract: Contract) -> bytes:
-    """A learner's configuration, for sites that join with a short file; empty, with a warning, where it has no form."""
+    """A learner's configuration for sites that join with a short file; empty, with a warning, if it has no form."""
     task = config.task.model_dump(mode="json", exclude_unset=True)
     settings = {
         "task": without_local({"name": config.task.name, **task}),
@@ -168,7 +161,7 @@ def statement_of(config: Any, contract: Contract) -> bytes:
     try:
         return statement_to_bytes(Statement(contract=contract_digest(contract), settings=settings))
     except InvalidRequest as error:
-        _LOG.warning("nothing is stated for sites with a [join] section, they must state everything: %s", error)
+        _LOG.warning("stating no configuration for sites with a [join] section, they must set every key: %s", error)
         return b""
 
 

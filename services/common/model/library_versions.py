@@ -1,6 +1,6 @@
-"""Packages that compute with the model and are reached through more than their public names: which versions fit.
+"""Supported versions of the libraries that compute with the model and are used beyond their public names.
 
-The bounds are those of the extras in pyproject.toml; what is installed is read, not imported.
+The bounds are those of the extras in pyproject.toml; installed versions are read without an import.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportedPackage:
-    """A package, the extra that brings it, and the versions that this release works with."""
+    """A package, the extra that installs it, and its supported versions."""
 
     name: str
     versions: str
     distributions: tuple[str, ...]
-    """Names under which it is installed, the first that is there counts; one for another device has its own."""
+    """Distribution names; builds for other devices have their own. The first installed one counts."""
     extra: str = ""
-    """Empty where it has the package's name."""
+    """Empty if it has the package's name."""
 
 
 ENGINES = {
@@ -34,8 +34,8 @@ ENGINES = {
         SupportedPackage(name="deepspeed", versions=">=0.19,<0.20", distributions=("deepspeed",)),
     )
 }
-# Before torch 2.10 rows that do not divide by the ranks leave the storage that the optimizer has, at the first pass.
-# Before transformers 5 each expert is a module of its own, of which ranks have gradients for different ones.
+# Before torch 2.10, rows that do not divide by the ranks leave the optimizer's storage at the first pass.
+# Before transformers 5, each expert is a module, and ranks have gradients for different ones.
 LIBRARIES = {
     library.name: library
     for library in (
@@ -47,15 +47,15 @@ _KNOWN = ENGINES | LIBRARIES
 
 
 def installed(name: str) -> str | None:
-    """The version of a package of these tables; None where it cannot be imported."""
+    """The version of a package of these tables; None if it cannot be imported."""
     if find_spec(name) is None:
         return None
-    # Naming what is known is quick; asking every installed package what it holds is not.
+    # Known names first: searching all installed packages is slow.
     return _version_of(_KNOWN[name].distributions) or _version_of(packages_distributions().get(name, ())) or "unknown"
 
 
 def _version_of(distributions: Sequence[str]) -> str:
-    """The version of the first distribution that is installed; empty where none is."""
+    """The version of the first installed distribution; empty without one."""
     for distribution in distributions:
         try:
             return version(distribution)
@@ -65,7 +65,7 @@ def _version_of(distributions: Sequence[str]) -> str:
 
 
 def check_package(name: str) -> str:
-    """The version of an engine's or a library's package, if it is one that fits.
+    """The version of an engine's or a library's package, if it is supported.
 
     Raises:
         DependencyMissing: it is not installed.
@@ -75,7 +75,7 @@ def check_package(name: str) -> str:
     found, extra = installed(name), engine.extra or name
     if found is None:
         raise DependencyMissing(name, extra)
-    # Builds for one device are named behind a plus sign; a preview of a version is judged as that version.
+    # A local version (+cu128) and a pre-release count as their version.
     if found == "unknown" or not SpecifierSet(engine.versions).contains(found, prereleases=True):
         raise DependencyUnsupported(name, extra, found=found, supported=engine.versions)
     return found

@@ -1,12 +1,10 @@
-"""What a log-prob is: hidden states -> logits -> logits at a temperature -> log-probs, for engines, learner and checks.
+"""Log-probs of tokens: hidden states -> logits -> temperature -> log-probs, for engines, learner and checks.
 
-The only place that divides logits; which temperature a run's log-probs have says
-`SamplingSemantics.logprob_temperature`. `token_logprobs` takes all of the way without ever holding [tokens x
-vocabulary].
+Only this module divides logits; `SamplingSemantics.logprob_temperature` is the temperature of a run's log-probs.
 
 Guarantees: `token_logprobs` is log_softmax(hidden @ weight.T / temperature) gathered at the targets, in value and
-gradient; forward and backward hold the logits of one chunk of tokens at a time (the backward pass computes them again);
-normalised in fp32 or wider. Entropies carry no gradient.
+gradient. Forward and backward hold the logits of one chunk of tokens, never [tokens x vocabulary]; the backward pass
+computes them again. Normalised in fp32 or wider. Entropies carry no gradient.
 
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 """
@@ -38,7 +36,7 @@ def tempered(logits: torch.Tensor, temperature: float, *, in_place: bool = False
 
 
 def logprobs_of(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """Log-prob [N] of each target under logits that are tempered already; a row is normalised over all tokens."""
+    """Log-prob [N] of each target under tempered logits, normalised over all tokens."""
     return logits_NV.gather(1, targets_N[:, None])[:, 0] - torch.logsumexp(logits_NV, 1)
 
 
@@ -50,14 +48,14 @@ def token_logprobs(
     temperature: float,
     chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target token, and the entropy of the distribution it was drawn from, in nats.
+    """Log-prob of each target token and entropy of its distribution, in nats.
 
     Args:
         hidden_NH: last hidden states; products are computed in their type, under autocast in its type.
         weight_VH: output embedding.
         targets_N: int64 token ids in [0, V).
         temperature: positive; logits are divided by it.
-        chunk_logits: logits to hold at a time, at least one token; None takes what suits the device.
+        chunk_logits: logits to hold at a time, at least one token; None: a default of the device.
 
     Returns:
         Two tensors [N] in fp32, or in float64 for float64 hidden states.

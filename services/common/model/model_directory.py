@@ -1,6 +1,6 @@
-"""Whether `model_dir` names a model, said in one line before a library is asked, which tries for a minute.
+"""Check of `model_dir`, with an error in one line before a library tries for a minute.
 
-Guarantees: a directory is looked at and nothing else; a hub id that is not in the cache costs one connection.
+Guarantees: a local directory costs no network; a hub id outside the cache costs one connection.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) o
 
 
 def check_model_dir(model_dir: str) -> None:
-    """See that there is a model of this name, or that the hub can be asked for one.
-
-    Raises:
-        ConfigError: there is none; names the key.
-    """
+    """Check that this model exists, or that the hub can be asked for it; raises ConfigError."""
     if not model_dir:
         raise ConfigError("model_dir", "is not set", action=_ACTION)
     path = Path(model_dir)
@@ -48,7 +44,7 @@ def check_model_dir(model_dir: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    # safetensors writes files that their owner alone may read, and calls one that another user may not read absent.
+    # safetensors writes files for their owner only, and calls a file that it may not read absent.
     try:
         closed = [each for each in (sorted(path.iterdir()) if path.is_dir() else []) if not os.access(each, os.R_OK)]
     except PermissionError:
@@ -60,7 +56,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """See that all files are there that the index names which would be read."""
+    """Check that all files of the index exist."""
     for whole in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{whole}.index.json"
         if (path / whole).is_file():
@@ -69,7 +65,7 @@ def _check_shards(path: Path) -> None:
             try:
                 named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                # Whoever reads it says what is wrong with it.
+                # Its reader reports the problem.
                 return
             missing = sorted(str(name) for name in named if not (path / str(name)).is_file())
             if missing:
@@ -82,7 +78,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def first_line(error: Exception) -> str:
-    """What a library says first of a model that it cannot load; the rest is advice for its own users."""
+    """The first line of a library's error; the rest is advice for its own users."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 

@@ -1,19 +1,19 @@
-"""Models of transformers as they are built: one at a time in a process, with positions that no other text changes.
+"""Loading of transformers models: one at a time in a process, with rotary positions that other texts do not change.
 
-While transformers builds a model it replaces functions of `torch.nn.init`, and the learner replaces one of `nn.Module`
-for a model without weights. Two threads inside at once put back each other's replacement, and it stays for good:
-`normal_` then writes nothing into a loaded parameter. So each thread that builds a model holds one lock.
+While transformers builds a model it replaces functions of `torch.nn.init`, and the learner one of `nn.Module`. Two
+threads at once would restore each other's replacement for good, and `normal_` would write nothing into a parameter. So
+a thread that builds a model holds BUILDING.
 
 transformers chooses some rotary positions by the longest position of a pass:
 
-    longrope    short or long factors, by whether the pass goes beyond the window of the first training
-    dynamic     a base that grows with the longest position, and stays what an earlier pass needed
+    longrope    short or long factors, depending on whether the pass exceeds the window of the first training
+    dynamic     a base that grows with the longest position, and stays as an earlier pass needed it
 
-So a text's log-probs would depend on the texts that it shares a pass with, and a completion that leaves the window
-would have keys of two kinds. Within the window both are what a model without such positions has.
+So a text's log-probs would depend on the other texts of its pass, and a completion that leaves the window would have
+keys of two kinds. Within the window both equal a model without such positions.
 
-Guarantees: after `hold_positions` they are those of the window at every length; a prompt that leaves a completion no
-room is refused before anything is generated.
+Guarantees: after `hold_positions` positions are those of the window at every length; a prompt without room for a
+completion is refused before generation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FAR = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Tokens that a model knows; `positions` bounds a prompt with its completion, 0 is no bound.
+    """A model's vocabulary and context length; `positions` bounds a prompt with its completion, 0 is no bound.
 
     `key` of the configuration sets `positions`.
     """
@@ -47,22 +47,18 @@ class TokenLimits:
     key: str = "model_dir"
 
     def check_length(self, max_new_tokens: int, *, key: str = "sampling.max_new_tokens") -> None:
-        """Refuse completions that leave no room for any prompt.
-
-        Raises:
-            ConfigError: names the key.
-        """
+        """Raise ConfigError for completions that leave no room for any prompt."""
         if 0 < self.positions <= max_new_tokens:
             problem = f"{max_new_tokens} new tokens leave no room for a prompt: {self.key} has {self.positions} tokens"
             raise ConfigError(key, problem, action="lower it")
 
     def check(self, prompt: Int32Array, max_new_tokens: int) -> None:
-        """Refuse what the model cannot compute, before it is among what others wait for.
+        """Refuse a prompt that the model cannot compute.
 
         Raises:
             ConfigError: no prompt has room beside such a completion.
             PromptTooLong: this prompt has none.
-            PromptRefused: it has a token that is none of the model's.
+            PromptRefused: one of its tokens is outside the vocabulary.
         """
         self.check_length(max_new_tokens, key="max_new_tokens")
         if self.positions and prompt.size + max_new_tokens > self.positions:
@@ -80,11 +76,7 @@ class TokenLimits:
 
 
 def token_limits_at(model_dir: str) -> TokenLimits:
-    """The room of the model in a directory or on the hub, without its weights.
-
-    Raises:
-        ConfigError: its configuration cannot be read.
-    """
+    """The token limits of a model directory or hub id, without its weights; raises ConfigError if it is unreadable."""
     from transformers import AutoConfig
 
     try:
@@ -94,7 +86,7 @@ def token_limits_at(model_dir: str) -> TokenLimits:
 
 
 def token_limits_of(config: Any) -> TokenLimits:
-    """The room of a model's configuration; a model that reads more than text has one of text inside."""
+    """The token limits of a model's configuration; a multimodal model has a text model inside."""
     text, window = config.get_text_config(), window_of(config)
     positions = int(getattr(text, "max_position_embeddings", None) or 0)
     return TokenLimits(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))
@@ -112,7 +104,7 @@ class Window:
 
 
 def window_of(config: Any) -> Window | None:
-    """The smallest window of a model's configuration; None where its positions do not depend on what passes."""
+    """The smallest window of a model's configuration; None if its positions do not depend on the pass."""
     config = config.get_text_config()
     windows = [
         Window(kind=kind, tokens=int(tokens))
@@ -124,11 +116,7 @@ def window_of(config: Any) -> Window | None:
 
 
 def hold_positions(model: nn.Module) -> None:
-    """Keep a model's rotary positions as they are for short texts; in place, for a model that was just built.
-
-    Raises:
-        ConfigError: they depend on the longest position all the same.
-    """
+    """Fix a new model's rotary positions to those of short texts, in place; raises ConfigError if that fails."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _is_by_length(kinds):
@@ -167,30 +155,26 @@ def _is_by_length(kind: object) -> bool:
 
 
 BUILDING = threading.RLock()
-"""Held by a thread while it builds a model or gives modules to one."""
+"""Held by a thread while it builds a model or adds modules to one."""
 
 
 def choose_kernels() -> None:
-    """Keep two of CUDA's kernels from this process: products in TF32, and cuDNN's attention.
+    """Disable two CUDA features in this process: TF32 products and cuDNN attention.
 
-    TF32, which some images preset, keeps 10 bits of what fp32 products multiply. cuDNN plans attention again for each
-    new length: on an H100 and half a billion weights, engine hf drew 3,200 tokens/s with it and 10,200 without, and a
-    step of new lengths took 410 ms in place of 325.
+    TF32, which some images preset, keeps 10 bits of fp32 factors. cuDNN plans attention again for each new length: on
+    an H100 with half a billion weights, engine hf drew 3,200 tokens/s with it and 10,200 without, and a step of new
+    lengths took 410 ms instead of 325.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
-    """A causal language model with its weights, all of them from the files.
-
-    Raises:
-        ConfigError: it is not a causal language model, cannot be read, or has not all tensors.
-    """
+    """A causal language model with all weights from its files; raises ConfigError if that is not possible."""
     from transformers import AutoModelForCausalLM
 
     choose_kernels()
-    # Shapes that differ are among what was found, by name; otherwise the error names none.
+    # With this option mismatched shapes are reported by name.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with BUILDING:
@@ -204,7 +188,7 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
 
 
 def _check_found(model_dir: str, found: Mapping[str, Any]) -> None:
-    """transformers makes up what it does not find, otherwise at every start; tied tensors are not among it."""
+    """Refuse missing and mismatched tensors, which transformers would make up at random."""
     if mismatched := sorted(found["mismatched_keys"]):
         name, in_files, in_model = mismatched[0]
         problem = f"{name} is {list(in_files)} in the files and {list(in_model)} by config.json"

@@ -1,18 +1,16 @@
-"""Variants of a state: its weights in one byte each, with a scale for each row; what is small stays as it is.
+"""Quantised variants of a state: weights in one byte each, with a scale for each row; small tensors stay as they are.
 
 A tensor of two or more dimensions with rows (all but the first dimension) of at least MIN_ROW elements becomes
 
     name          q = round(w / s) in the variant's type, one byte each, ties to even
     name/scale    s, float32, one for each row
 
-and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. Every other tensor
-(norms, biases, what a model keeps in fp32 beside a narrower type) is copied bit by bit. A fresh scale is
-s = HEADROOM max|w| / LIMIT, at least the smallest normal float32, and 0 for a row of zeros. Scales are frozen: a row
-keeps its own until a weight outgrows it, |w| > LIMIT s; that row gets a fresh one.
+and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. All other tensors
+are copied bit by bit. A fresh scale is s = HEADROOM max|w| / LIMIT, at least the smallest normal float32, and 0 for a
+row of zeros. A row keeps its scale until a weight outgrows it, |w| > LIMIT s; then it gets a fresh one.
 
-Guarantees: a function of the state and the scales alone, the same on every machine (float32 division, multiplication
-and rounding as IEEE 754 has them, on the CPU); nothing saturates; with the scales that came of it, a state gives the
-same bits again. Imports torch, as heterorl.common.model.tensors does.
+Guarantees: the result depends on the state and the scales only and is the same on every machine (IEEE 754 float32 on
+the CPU); nothing saturates; a state with its own scales gives the same bits again.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 Variant = Literal["int8", "fp8_e4m3"]
 LIMIT: dict[Variant, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
-"""Largest magnitude of the type that is used."""
+"""Largest used magnitude of the type."""
 HEADROOM = 17 / 16
-"""How far the largest weight of a row may grow before it gets another scale; costs a tenth of a bit."""
+"""Growth of a row's largest weight before it needs another scale; costs a tenth of a bit."""
 MIN_ROW = 8
-"""Shorter rows stay as they are: their scales would be too large a part of them."""
+"""Shorter rows are not quantised: their scales would cost too much."""
 SCALE = "/scale"
 _BLOCK_ELEMENTS = 1 << 20
 _FP8_NUMBERS = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
-"""What each byte stands for."""
+"""The value of each byte."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def variant_layout(base: Layout, variant: Variant) -> Layout:
-    """The layout of a variant of states of `base`: it depends on that layout alone."""
+    """The layout of a variant; it depends on the base layout only."""
     specs: list[TensorSpec] = []
     quantised = _quantised(base)
     for spec in base.specs:
@@ -74,14 +72,13 @@ def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | No
         base: a state in bf16, fp16 or fp32.
         target: an arena of `variant_layout`, changed in place.
         variant: the type of the bytes.
-        frozen: an arena that has the scales to be kept, a state of the variant or its scales alone (not `target`);
-            None chooses all anew.
+        frozen: an arena with the scales to keep (not `target`); None chooses fresh ones.
 
     Returns:
         Rows that got a fresh scale although they had one.
 
     Raises:
-        ConfigError: a weight is NaN or infinite; `target` is then to be thrown away.
+        ConfigError: a weight is NaN or infinite; discard `target`.
     """
     num_rescaled, quantised = 0, _quantised(base.layout)
     for spec in base.layout.specs:
@@ -114,7 +111,7 @@ def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | No
 
 @torch.no_grad()
 def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
-    """Write the state that a variant stands for into `target`, an arena of the layout that it was made from."""
+    """Write the state of a variant into `target`, an arena of the base layout."""
     quantised = _quantised(target.layout)
     for spec in target.layout.specs:
         if spec.alias_of:
@@ -132,7 +129,7 @@ def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
 
 
 def _quantised(layout: Layout) -> frozenset[TensorSpec]:
-    """What becomes bytes of a state's tensors."""
+    """The tensors of a state that are quantised."""
     dtype = main_type(layout)
     return frozenset(
         spec
@@ -172,6 +169,6 @@ def _tensor(arena: Arena, name: str) -> torch.Tensor:
 
 
 def _blocks(spec: TensorSpec) -> Iterator[slice]:
-    """Rows a few at a time: the temporaries are of a block, not of the tensor."""
+    """Blocks of rows, so that temporaries are small."""
     step = max(1, _BLOCK_ELEMENTS * spec.shape[0] // spec.num_elements)
     return (slice(start, start + step) for start in range(0, spec.shape[0], step))

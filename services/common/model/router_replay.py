@@ -1,12 +1,12 @@
-"""Which experts the routers of a mixture of experts chose: recorded where tokens are drawn, taken again in training.
+"""Router replay of mixtures of experts: record the experts of drawn tokens, and reuse them in training.
 
-R3 (arXiv 2510.11370): a token near a tie of two experts goes to one in the sampler's engine and to the other in the
-learner's pass, for which the same weights give other log-probs. With replay the learner's pass takes the sampler's
-experts; their gate weights are of its own router, through which the gradient flows: softmax(logits) of the recorded
-experts, divided by their sum where the model does so.
+R3 (arXiv 2510.11370): a token near a tie of two experts may go to one in the sampler's engine and to the other in the
+learner's pass, so the same weights give other log-probs. With replay the learner's pass takes the sampler's experts;
+their gate weights come from its own router, through which the gradient flows: softmax(logits) of the recorded experts,
+divided by their sum where the model does so.
 
-A record has `RoutingShape.token_bytes` of each token that was read: for each layer that routes, in order, the ids of
-its experts, a byte each, or two (little-endian) where there are more than 256.
+A record has `RoutingShape.token_bytes` for each token that was read: for each routed layer, in order, the ids of its
+experts, one byte each, or two (little-endian) with more than 256 experts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from heterorl.common.errors import ConfigError
 
 _SCORE_TOLERANCE = 0.02
-"""Of gate weights that are computed anew, beside those of the router, which may be rounded to bf16."""
+"""Largest difference of recomputed gate weights from the router's, which may be rounded to bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingShape:
-    """What a model's routers choose of each token."""
+    """The experts that a model's routers choose for each token."""
 
     num_layers: int
     top_k: int
@@ -38,7 +38,7 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an expert's id in a record."""
+        """Type of an expert's id in a record."""
         return np.dtype("u1" if self.num_experts <= 256 else "<u2")
 
     @property
@@ -52,15 +52,11 @@ class RoutingShape:
         return ids.reshape(len(ids), -1).view(np.uint8)
 
     def decode(self, record: bytes) -> NDArray[Any]:
-        """Record -> ids [N, layers, experts of a token].
-
-        Raises:
-            ValueError: it is not a whole number of tokens.
-        """
+        """Record -> ids [N, layers, experts of a token]; raises ValueError if it is not a whole number of tokens."""
         return np.frombuffer(record, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
     def problem(self, record: bytes, num_tokens: int) -> str:
-        """What is wrong with a peer's record of so many tokens; empty when nothing is, or there is none."""
+        """The problem of a peer's record of so many tokens; empty without one, or without a record."""
         if not record:
             return ""
         if len(record) != num_tokens * self.token_bytes:
@@ -81,16 +77,11 @@ class RoutedTokens:
     is_recorded_N: Tensor
 
     def to(self, device: torch.device) -> RoutedTokens:
-        """The same tensors on `device`."""
         return RoutedTokens(ids_NC=self.ids_NC.to(device), is_recorded_N=self.is_recorded_N.to(device))
 
 
 def routing_shape(model: nn.Module) -> RoutingShape:
-    """Of a mixture of experts.
-
-    Raises:
-        ConfigError: the model has no routers of a kind that is known here.
-    """
+    """The shape of a mixture of experts; raises ConfigError if the model has no routers of a known kind."""
     routers: list[Any] = routers_of(model)
     kinds = {(int(router.top_k), int(router.num_experts)) for router in routers}
     if len(kinds) != 1:
@@ -106,7 +97,7 @@ def routing_shape(model: nn.Module) -> RoutingShape:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The routers, in the order of the layers: modules of transformers that answer (logits, gate weights, experts)."""
+    """The routers in layer order: transformers modules that return (logits, gate weights, experts)."""
     return [
         module
         for module in model.modules()
@@ -115,23 +106,19 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 class RouterRecorder:
-    """Notes what the routers of an engine's model choose, in the passes for which it is asked to."""
+    """Records the choices of an engine's routers in the passes that ask for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Watch the model from now on.
-
-        Raises:
-            ConfigError: it has no routers that can be recorded.
-        """
+        """Hook the routers; raises ConfigError if the model has no routers that can be recorded."""
         self.shape = routing_shape(model)
-        # Another thread may score texts with the same model meanwhile.
+        # Another thread may score texts with the same model.
         self._own = threading.local()
         for router in routers_of(model):
             router.register_forward_hook(self._note)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """While it lasts, this thread's passes are noted: the experts [N, K] of each layer."""
+        """Record this thread's passes in the body: the experts [N, K] of each layer."""
         noted: list[Tensor] = []
         self._own.layers = noted
         try:
@@ -152,18 +139,13 @@ class RouterRecorder:
 
 
 class RouterReplay:
-    """Makes the routers of a learner's model choose what a record says; tokens without one are routed as ever.
+    """Makes the routers of a learner's model choose recorded experts; tokens without a record are routed as usual.
 
-    What `use` was told holds until it is told something else: blocks that are computed again for the backward pass
-    need it once more.
+    `use` holds until the next call, since recomputed blocks need it again in the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Stand behind the model's routers.
-
-        Raises:
-            ConfigError: it has no routers that can be recorded.
-        """
+        """Hook the routers; raises ConfigError if the model has no routers that can be recorded."""
         self.shape = routing_shape(model)
         self._experts_NLK: Tensor | None = None
         self._is_recorded_N: Tensor | None = None
@@ -172,11 +154,7 @@ class RouterReplay:
             router.register_forward_hook(self._behind(layer))
 
     def use(self, routed: RoutedTokens | None) -> None:
-        """Say what the next passes, all over the same tokens, take; None is nothing.
-
-        Raises:
-            ValueError: the records are of another shape.
-        """
+        """Set the records of the next passes over the same tokens (None: no replay); ValueError for another shape."""
         if routed is None:
             self._experts_NLK = self._is_recorded_N = None
             return
@@ -205,7 +183,7 @@ class RouterReplay:
 
 
 def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [N, E], gate weights [N, K] and experts [N, K] that a router answers."""
+    """Logits [N, E], gate weights [N, K] and experts [N, K] of a router's output."""
     shapes = [getattr(part, "shape", ())[1:] for part in output] if isinstance(output, tuple) else []
     sizes = (router.num_experts, router.top_k, router.top_k)
     if shapes != [(size,) for size in sizes] or output[2].is_floating_point():
@@ -222,7 +200,7 @@ def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """softmax(logits)_e, over their sum where the model divides by it; at least float32."""
     exact = torch.promote_types(logits_NE.dtype, torch.float32)
     weights_NK = torch.softmax(logits_NE, -1, dtype=exact).gather(1, experts_NK)
-    # Mixtral's routers always divide and have no such option.
+    # Mixtral's routers always divide, without an option.
     if getattr(router, "norm_topk_prob", True):
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     return weights_NK

@@ -1,4 +1,4 @@
-"""Between torch modules and arenas: the only module of the weights that imports torch."""
+"""Model tensors to and from arenas, in torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-"""int8 is missing: what it stands for depends on scales that belong to the quantiser."""
+"""Without int8, whose values depend on the quantiser's scales."""
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _STRICT = "_keep_in_fp32_modules_strict"
 _KEPT: dict[Dtype, tuple[str, ...]] = {"bf16": (_STRICT,), "fp16": (_STRICT, "_keep_in_fp32_modules"), "fp32": ()}
-"""Where a model of transformers lists the names that stay fp32 when it is loaded in a type."""
+"""Attributes of transformers models that list names kept in fp32."""
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is published: parameters and persistent floating-point buffers by name, tied names included.
+    """The published tensors: parameters and persistent floating-point buffers by name, tied names included.
 
-    Of a model with adapters these alone: the weights under them are frozen, and every node has them.
+    With adapters only the adapters: every node has the frozen weights.
     """
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     if has_adapters(model):
@@ -36,7 +36,7 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
-    """The layout of a model whose tensors are published as `dtype`, but for those that it keeps in fp32.
+    """The layout of a model published as `dtype`, except for tensors that it keeps in fp32.
 
     Tensors that share storage are aliases.
     """
@@ -58,7 +58,7 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
 def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
     """The type of each floating tensor of a model in `dtype`, by name: fp32 where transformers keeps it so.
 
-    It lists what must not be rounded, such as the corrections of a router, whose spread is below a unit of bf16.
+    transformers lists tensors that must not be rounded, such as a router's corrections.
     """
     patterns = {str(pattern) for kind in _KEPT[dtype] for pattern in getattr(model, kind, None) or ()}
     is_kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or "(?!)").search
@@ -70,7 +70,7 @@ def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
 
 
 def main_type(layout: Layout) -> Dtype:
-    """The type in which a model was published: that of all tensors but those that it keeps in fp32."""
+    """The published type of a model: that of all tensors not kept in fp32."""
     return next((spec.dtype for spec in layout.specs if spec.dtype != "fp32"), "fp32")
 
 
@@ -92,7 +92,7 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     Args:
         model: the masters.
         arena: receives the bits; may be `published` itself.
-        published: what was published last.
+        published: the last published version.
         dead_band_ulp: elements at most this far from their published value, in units in the last place of that value,
             keep it; 0 rounds every element.
 
@@ -107,18 +107,9 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
 
 @torch.no_grad()
 def store_tensor(
-    spec: TensorSpec,
-    tensor: torch.Tensor,
-    arena: Arena,
-    *,
-    published: Arena | None = None,
-    dead_band_ulp: float = 0.0,
+    spec: TensorSpec, tensor: torch.Tensor, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0
 ) -> None:
-    """`store` of one tensor that owns its storage.
-
-    Raises:
-        ConfigError: a weight is not finite in the published type.
-    """
+    """`store` of one tensor that owns its storage."""
     dtype = TORCH_DTYPE[spec.dtype]
     bits = None
     if published is not None and dead_band_ulp:
@@ -132,13 +123,9 @@ def store_tensor(
 
 
 def round_to(
-    master: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    published: torch.Tensor | None = None,
-    dead_band_ulp: float = 0.0,
+    master: torch.Tensor, dtype: torch.dtype, *, published: torch.Tensor | None = None, dead_band_ulp: float = 0.0
 ) -> torch.Tensor:
-    """What a master is published as, on its own device."""
+    """A master's published value, on its own device."""
     rounded = master.detach().to(dtype)
     if published is None or not dead_band_ulp:
         return rounded
@@ -159,13 +146,12 @@ def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: flo
 
 @torch.no_grad()
 def load(arena: Arena, model: nn.Module) -> None:
-    """Copy an arena's values into a model of any floating type; what the arena ties is equal in the model afterwards.
+    """Copy an arena's values into a model of any floating type.
 
-    Raises:
-        StateMismatch: the model has other tensors than the arena, or ties tensors that the arena keeps apart.
+    Raises StateMismatch if the model has other tensors than the arena, or ties tensors that the arena keeps apart.
     """
     tensors = published_tensors(model)
-    # Shapes too: copying would broadcast a smaller tensor without a word.
+    # Shapes too: copying would broadcast a smaller tensor silently.
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {
         spec.name: spec.shape for spec in arena.layout.specs
     }:

@@ -1,6 +1,6 @@
-"""Addresses as a person writes them: host:port, whether only this machine can reach it, and urls without secrets.
+"""Addresses: host:port, loopback or not, and URLs without secrets.
 
-What is wrong with a url is said without it, as it may end in a log.
+Errors about a URL do not repeat it, since it may hold a password.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0
 
 
 def check_address(key: str, address: str, *, is_listening: bool = False) -> None:
-    """Check that what the option `key` says is host:port; port 0 is for who listens.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless the option `key` is host:port; port 0 is for listeners only."""
     try:
         (_listening if is_listening else _dialled)(address)
     except ValueError as error:
@@ -49,7 +45,7 @@ def _dialled(address: str) -> str:
 
 
 def addresses(text: str) -> tuple[str, ...]:
-    """Each host:port of a text that names one, or several with commas between them."""
+    """Each host:port of a comma-separated list."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -66,11 +62,11 @@ def _all_dialled(text: str) -> str:
 Addresses = Annotated[str, BeforeValidator(_joined), AfterValidator(_all_dialled)]
 """One host:port to dial, or a list of them; kept with commas between them."""
 Listen = Annotated[str, AfterValidator(_listening)]
-"""host:port to serve on; port 0 lets the system choose."""
+"""host:port to listen on; port 0 lets the system choose."""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host:port can only be reached from this machine; a name other than localhost never counts."""
+    """Whether only this machine can reach host:port; of names, localhost only counts."""
     host = address.rpartition(":")[0]
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -81,16 +77,12 @@ def is_loopback(address: str) -> bool:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of an address.
-
-    Raises:
-        ValueError: it is none; says nothing of it.
-    """
+    """Split a URL; raises ValueError without the URL's text."""
     try:
         parts = urlsplit(url)
         _ = parts.port if "," not in parts.netloc else None
     except ValueError:
-        # The library's words repeat what it could not read.
+        # The library's message repeats the URL.
         problem = True
     else:
         problem = False
@@ -106,15 +98,11 @@ def _whole(url: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(_whole)]
-"""A url whose port, where it has one, can be; empty is none."""
+"""A URL with a valid port, if any; empty is none."""
 
 
 def check_database(url: str) -> str:
-    """Check a url of PostgreSQL's; returns it.
-
-    Raises:
-        ValueError: it is none, or has a secret, wherever it is written.
-    """
+    """Return a PostgreSQL URL; raises ValueError if it is not one, or holds a password."""
     parts = split_url(url)
     if parts.scheme not in ("postgresql", "postgres"):
         raise ValueError("must begin with postgresql://")

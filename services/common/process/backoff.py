@@ -1,11 +1,11 @@
-"""Repeating calls that may have been lost: full jitter, the peer's delay on top, never what repeating cannot change.
+"""Retry policy: backoff with full jitter on top of the server's delay; permanent errors are not retried.
 
     error                    next_delay
     RemoteError              as its class states (`is_transient`): a delay, or the error again
     TimeoutError             a delay
     anything else            the error again
 
-Whoever waits for something else than an answer (a disk, an engine, damaged bytes) counts with `delay_s`.
+Waits for other things than an answer (a disk, an engine, damaged bytes) use `delay_s`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from heterorl.common.types.common import MAX_ASKED_S, peer_seconds
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 REMIND_S = 600.0
-"""How long nothing more is said of a wait that goes on."""
-_SILENT = "the coordinator does not answer, going on"
+"""Between two log lines about one wait."""
+_SILENT = "the coordinator does not answer, retrying"
 _WAITS: tuple[tuple[type[Exception], str], ...] = (
     (LeaseHeld, "waiting for the lease"),
-    (StoreFull, "the coordinator cannot write, going on when it can"),
-    (QuotaExceeded, "the coordinator is busy, going on"),
-    (Draining, "the coordinator takes no calls now, going on"),
+    (StoreFull, "the coordinator cannot write, retrying"),
+    (QuotaExceeded, "the coordinator is busy, retrying"),
+    (Draining, "the coordinator takes no calls now, retrying"),
     (Unreachable, _SILENT),
     (TimeoutError, _SILENT),
-    (RemoteError, "the coordinator asks for a later call, going on"),
+    (RemoteError, "the coordinator asks for a later call, retrying"),
 )
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same call may succeed later without its caller changing anything."""
+    """Whether the same call may succeed later without a change at its caller."""
     return error.is_transient if isinstance(error, RemoteError) else isinstance(error, TimeoutError)
 
 
 def wait_of(error: Exception) -> str:
-    """What is waited for after a failure, in words: only who is silent does not answer."""
+    """What the caller waits for after a failure, for logs."""
     return next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
 
 
 @dataclass(slots=True, kw_only=True)
 class Backoff:
-    """Waits that grow with failures in a row: drawn from [0, min(cap_s, base_s * 2^n)] on top of what is asked for.
+    """Waits drawn from [0, min(cap_s, base_s * 2^n)] after n failures in a row, plus the delay that the peer asks for.
 
-    `asked_cap_s` bounds what a peer may ask for at once.
+    `asked_cap_s` bounds the delay that a peer may ask for at once.
     """
 
     clock: Clock
@@ -63,31 +63,25 @@ class Backoff:
     said_at: float = 0.0
 
     def delay_s(self, *, asked_s: float = 0.0) -> float:
-        """Count a failure and say how long to wait; never less than the peer asks for."""
+        """Count a failure and return the wait, at least as long as the peer asks for."""
         longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
         return min(self.asked_cap_s, peer_seconds(asked_s)) + self.rng.uniform(0.0, longest)
 
     def next_delay(self, error: Exception) -> float:
-        """How long to wait after a failure.
-
-        Raises:
-            RemoteError: the failure itself, when no repetition changes it.
-        """
+        """Return the wait after a failure; raises the failure itself if a retry cannot help."""
         if not is_transient(error):
             raise error
         return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
 
     def reset(self) -> None:
-        """Note a success."""
         self.num_failures = 0
         self.said = ""
 
     async def wait(self, error: Exception | None = None) -> None:
-        """Sleep before the next attempt; says what is waited for when that changes, and now and then.
+        """Sleep before the next attempt; raises the failure itself if a retry cannot help.
 
-        Raises:
-            RemoteError: the failure itself, when no repetition changes it.
+        Logs what it waits for when that changes, and every REMIND_S.
         """
         delay_s = self.delay_s() if error is None else self.next_delay(error)
         if error is not None:
@@ -95,11 +89,7 @@ class Backoff:
         await self.clock.sleep(delay_s)
 
     async def retry(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Repeat an idempotent call until it is answered.
-
-        Raises:
-            RemoteError: a typed refusal that waiting does not change.
-        """
+        """Repeat an idempotent call until it succeeds; raises refusals that a retry cannot change."""
         while True:
             try:
                 result = await call()

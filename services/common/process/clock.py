@@ -1,4 +1,4 @@
-"""Time as a parameter: decisions take instants, effects take a Clock, tests their own; a Bell ends a wait early."""
+"""Clocks as parameters: tests pass their own; a Bell ends a wait early."""
 
 from __future__ import annotations
 
@@ -13,41 +13,35 @@ class Clock(Protocol):
 
     def wall(self) -> float:
         """Seconds since the Unix epoch; may jump."""
-        ...
 
     def monotonic(self) -> float:
         """Seconds that never go back; meaningful inside one process."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Suspend the calling task."""
-        ...
 
 
 class SystemClock:
     """The machine's clocks."""
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        """Suspend the calling task."""
         await asyncio.sleep(seconds)
 
 
 def steady(clock: Clock) -> Callable[[], float]:
-    """Wall time as it is now, carried on by the monotonic clock: no step of the wall clock reaches who waits by it."""
+    """Wall time at the start, continued by the monotonic clock: later steps of the wall clock have no effect."""
     offset = clock.wall() - clock.monotonic()
     return lambda: clock.monotonic() + offset
 
 
 class Bell:
-    """Wakes all who wait: take a ticket, look at the state, then wait on the ticket; no ring in between is lost."""
+    """Wakes all waiters: take a ticket, look at the state, then wait on the ticket; no ring in between is lost."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -57,7 +51,6 @@ class Bell:
         return self._event
 
     def ring(self) -> None:
-        """Wake everyone who holds the current ticket."""
         event, self._event = self._event, asyncio.Event()
         event.set()
 

@@ -1,6 +1,6 @@
-"""Configuration: one TOML file per service, checked by pydantic, unknown keys refused with their path.
+"""Configuration: one TOML file a service, checked by pydantic; unknown keys are refused with their path.
 
-Precedence: `--set a.b=value` beats the file, the file beats the default; nothing else is read.
+Precedence: `--set a.b=value`, then the file, then the default.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PATTERNS = {
     r"^(/[A-Za-z0-9._/@+-]*)?$": "a path from / of letters, digits and . _ / @ + -, or nothing",
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
-"""What a pattern of a schema asks for; a test looks for one that is not here."""
+"""Patterns of schemas in words; a test checks that none is missing."""
 FORMER = {
     "flavour": "it is `variant`",
     "flavours": "it is `variants`",
     "ballast_bytes": "groups are refused before the disk is full: see min_free_bytes",
     "payloads.take_over": "a prefix is free when no coordinator runs and its object `run` is deleted (docs/operate.md)",
 }
-"""Keys of earlier releases, by their paths, and what stands in their place."""
+"""Keys of earlier releases by path, with their replacement."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -63,12 +63,12 @@ _SHOWN = 60
 _SECRET_NAMES = re.compile(r"(^|_)(url|endpoint|key|token|password|secret)$")
 _USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
 _ALIKE = 0.68
-"""Below it, what is alike is so by chance: `lr` and `lora`."""
+"""Least similarity of a suggestion; below it, pairs like `lr` and `lora` match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One key and what is wrong with it; no key where several do not fit together."""
+    """One key and its problem; an empty key where several do not fit together."""
 
     key: str
     text: str
@@ -104,7 +104,7 @@ def _problem(schema: type[BaseModel], entry: Any) -> Problem:
 
 
 def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The user's path, without the kinds that pydantic puts in, and what the last section may be."""
+    """The user's path without the kinds that pydantic inserts, and the models of the last section."""
     path: list[str] = []
     models: list[type[BaseModel]] = [schema]
     inside = models
@@ -122,7 +122,7 @@ def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[
 
 
 def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel]]) -> str:
-    """The nearest keys: of this name elsewhere, else of a similar name here, else of a similar name anywhere."""
+    """Suggested keys: the same name elsewhere, else a similar name here, else a similar name anywhere."""
     *section, name = path
     known = dict.fromkeys(all_keys(schema))
     same = [key for key in known if key.rpartition(".")[2] == name]
@@ -140,7 +140,7 @@ def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether a value may hold a password or a key: by the key's name, or as an address with a user in it."""
+    """Whether a value may hold a password or key: by the key's name, or as a URL with a user."""
     name = key.rpartition(".")[2].partition("[")[0].lower()
     return bool(_SECRET_NAMES.search(name) or _USER_IN_ADDRESS.search(repr(value)))
 
@@ -187,12 +187,12 @@ def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
 
 _ACTION = "heterorl print-config SERVICE lists every key"
 DIRECTORY = "directory"
-"""Key of the validation context: the configuration file's directory, for paths that are meant from there."""
+"""Key of the validation context: the configuration file's directory, for relative paths."""
 _PLAIN = (int, float, bool, type(None))
 
 
 class _Text:
-    """A text where a number is wanted, which nothing reads as one; shown as it is written."""
+    """Text where a number is wanted: no validator reads it as one, and errors show it as written."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -209,7 +209,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_text_as_number(cls, table: object) -> object:
-        """Text is no number and no truth, also where it reads like one."""
+        """Refuse text for numbers and booleans, also if it reads like one."""
         if not isinstance(table, dict):
             return table
         plain = {name for name, field in cls.model_fields.items() if _is_plain(field.annotation)}
@@ -226,7 +226,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """One key of a loaded configuration: its dotted path, its value and where the value came from."""
+    """One key of a loaded configuration: dotted path, value, and the source of the value."""
 
     key: str
     value: object
@@ -234,7 +234,7 @@ class Resolved:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """Split `a.b=value`; the value is read as TOML and, failing that, as a plain string."""
+    """Split `a.b=value`; the value is TOML, or else a plain string."""
     path, separator, raw = text.partition("=")
     if not separator or not path.strip():
         raise ConfigError(text, "is not of the form key.path=value")
@@ -246,7 +246,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge file and overrides into one table; the second value maps dotted keys to `file` or `--set`."""
+    """Merge file and overrides; the second value maps dotted keys to the file's path or `--set`."""
     table: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if path is not None:
@@ -270,7 +270,7 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
 
 
 class InvalidConfig(ConfigError):
-    """Keys that are unknown or have values that they may not have: all of them, one a line."""
+    """Unknown keys and invalid values of a file: all of them, one a line."""
 
     def __init__(self, problems: Sequence[Problem], *, source: str) -> None:
         self.problems = tuple(problems)
@@ -287,7 +287,7 @@ def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()
     """Read, merge and check a configuration.
 
     Raises:
-        InvalidConfig: keys are unknown, or values out of bounds; names every one by its path.
+        InvalidConfig: keys are unknown or values out of bounds; names every path.
         ConfigError: a file or an override cannot be read.
     """
     table, _ = read_tables(path, overrides)
@@ -310,6 +310,6 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def explain(config: Config, sources: dict[str, str]) -> list[Resolved]:
-    """List every key of a loaded configuration with the place its value came from."""
+    """List every key of a loaded configuration with the source of its value."""
     flat = flatten(config.model_dump(mode="json"))
     return [Resolved(key=key, value=value, source=sources.get(key, "default")) for key, value in flat.items()]

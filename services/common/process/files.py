@@ -1,7 +1,7 @@
-"""Files and directories that are there whole or not at all, for one process at a time, and after a power cut.
+"""Durable files and directories: complete or absent, locked by one process, safe after a power cut.
 
-A new name is durable only after an fsync of the directory it is in. What needs a descriptor gets it before anything
-changes: a process that is out of them has done nothing by halves.
+A new name is durable only after an fsync of its directory. A function takes its descriptor before it changes anything,
+so a process without descriptors leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 _KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE, which os.posix_fallocate cannot be asked for."""
+"""FALLOC_FL_KEEP_SIZE, which os.posix_fallocate does not offer."""
 SUFFIX = ".tmp"
-"""Of a file that is not whole yet."""
+"""Ending of incomplete files."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that gets its name when the body ends, and is gone when the body fails.
+    """A file that gets its name when the body ends, and is deleted when the body fails.
 
     Args:
-        path: what it replaces, if that is there.
+        path: the file; replaced if it exists.
         is_durable: bytes and name survive a power cut.
         mode: of a new file, before the umask.
     """
@@ -46,16 +46,16 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write every byte to a file without a buffer, which may take fewer at once."""
+    """Write every byte to an unbuffered file, which may take fewer at once."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
-    """Ask the disk for blocks that a file will need; its size stays. False where that cannot be had: nothing is lost.
+    """Reserve disk blocks for a file; its size stays. False where the system cannot.
 
-    Blocks that are asked for at once lie together and cost less than those that each write finds for itself.
+    Blocks reserved at once lie together and cost less than one search a write.
     """
     call = getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform == "linux" else None
     if call is None:
@@ -65,10 +65,7 @@ def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
 
 
 def try_lock(file: IO[bytes] | IO[str]) -> bool:
-    """Lock a file until it is closed, at the latest when this process ends, however it ends.
-
-    False where it cannot be had: another process holds it.
-    """
+    """Lock a file until it is closed or this process ends; False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -77,7 +74,7 @@ def try_lock(file: IO[bytes] | IO[str]) -> bool:
 
 
 def make_directory(path: Path, *, mode: int = 0o777) -> None:
-    """Create a directory with its missing parents, and make each new name durable; `mode` is of the last one."""
+    """Create a directory and its missing parents, and make each new name durable; `mode` is of the last one."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -86,7 +83,7 @@ def make_directory(path: Path, *, mode: int = 0o777) -> None:
         try:
             os.fsync(parent)
         except OSError:
-            # Whoever asks again finds it missing, and does not take a name for durable that is not.
+            # The next attempt must find it missing, not take its name for durable.
             with contextlib.suppress(OSError):
                 path.rmdir()
             raise
@@ -100,7 +97,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, for the fsync that follows a change of its names."""
+    """A descriptor of a directory, for the fsync after a change of its names."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor

@@ -1,7 +1,7 @@
-"""Logging for people (console) or machines (one JSON object a line), in UTC, with who says it.
+"""Logs for people (console) or machines (one JSON object a line), in UTC, with the bound fields.
 
-In the style for machines our records, Python's warnings and uncaught errors are objects. What libraries, C++ code and
-child processes write to standard error themselves stays as it is, between these lines.
+In JSON style, log records, Python warnings and uncaught errors are objects. Text that libraries, C++ code and child
+processes write to standard error stays as it is, between these lines.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 FIELDS_VARIABLE = "HETERORL_LOG_FIELDS"
-"""Set for child processes where the style is for machines: the bound fields as JSON."""
+"""Environment variable for child processes in JSON style: the bound fields as JSON."""
 _LIBRARIES = ("httpx", "huggingface_hub", "transformers")
-"""Chatty at INFO about things that a person who runs a node cannot act on; two of them add handlers of their own."""
+"""Libraries whose INFO lines do not help an operator; two of them add handlers of their own."""
 _fields: dict[str, str] = {}
 
 
 def one_line(text: str) -> str:
-    """A text with escapes in place of what a terminal or a reader of lines would obey."""
+    """A text with escapes in place of control characters and line ends."""
     return text if text.isprintable() else "".join(each if each.isprintable() else _escape(each) for each in text)
 
 
@@ -32,10 +32,9 @@ def _escape(character: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, the bound fields, the traceback when there is one."""
+    """One JSON object a line: time (UTC), level, logger, message, bound fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render a record."""
         entry = {
             "time": utc(record.created),
             "level": record.levelname,
@@ -49,14 +48,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """A line for people, its time in UTC: logs of several sites can be laid beside each other."""
+    """A line for people, with its time in UTC so that logs of several sites can be compared."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 - logging's
-        """The time of a record."""
         return utc(record.created)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
-        """The line: one, whatever a peer put into its texts; a traceback follows on lines of its own."""
+        """The line; control characters in a peer's text are escaped. A traceback follows on its own lines."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
 
@@ -70,7 +68,7 @@ def utc(seconds: float) -> str:
 def configure(
     *, level: str = "INFO", style: Literal["console", "json"] = "console", fields: Mapping[str, str] | None = None
 ) -> None:
-    """Send all logs of this process to standard error in one style; once a process."""
+    """Send all logs of this process to standard error in one style; call it once."""
     if style == "json":
         os.environ[FIELDS_VARIABLE] = "{}"
         logging.captureWarnings(True)
@@ -86,7 +84,7 @@ def configure(
 
 
 def configure_as_parent(*, level: str = "INFO") -> None:
-    """The style and fields of the service that started this process."""
+    """Take style and fields from the service that started this process."""
     given = os.environ.get(FIELDS_VARIABLE)
     _start(level, "console" if given is None else "json")
     if given is not None:
@@ -99,7 +97,7 @@ def is_for_machines() -> bool:
 
 
 def bind(**fields: str) -> None:
-    """Say with every line from now on, for example, which site this is; empty values are left out."""
+    """Add fields, such as the site, to every line from now on; empty values are left out."""
     _fields.update({name: value for name, value in fields.items() if value})
     if is_for_machines():
         os.environ[FIELDS_VARIABLE] = json.dumps(_fields)
@@ -113,17 +111,17 @@ def _start(level: str, style: Literal["console", "json"]) -> None:
     for name in _LIBRARIES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
-        # They would print each line a second time, or keep it from us.
+        # Their own handlers would print each line twice, or hide it.
         logger.__class__ = _Plain
     if style == "json" or not sys.stderr.isatty():
-        # Read when transformers is imported: bars are for screens.
+        # transformers reads it at import: progress bars are for terminals.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 class _Plain(logging.Logger):
-    """A library's logger that has no handler of its own."""
+    """A library's logger without a handler of its own."""
 
     propagate = property(lambda _: True, lambda _, __: None)
 
     def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's
-        """Not here: the process has one."""
+        """Ignored: the process has one handler."""

@@ -1,8 +1,8 @@
 """Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
 
-Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
-labels `run`, `service`, and at samplers and relays `site`, come from the scrape configuration or the coordinator: no
-metric has the first two, and no metric of a sampler or a relay the third.
+Metrics of several services carry no service in their name. A process shows its own and the common ones. The scrape
+configuration or the coordinator adds the labels `run`, `service` and, at samplers and relays, `site`; so no metric has
+the first two, and no metric of a sampler or relay the third.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -21,15 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, start_http_server
 from prometheus_client.registry import Collector
 
 from heterorl.common.errors import ConfigError, PortInUse
@@ -42,7 +34,7 @@ ProcessCollector(registry=REGISTRY)
 Service = Literal["coordinator", "learner", "sampler", "relay"]
 SERVICES: tuple[Service, ...] = ("coordinator", "learner", "sampler", "relay")
 MAX_SITES = 256
-"""Sites with a label of their own; whoever registers under ever new names meets in one label."""
+"""Sites with a label of their own; all later names share one label."""
 OTHER_SITES = "other"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3000, 3600, 7200, 86400)
@@ -78,7 +70,7 @@ CERTIFICATE_EXPIRY = _gauge("certificate_expiry_seconds", "When this node's cert
 BANDWIDTH_CAP = _gauge("bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", "direction")
 BANDWIDTH_WAIT = _counter("bandwidth_wait_seconds_total", "Time that bytes waited for the cap.", "direction")
 
-# whoever pulls weights: samplers, and a learner that resumes
+# pullers of weights: samplers, and a learner that resumes
 PULL_SECONDS = _histogram("pull_seconds", "Duration of fetching a version.")
 APPLY_SECONDS = _histogram("apply_seconds", "Duration of applying and verifying a version.")
 DIGEST_MISMATCHES = _counter("digest_mismatches_total", "Versions whose recomputed state or payload was wrong.")
@@ -137,7 +129,7 @@ SITE_CANARY_NATS = _gauge(
 )
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site is in quarantine.", "site")
 STANDSTILL = _gauge(
-    "coordinator_standstill", "1 while every site that answers is in quarantine, so that no work is handed out."
+    "coordinator_standstill", "1 while every site that answers is in quarantine, so that no work is leased."
 )
 SITE_FAILED_GROUPS = _gauge(
     "coordinator_site_failed_groups", "Groups of a site that failed the learner's checks and still count.", "site"
@@ -271,9 +263,7 @@ ENGINE_FAILURES = _counter(
     "reason",
 )
 REFUSED_PROMPTS = _counter(
-    "sampler_refused_prompts_total",
-    "Assignments given back for prompts that template or engine refused.",
-    "reason",
+    "sampler_refused_prompts_total", "Assignments given back for prompts that template or engine refused.", "reason"
 )
 TURNS = _counter("sampler_turns_total", "Turns that the policy drew in environments.", "source")
 TRAJECTORY_SECONDS = _counter(
@@ -288,7 +278,7 @@ TRAJECTORIES = _counter(
 TRAJECTORY_TOKENS = _counter("sampler_trajectory_tokens_total", "Their tokens: drawn, given.", "source", "kind")
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.")
 MAX_MOVES = 50
-"""Services of one role on one machine that find a port for their metrics by themselves."""
+"""Services of one role on one machine that can share a default port."""
 
 
 class SiteLabels:
@@ -299,7 +289,6 @@ class SiteLabels:
         self._known: set[str] = set()
 
     def of(self, site: str) -> str:
-        """The label of a site."""
         if site not in self._known:
             if len(self._known) >= self._limit:
                 return OTHER_SITES
@@ -311,18 +300,18 @@ SITES = SiteLabels()
 
 
 def watch_disk(path: Path) -> None:
-    """Show the free space of the disk that holds an existing directory, as it is when asked."""
+    """Show free space and size of the disk that holds an existing directory."""
     DISK_FREE_BYTES.set_function(lambda: shutil.disk_usage(path).free)
     DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
 
 
 def labels_of(metric: Metric) -> tuple[str, ...]:
-    """The names of a metric's own labels; none of a process's."""
+    """The names of a metric's own labels; none of the process metrics."""
     return _labels.get(metric.name, ())
 
 
 def is_of(metric: Metric, service: Service) -> bool:
-    """Whether a service shows a metric; the others' would read 0 there."""
+    """Whether a service shows a metric; metrics of other services would read 0."""
     return not metric.name.startswith(tuple(f"heterorl_{other}_" for other in SERVICES if other != service))
 
 
@@ -336,7 +325,6 @@ class _Own(Collector):
         self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        """Yield this service's metrics, or those of the process and a few more."""
         names = self._shown()
         for metric in REGISTRY.collect():
             if is_of(metric, self._service) and (
@@ -346,7 +334,7 @@ class _Own(Collector):
 
 
 def registry_of(service: Service, shown: Callable[[], Container[str] | None] = _all) -> CollectorRegistry:
-    """What a process of a service shows: all of it, or what `shown` names when it is asked."""
+    """The metrics that a process of a service shows: all, or those that `shown` names at each scrape."""
     own = CollectorRegistry(auto_describe=False)
     own.register(_Own(service, shown))
     return own
@@ -367,13 +355,13 @@ def serve(
         port: where to serve.
         service: whose metrics.
         address: of this machine.
-        may_move: nobody chose this port: where it is taken, as by a second sampler, one of the next is as good.
-        pages: texts in the same format at other paths, made anew for each caller, in a thread of its own.
-        shown: names the only metrics that are shown beside the process's, whenever somebody asks; None is all.
+        may_move: the port is a default: if it is taken, as by a second sampler, use one of the next.
+        pages: pages in the same format at other paths, made for each request in a thread of its own.
+        shown: names of the only metrics shown beside the process's, read at each scrape; None is all.
 
     Raises:
         PortInUse: the address is taken.
-        ConfigError: the address is none of this machine's.
+        ConfigError: the address is not one of this machine's.
     """
     own = registry_of(service, shown)
     try:
@@ -384,7 +372,7 @@ def serve(
             _add_pages(server, pages)
             return int(server.server_port)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
+            raise ConfigError("metrics_host", f"{address} is not an address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise
@@ -393,7 +381,7 @@ def serve(
 
 
 def _serve_beside(port: int, own: CollectorRegistry, address: str) -> WSGIServer:
-    # In steps that no other service's default is on.
+    # Steps of 10 avoid the defaults of other services.
     for other in range(port + 10, port + 10 * (MAX_MOVES + 1), 10):
         with contextlib.suppress(OSError):
             server, _ = start_http_server(other, addr=address, registry=own)

@@ -1,15 +1,14 @@
-"""Tell a service manager how this process is: sd_notify(3), on the standard library alone.
+"""Service manager notifications (sd_notify(3)) and watchdogs, with the standard library only.
 
-    READY=1      sent once, when the process does what it is for
-    STOPPING=1   sent when a stop begins, so that the manager waits for the batch or step under way
-    WATCHDOG=1   sent from the event loop at half the manager's interval: a loop that is stuck sends none and is killed,
-                 and so does one whose `Watch` has been silent for as long
+    READY=1      sent once, when the service works
+    STOPPING=1   sent when a stop begins, so that the manager waits for the current batch or step
+    WATCHDOG=1   sent from the event loop at half the manager's interval; not sent while the loop or its `Watch` hangs
 
-Most managers have no watchdog: a thread ends the process, under each of them, whose loop or `Watch` hangs for HUNG_S.
+Most managers have no watchdog: a thread also ends the process when its loop or its `Watch` hangs for HUNG_S.
 
-Guarantees: without NOTIFY_SOCKET no manager is told anything; one that does not listen never ends or blocks the
-process. A process that stood still as a whole (SIGSTOP, a machine that sleeps) has not hung when it goes on.
-What it must never do: send WATCHDOG=1 from a thread, which would go on while the loop is stuck.
+Guarantees: without NOTIFY_SOCKET nothing is sent; a manager that does not listen never ends or blocks the process. A
+process that stood still as a whole (SIGSTOP, suspend) does not count as hung afterwards. WATCHDOG=1 never comes from a
+thread, which would go on while the loop hangs.
 """
 
 from __future__ import annotations
@@ -29,33 +28,31 @@ from heterorl.common.process.clock import Clock
 
 _LOG = logging.getLogger(__name__)
 TICK_S, HUNG_S = 5.0, 60.0
-"""How often the thread looks, and for how long the loop or what must answer may stand still."""
+"""Interval of the thread's looks, and the longest time without a turn or an answer."""
 
 
 class Notifier:
-    """The service manager's end of a datagram socket; silent when there is none.
+    """Sends datagrams to the service manager's socket; silent without one.
 
     Args:
         address: path of the socket, `@name` in the abstract namespace, or empty for none.
-        watchdog_s: seconds within which the manager wants to hear from the loop; 0 when it does not.
+        watchdog_s: the manager's interval; 0 if it has none.
     """
 
     def __init__(self, address: str = "", *, watchdog_s: float = 0.0) -> None:
-        # '@' stands for the leading zero byte of an abstract address, which no variable can carry.
+        # '@' stands for the leading zero byte of an abstract address.
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._has_failed = False
         self.watchdog_s = watchdog_s if address else 0.0
 
     def ready(self, status: str) -> None:
-        """Say that the service does its work now; `status` is one line for `systemctl status`."""
+        """Report that the service works; `status` is one line for `systemctl status`."""
         self._send("READY=1", f"STATUS={status}")
 
     def stopping(self) -> None:
-        """Say that the stop has begun."""
         self._send("STOPPING=1", "STATUS=stopping")
 
     def alive(self) -> None:
-        """Say that the event loop turns."""
         self._send("WATCHDOG=1")
 
     def _send(self, *assignments: str) -> None:
@@ -64,20 +61,20 @@ class Notifier:
         message = "\n".join(assignments).encode()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                # A full queue means that the manager is late, not we: this message is dropped, the next one counts.
+                # A full queue means a late manager: drop this message, the next one counts.
                 sender.setblocking(False)
                 sender.sendto(message, self._address)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                _LOG.warning("the service manager cannot be notified: %s", error)
+                _LOG.warning("cannot notify the service manager: %s", error)
             self._has_failed = True
 
 
 def from_environment(environment: Mapping[str, str] = os.environ, *, pid: int | None = None) -> Notifier:
-    """Take NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, the service manager's protocol and no configuration of ours.
+    """Read NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, the service manager's protocol.
 
-    WATCHDOG_PID must name this process: another process's watchdog is not ours to feed.
+    WATCHDOG_PID must name this process: the watchdog of another process is not fed.
     """
     own_pid = str(os.getpid() if pid is None else pid)
     microseconds = environment.get("WATCHDOG_USEC", "")
@@ -87,27 +84,27 @@ def from_environment(environment: Mapping[str, str] = os.environ, *, pid: int | 
 
 @dataclass(slots=True)
 class Watch:
-    """What has to answer beside the loop; `silent_s` tells for how long it has owed an answer, 0 where it owes none."""
+    """A second thing that must answer; `silent_s` returns for how long it has owed an answer, 0 if it owes none."""
 
     silent_s: Callable[[], float] = lambda: 0.0
 
 
 async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
-    """Send WATCHDOG=1 twice per interval for ever; returns at once when nobody asked for it."""
+    """Send WATCHDOG=1 twice per interval for ever; returns at once without an interval."""
     interval_s = notifier.watchdog_s / 2
     while interval_s > 0:
         silent_s = watch.silent_s()
         if silent_s < interval_s:
             notifier.alive()
         else:
-            _LOG.error("the watchdog is not fed: what must answer has not for %.0f s", silent_s)
+            _LOG.error("not feeding the watchdog: no answer beside the event loop for %.0f s", silent_s)
         await clock.sleep(interval_s)
 
 
 class HangGuard:
-    """Counts looks at which nothing had moved; `turned` is called by the loop.
+    """Counts looks without a turn of the loop in between; the loop calls `turned`.
 
-    Looks are counted and no seconds: while the whole process stands still, nobody looks.
+    It counts looks and not seconds, because a process that stands still as a whole makes no looks.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -117,14 +114,13 @@ class HangGuard:
         self._num_silent = 0
 
     def turned(self) -> None:
-        """The loop turns."""
         self._has_turned = True
 
     def look(self) -> str:
-        """What has hung; empty while nothing has."""
+        """The name of what has hung; empty if nothing has."""
         self._num_still = 0 if self._has_turned else self._num_still + 1
         self._has_turned = False
-        # Twice: an answer that is due may be on its way when the process goes on.
+        # Twice: after a standstill an answer may still be on its way.
         self._num_silent = self._num_silent + 1 if self._watch.silent_s() >= HUNG_S else 0
         if self._num_still * TICK_S >= HUNG_S:
             return "the event loop"
@@ -132,7 +128,7 @@ class HangGuard:
 
 
 def _guard(guard: HangGuard, over: threading.Event) -> None:
-    """End the process when something has hung; the thread's body."""
+    """End the process when something has hung; body of the thread."""
     while not over.wait(TICK_S):
         if hung := guard.look():
             # No logging: the loop may have its lock.
@@ -149,7 +145,7 @@ async def _turn(guard: HangGuard) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
-    """Feed the watchdogs while the body runs, the orderly stop included; the body may name what else must answer."""
+    """Feed the watchdogs while the body runs; the body may set what else must answer."""
     watch, over = Watch(), threading.Event()
     guard = HangGuard(watch)
     threading.Thread(target=_guard, args=(guard, over), name="hang-guard", daemon=True).start()
@@ -164,7 +160,7 @@ async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
 
 
 def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], None]) -> None:
-    """At any of the signals say STOPPING=1 and call `stop`; to be called on the running loop."""
+    """On any of the signals send STOPPING=1 and call `stop`; call it on the running loop."""
 
     def begin() -> None:
         notifier.stopping()

@@ -1,12 +1,10 @@
-"""Metrics of nodes that nobody can scrape: sent by the node, and the page that the coordinator makes of all of them.
+"""Metrics that nodes push where nothing can scrape them, and the coordinator's page of all of them.
 
-    push      waits for its interval; unblocked by time
+A failed push is forgotten: the next one has newer numbers.
 
-A push that fails is forgotten: the next one has newer numbers.
-
-Guarantees: what a node sends can add nothing to the page but numbers of its own service's metrics under its own name:
-names and labels are those of heterorl's table, each once, and the coordinator writes whose they are. So one node cannot
-make Prometheus refuse the page, and what it adds is bounded.
+Guarantees: a node adds to the page only numbers of its own service's metrics under its own name. Names and labels must
+be those of heterorl's table, each once, and the coordinator adds run, service and site. So one node cannot make
+Prometheus refuse the page, and its part of the page is bounded.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from heterorl.common.types.common import Series
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of one push: bytes of its labels and numbers, its numbers, and bytes of their lines on the page."""
+    """Bounds of one push: bytes of labels and numbers, count of numbers, bytes of lines on the page."""
 
     num_bytes: int
     lines: int
@@ -40,7 +38,7 @@ class Limit:
 
 
 _SAMPLERS = Limit(num_bytes=256 << 10, lines=4096, rendered=1 << 20)
-# It speaks of each site.
+# A learner has numbers of each site.
 LIMITS: Mapping[Service, Limit] = MappingProxyType(
     {
         "sampler": _SAMPLERS,
@@ -48,7 +46,7 @@ LIMITS: Mapping[Service, Limit] = MappingProxyType(
         "learner": Limit(num_bytes=2 << 20, lines=32768, rendered=8 << 20),
     }
 )
-"""Many times what an honest process of a service has."""
+"""Many times the metrics of an honest process."""
 
 _PAIR = r'([a-zA-Z_][a-zA-Z0-9_]*)="(?:[^"\\\n\0]|\\["\\n])*"'
 _LABELS = re.compile(rf"(?:{_PAIR}(?:,{_PAIR})*)?")
@@ -57,7 +55,7 @@ _ENDINGS = MappingProxyType({"counter": ("_total",), "gauge": ("",), "histogram"
 
 
 def series_of(registry: CollectorRegistry) -> list[Series]:
-    """All numbers of a registry, but the instants at which its counters were made."""
+    """All numbers of a registry, without the creation times of counters."""
     found: dict[str, tuple[list[str], list[float]]] = {}
     for metric in registry.collect():
         names = _names(metric)
@@ -70,18 +68,18 @@ def series_of(registry: CollectorRegistry) -> list[Series]:
 
 
 def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, str]) -> dict[str, str]:
-    """Lines of the text format by name of the numbers, with labels added.
+    """Lines of the text format by name, with labels added.
 
-    Names and labels of another release are left out: a number stands under exactly the labels that its metric declares,
-    in the order of their names, so that equal labels are equal texts.
+    Names and labels of another release are left out: a number needs exactly the labels that its metric declares, in the
+    order of their names, so that equal labels are equal texts.
 
     Args:
         series: as a node sent it.
         service: of the node.
-        added: labels that say whose numbers they are; their values are names of a run, a service or a site.
+        added: labels that the coordinator adds; their values are names of a run, a service or a site.
 
     Raises:
-        InvalidRequest: it is no node's own measurements; nothing of it is to be kept.
+        InvalidRequest: not a node's own measurements; drop all of it.
     """
     limit = LIMITS[service]
     num_lines = sum(len(one.values) for one in series)
@@ -108,7 +106,7 @@ def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, 
 
 
 def lines_of(blocks: Mapping[str, str]) -> Iterator[str]:
-    """What tells the numbers of a node's lines from one another: name and labels."""
+    """Name and labels of each number of a node."""
     for block in blocks.values():
         # Not splitlines: it also ends a line at U+2028 and others, which a label's value may have.
         for line in block.split("\n")[:-1]:
@@ -116,7 +114,7 @@ def lines_of(blocks: Mapping[str, str]) -> Iterator[str]:
 
 
 def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
-    """The text format of all nodes' lines, each metric's together."""
+    """The text format of all nodes' lines, grouped by metric."""
     blocks = list(nodes)
     parts = []
     for metric, names in _table():
@@ -127,11 +125,7 @@ def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
 
 
 def _is_declared(one: Series, declared: tuple[str, ...], reserved: frozenset[str]) -> bool:
-    """Whether all numbers of a name have its metric's labels.
-
-    Raises:
-        InvalidRequest: they are no labels, or say what only the coordinator says.
-    """
+    """Whether numbers have their metric's labels; raises InvalidRequest for malformed or reserved labels."""
     if len(one.labels) != len(one.values):
         raise InvalidRequest(f"series: {one.name} has {len(one.labels)} labels for {len(one.values)} numbers")
     if len(set(one.labels)) < len(one.labels):
@@ -164,7 +158,7 @@ def _table() -> tuple[tuple[Metric, tuple[str, ...]], ...]:
 
 @functools.cache
 def _known(service: Service) -> Mapping[str, tuple[str, ...]]:
-    """Names of a service's numbers, and of the labels of each in order."""
+    """Names of a service's numbers, each with its label names in order."""
     return {
         name: tuple(sorted({*metrics.labels_of(metric), *(("le",) if name.endswith("_bucket") else ())}))
         for metric, names in _table()
@@ -175,16 +169,16 @@ def _known(service: Service) -> Mapping[str, tuple[str, ...]]:
 
 _LOG = logging.getLogger(__name__)
 UNWANTED_S = 300.0
-"""Between two attempts at a coordinator that keeps no metrics of this node."""
+"""Between two attempts while the coordinator does not keep this node's metrics."""
 
 
 Push = Callable[[Sequence[Series]], Awaitable[bool]]
-"""Sends numbers once; tells whether the coordinator keeps them."""
+"""Sends numbers once; returns whether the coordinator keeps them."""
 
 
 @contextlib.asynccontextmanager
 async def pushing(push: Push, *, registry: CollectorRegistry, interval_s: float, clock: Clock) -> AsyncIterator[None]:
-    """Push a registry's numbers beside the body; see `push_metrics`."""
+    """Push a registry's numbers while the body runs; see `push_metrics`."""
     task = asyncio.create_task(push_metrics(push, registry=registry, interval_s=interval_s, clock=clock))
     try:
         yield
@@ -201,21 +195,14 @@ async def push_metrics(
     interval_s: float,
     clock: Clock,
 ) -> None:
-    """Send a registry's numbers for ever; returns at once where the interval is 0.
-
-    Args:
-        push: see `Push`.
-        registry: of this process.
-        interval_s: seconds between two pushes.
-        clock: the source of time.
-    """
+    """Send a registry's numbers every `interval_s` seconds for ever; returns at once if it is 0."""
     wanted = True
     while interval_s:
         try:
             kept = await push(series_of(registry))
             problem = "" if kept else "it keeps those of so many other nodes"
         except HeterorlError as error:
-            # What a coordinator of an earlier release or one that was told otherwise says, it says again.
+            # A permanent refusal, as of an earlier release, will be repeated.
             kept, problem = isinstance(error, RemoteError) and error.is_transient, str(error)
             _LOG.debug("metrics were not pushed: %s", error)
         if wanted and not kept:

@@ -1,4 +1,4 @@
-"""Work beside each other: threads that are never left running behind their caller, chunks in order, own processes."""
+"""Threads, processes and tasks: waits that outlive cancellation, results in order, causes of failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def in_thread(
 ) -> ResultT:
     """Run a function in a thread; a cancelled caller still waits for its end.
 
-    A thread cannot be stopped. Were it left alone, its caller's successor would touch the same weights beside it.
+    A thread cannot be stopped. If the caller left it running, its successor would touch the same weights meanwhile.
     """
     return await _to_its_end(asyncio.ensure_future(asyncio.to_thread(functools.partial(function, *args, **kwargs))))
 
@@ -32,7 +32,7 @@ async def in_thread_of(
     *args: ArgumentsT.args,
     **kwargs: ArgumentsT.kwargs,
 ) -> ResultT:
-    """`in_thread` of a pool of its own, for work that may hang and must not keep others from a thread."""
+    """`in_thread` with an own pool, for work that may hang and must not keep others from a thread."""
     call = functools.partial(contextvars.copy_context().run, functools.partial(function, *args, **kwargs))
     return await _to_its_end(asyncio.get_running_loop().run_in_executor(executor, call))
 
@@ -43,9 +43,9 @@ async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
 
 
 async def settle(*tasks: asyncio.Future[Any]) -> None:
-    """Wait for tasks to end, however often the caller is cancelled meanwhile; then the cancellation goes on.
+    """Wait for tasks to end, also when the caller is cancelled meanwhile; then the cancellation goes on.
 
-    For what ends by itself soon and must not be left behind: a thread that writes to a file, say.
+    For short work that must not be left running, such as a thread that writes to a file.
     """
     cancelled: asyncio.CancelledError | None = None
     while waiting := [task for task in tasks if not task.done()]:
@@ -61,40 +61,39 @@ async def settle(*tasks: asyncio.Future[Any]) -> None:
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:
-    """The failures themselves, of groups of groups too."""
+    """The single failures of a group, nested groups included."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
     return [error]
 
 
 def most_serious(group: BaseExceptionGroup[BaseException], *, mildest: type[BaseException]) -> BaseException:
-    """The first failure of a group that is not of the mildest kind; one of that kind where nothing else failed."""
+    """The first failure of a group that is not of the mildest kind; else the first one."""
     leaves = leaves_of(group)
     return next((error for error in leaves if not isinstance(error, mildest)), leaves[0])
 
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that ended the other tasks of a group."""
-    first = group.exceptions[0]
-    return cause_of(first) if isinstance(first, BaseExceptionGroup) else first
+    """The first failure of a group, which ended the other tasks."""
+    return leaves_of(group)[0]
 
 
 ItemT = TypeVar("ItemT")
 
 
 def num_threads(threads: int) -> int:
-    """What a configured number of threads means: 0 is one for each core that this process may use."""
+    """The number of threads that a setting means: 0 is one for each core of this process."""
     if threads:
         return threads
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, threads: int) -> Iterator[ResultT]:
-    """Results of `work` for each item, in the items' order, from `threads` threads; 1 uses the caller's.
+    """Results of `work` for each item, in order, from `threads` threads; 1 uses the caller's.
 
-    numpy, zstandard and xxhash let go of the interpreter while they work, so threads share the cores. Memory is that of
-    `threads` items in work, and one result that is written. `items` is read by the caller's thread, at most threads + 1
-    ahead. The first error in the order of the items is raised; what is under way then ends first.
+    numpy, zstandard and xxhash release the GIL, so threads share the cores. Memory is that of `threads` items and one
+    result. The caller's thread reads `items`, at most threads + 1 ahead. The first error in the order of the items is
+    raised, after running items have ended.
     """
     if threads == 1:
         yield from map(work, items)
@@ -114,5 +113,5 @@ def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, thread
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
-    """The words that run one of our modules as a program, whatever the working directory and PYTHONPATH have."""
+    """The command line that runs one of our modules, independent of working directory and PYTHONPATH."""
     return [sys.executable, "-P", "-m", module, *arguments]

@@ -1,16 +1,16 @@
-"""Spans of a group's way through a run, by OpenTelemetry, off unless an endpoint is configured.
+"""OpenTelemetry spans of a group's life, off unless an endpoint is configured.
 
-A group carries the W3C trace context of its generation (`traceparent`, Trace Context level 1); whoever handles it later
-adds a span to the same trace:
+A group carries the W3C trace context of its generation (`traceparent`, Trace Context level 1); later services add spans
+to the same trace:
 
     generate    sampler        the batch that made it
     push        sampler        the call that delivered it
     queue       coordinator    from its arrival to its lease
-    inbox       learner        from its arrival there to the step
-    train       learner        the step that it was part of
+    inbox       learner        from its arrival to the step
+    train       learner        the step that used it
 
-Guarantees: nothing is imported, kept or sent while it is off; no prompt, token or reward is in a span; a context that
-is not well-formed counts as none. Must never decide anything.
+Guarantees: nothing is imported, kept or sent while tracing is off; no prompt, token or reward is in a span; a malformed
+context counts as none. Tracing never changes a decision.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from heterorl.common.process.address import Url, is_loopback
 from heterorl.common.process.config import Config
 
 NO_TRACE = ""
-"""The context of a group that nobody follows."""
+"""Context of a group without a trace."""
 _CONTEXT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-01")
 _EXPORT_S = 5
 Attributes = Mapping[str, str | int | float]
 
 
 class TracingConfig(Config):
-    """Where traces go. A sampler decides which groups are followed; the others follow those."""
+    """Where traces go. The sampler decides which of its groups are traced; the other services follow."""
 
     otlp_endpoint: Url = Field(default="", pattern=r"^(https?://.+:[0-9]{1,5})?$")
-    """OTLP over gRPC, such as http://127.0.0.1:4317; plaintext on loopback only. Empty: no traces."""
+    """OTLP over gRPC, such as http://127.0.0.1:4317; http on loopback only. Empty: no traces."""
     share: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of its groups that a sampler follows."""
+    """Share of its groups that a sampler traces."""
 
 
 class Tracer:
@@ -52,7 +52,6 @@ class Tracer:
 
     @property
     def is_on(self) -> bool:
-        """Whether spans are made."""
         return self._tracer is not None
 
     def use(self, tracer: Any) -> None:
@@ -60,7 +59,7 @@ class Tracer:
         self._tracer = tracer
 
     def begin(self, name: str, *, lasted_s: float, attributes: Attributes) -> str:
-        """Record the first span of a trace, which has just ended; returns the context for what follows."""
+        """Record the first span of a trace, which has just ended; returns its context."""
         if self._tracer is None:
             return NO_TRACE
         from opentelemetry.context import Context
@@ -97,16 +96,16 @@ class Tracer:
 
 
 TRACER = Tracer()
-"""One per process, like its metrics."""
+"""The tracer of this process."""
 
 
 def well_formed(trace: str) -> str:
-    """A context as another machine stated it, or NO_TRACE."""
+    """A context that another machine stated, or NO_TRACE if it is malformed."""
     return trace if _CONTEXT.fullmatch(trace) else NO_TRACE
 
 
 def start(config: TracingConfig, *, service: str, name: str) -> None:
-    """Send this process's spans to the configured endpoint; does nothing where there is none.
+    """Send this process's spans to the configured endpoint, if any.
 
     Raises:
         ConfigError: plaintext would leave this machine.
@@ -131,7 +130,7 @@ def start(config: TracingConfig, *, service: str, name: str) -> None:
         raise DependencyMissing("opentelemetry", "otel") from None
     resource = Resource.create({"service.name": f"heterorl-{service}", "service.instance.id": name})
     provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.share))
-    # Its own thread and a bounded queue: a collector that is gone costs spans, never a step.
+    # Own thread and bounded queue: a lost collector costs spans, never a step.
     exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=scheme == "http", timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     TRACER.use(provider.get_tracer("heterorl", __version__))

@@ -1,5 +1,5 @@
-"""Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody sees it half done.
+"""Weight sync of a puller: plan, fetch, apply to a staging copy, verify the whole state.
 
-A fetch resumes at every byte. Bytes are believed by their digests, a version by its signature, a state by its root.
-Open `puller` first; `fallback` is the table of what follows a failure.
+A fetch resumes at every byte. Digests prove bytes, a signature proves a version, a root proves a state. Open `puller`
+first; `fallback` is the table of the next step after a failure.
 """

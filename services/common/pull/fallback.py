@@ -1,22 +1,21 @@
-"""The ways to a version, from the cheapest to the one that depends on least, as a table of what follows a failure.
+"""Fallback of pulls: how the next plan is built after a failure, as a table.
 
-    rung      what the plan rests on                          damaged    gone
-    MERGED    a merged delta, wherever it begins              STRIKE     STRIKE
-    SINGLES   the version that is held, and single deltas     STRIKE     AGAIN
-    BASE      the caller's base model, and single deltas      STRIKE     AGAIN
-    SNAPSHOT  nothing but what the coordinator sends          END        AGAIN
+    basis     the plan starts from                         damaged    gone
+    MERGED    a merged delta                               STRIKE     STRIKE
+    SINGLES   the held version, with single deltas         STRIKE     AGAIN
+    BASE      the caller's base model and single deltas    STRIKE     AGAIN
+    SNAPSHOT  a snapshot                                   END        AGAIN
 
-    damaged   something failed its check: a payload, a manifest, the plan itself, the state that came of it
-    gone      the coordinator has a payload of its plan no longer
-    STRIKE    nothing rests on that rung before a version is built; the next plan is the cheapest one without it
-    AGAIN     the same rungs are open, but MAX_REPLANS plans in one call are the last
-    END       there is nothing below: the failure is the caller's
+    damaged   a payload, a manifest, the plan or the resulting state failed its check
+    gone      the coordinator no longer has a payload of its plan
+    STRIKE    the basis is closed until a version is built; the next plan is the cheapest one without it
+    AGAIN     the same bases stay open, for at most MAX_REPLANS plans of one call
+    END       no basis is left: the caller gets the failure
 
-Four rules. The coordinator chooses the plan, so a rung is read off the plan, and the highest that it rests on counts. A
-plan that rests on a rung that is struck out is itself damaged, and the failure is that of the rung that was asked for;
-so every failure but a few strikes another rung or ends the call, whatever the coordinator offers. What is struck out
-outlives a call: a version may take several, and what failed would only fail again in between. A version that was built
-opens all rungs but BASE, which whoever holds a version needs no more.
+The coordinator chooses the plan, so its basis is read off the plan; the highest one counts. A plan on a closed basis is
+itself damaged, and counts as a failure of the basis that was asked for. So every failure closes a basis, uses up a
+replan or ends the call, whatever the coordinator sends. Closed bases outlive a call, because one version may take
+several calls. A built version opens all bases but BASE, which a caller that holds a version does not need.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from heterorl.common.errors import StateMismatch
 
 
 class PlanBasis(enum.Enum):
-    """What a plan rests on."""
+    """What a plan starts from."""
 
     MERGED = "merged deltas"
     SINGLES = "the held version"
@@ -36,14 +35,14 @@ class PlanBasis(enum.Enum):
 
 
 class Failure(enum.Enum):
-    """What became of a plan."""
+    """Why a plan failed."""
 
     DAMAGED = "damaged"
     GONE = "gone"
 
 
 class Move(enum.Enum):
-    """What follows."""
+    """The next step after a failure."""
 
     STRIKE = "strike"
     AGAIN = "again"
@@ -51,7 +50,7 @@ class Move(enum.Enum):
 
 
 MAX_REPLANS = 3
-"""Times in one call that a plan is made anew because the coordinator no longer has one of its payloads."""
+"""Plans of one call that may fail because the coordinator no longer has a payload."""
 TABLE: dict[PlanBasis, dict[Failure, Move]] = {
     PlanBasis.MERGED: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.STRIKE},
     PlanBasis.SINGLES: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
@@ -63,50 +62,45 @@ BELOW = {
     PlanBasis.SINGLES: "from a snapshot",
     PlanBasis.BASE: "from a snapshot",
 }
-"""How a version is built when a rung is struck out, in words."""
+"""How a version is built once a basis is closed, for logs."""
 
 
 class Fallback:
-    """Which rungs are open, and the one that the plan under way rests on."""
+    """Which bases are open, and the basis of the current plan."""
 
     def __init__(self) -> None:
-        self.rung = PlanBasis.SNAPSHOT
+        self.basis = PlanBasis.SNAPSHOT
         self._struck: set[PlanBasis] = set()
         self._num_gone = 0
 
-    def is_open(self, rung: PlanBasis) -> bool:
-        """Whether a plan may rest on a rung."""
-        return rung not in self._struck
+    def is_open(self, basis: PlanBasis) -> bool:
+        return basis not in self._struck
 
     def begin_call(self) -> None:
-        """Somebody asks for a version."""
+        """Start a call: replans are counted per call."""
         self._num_gone = 0
 
     def begin(self, *, is_held: bool) -> None:
-        """A plan is asked for, from what is held or from nothing."""
-        self.rung = PlanBasis.SINGLES if is_held else PlanBasis.SNAPSHOT
+        """Start a plan, from the held version or from nothing."""
+        self.basis = PlanBasis.SINGLES if is_held else PlanBasis.SNAPSHOT
 
-    def rest_on(self, rung: PlanBasis) -> None:
-        """The plan turns out to rest on a higher rung.
-
-        Raises:
-            StateMismatch: that rung is struck out; the plan counts as one that rests on the rung below.
-        """
-        if not self.is_open(rung):
-            raise StateMismatch(f"the plan rests on {rung.value}, which it was not to")
-        self.rung = rung
+    def rest_on(self, basis: PlanBasis) -> None:
+        """Note that the plan uses a higher basis than was asked for; raises StateMismatch if that one is closed."""
+        if not self.is_open(basis):
+            raise StateMismatch(f"the plan rests on {basis.value}, which failed before")
+        self.basis = basis
 
     def fail(self, failure: Failure) -> bool:
-        """Note that the plan failed; returns whether another one is to be asked for."""
-        move = TABLE[self.rung][failure]
+        """Note that the plan failed; returns whether to ask for another one."""
+        move = TABLE[self.basis][failure]
         if failure is Failure.GONE:
             self._num_gone += 1
             if self._num_gone > MAX_REPLANS:
                 return False
         if move is Move.STRIKE:
-            self._struck.add(self.rung)
+            self._struck.add(self.basis)
         return move is not Move.END
 
     def built(self) -> None:
-        """A version is there."""
+        """Note that a version was built."""
         self._struck = {PlanBasis.BASE}

@@ -1,12 +1,12 @@
-"""Fetching a payload into a spool directory: resumable at every byte, over one stream or several.
+"""Downloads of payloads into a directory: resumable at every byte, over one stream or several.
 
     DIGEST           the payload's bytes from its beginning
     DIGEST.OFFSET    bytes from an offset on, while several streams fetch; appended to DIGEST when all are there
 
-Guarantees: a fetch goes on from the bytes on disk, also after a restart and with another number of streams; a stream
-that brings nothing for a while fails; a file is returned only with the digest it is named by, and no other text ever
-names one; nothing is asked for that is larger than a payload of the caller's layout can be, or than the disk has room
-for. Each fetch that ends well says what the link is like, over all its streams together. Never repeats a call.
+Guarantees: a fetch continues from the bytes on disk, also after a restart and with another number of streams. A stream
+without bytes for STALL_S fails. A file is returned only if it has the digest of its name. A payload larger than the
+layout allows, or than the disk has room for, is refused before any byte. A fetch never repeats a call; each one that
+succeeds updates the estimate of the link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from heterorl.common.weights.payload_file import FRAME_BYTES
 
 MAX_OBJECT_BYTES = 1 << 40
 WEIGHT = 0.5
-"""Share of the newest download in each estimate: links change within a run."""
+"""Weight of the newest download in each estimate."""
 
 
 class LinkEstimate:
@@ -46,7 +46,7 @@ class LinkEstimate:
         self._bytes_per_s: float | None = None
 
     def note(self, *, first_bytes: int, first_s: float, total_bytes: int, total_s: float) -> None:
-        """Learn from one download; one of a single frame says nothing of the bandwidth."""
+        """Learn from one download; one of a single frame tells nothing about the bandwidth."""
         if total_bytes > first_bytes and total_s > first_s:
             self._bytes_per_s = _mean(self._bytes_per_s, (total_bytes - first_bytes) / (total_s - first_s))
         sent_s = first_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
@@ -54,7 +54,7 @@ class LinkEstimate:
 
     @property
     def object_bytes(self) -> int:
-        """Bytes that the link could have carried in one round trip; 0 while the bandwidth is not known."""
+        """Bytes that the link carries in one round trip; 0 while the bandwidth is unknown."""
         if self._bytes_per_s is None or self._round_trip_s is None:
             return 0
         return min(MAX_OBJECT_BYTES, round(self._bytes_per_s * self._round_trip_s))
@@ -65,14 +65,14 @@ def _mean(old: float | None, new: float) -> float:
 
 
 STALL_S = 60.0
-"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
-of this process lets no frame through comes on top."""
+"""A stream without a frame (at most 1 MiB) for so long fails; received bytes stay. Waits for this process's own
+bandwidth cap come on top."""
 MAX_COPIES = 8
-"""Largest way, in payloads of the largest size: a longer one is begun again from a snapshot. Bounds the disk used."""
+"""Largest plan, in copies of the weights; bounds the disk used. A larger plan falls back to a snapshot."""
 
 
 class Fetcher:
-    """Fetches payloads of at most `max_bytes` into one directory, which is its own.
+    """Fetches payloads of at most `max_bytes` into one directory, which it owns.
 
     `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
     """
@@ -93,7 +93,7 @@ class Fetcher:
         self._clock = clock
         self._num_streams = num_streams
         cap = api.down_bytes_per_s if isinstance(api, Calls) else 0.0
-        # Each stream may have a frame that waits for the cap, and they are served in order.
+        # Each stream may have one frame that waits for the cap; they are served in order.
         self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
         self.link = LinkEstimate()
         self._on_frame = on_frame
@@ -103,10 +103,10 @@ class Fetcher:
         """Return the complete file of a payload.
 
         Raises:
-            Unreachable: the link broke or stalled; calling again goes on from the bytes received.
-            UnknownPayload: the coordinator has it no longer.
-            CorruptData: it has other bytes than its name says, or more, or no payload can be so large.
-            DiskFull: the disk has no room for what is missing, or has none left on the way.
+            Unreachable: the link broke or stalled; the next call continues behind the bytes received.
+            UnknownPayload: the coordinator no longer has it.
+            CorruptData: its bytes do not match its name or size, or no payload can be so large.
+            DiskFull: the disk has no room for the missing bytes.
         """
         self.check(payload)
         try:
@@ -117,11 +117,7 @@ class Fetcher:
             raise
 
     def check(self, payload: PayloadRef) -> None:
-        """Refuse a payload by what is stated of it; nothing is asked for and nothing is written.
-
-        Raises:
-            CorruptData: its name is no digest, it is empty, or no payload of this layout is so large.
-        """
+        """Refuse a payload by its stated name and size; raises CorruptData before anything is asked for or written."""
         name = file_name(payload.digest)
         if payload.num_bytes < 1:
             raise MalformedPayload(f"payload {name[:12]} states {payload.num_bytes} bytes")
@@ -131,8 +127,8 @@ class Fetcher:
                 action="distrust the coordinator",
             )
 
-    def check_way(self, payloads: Sequence[PayloadRef]) -> None:
-        """Refuse payloads that are to lie side by side, one by one and together; see `check`."""
+    def check_sizes(self, payloads: Sequence[PayloadRef]) -> None:
+        """Check the payloads of a plan, one by one and together; see `check`."""
         for payload in payloads:
             self.check(payload)
         total = sum(payload.num_bytes for payload in payloads)
@@ -155,23 +151,23 @@ class Fetcher:
         return path
 
     def keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
-        """Remove everything but what is fetched of these payloads."""
+        """Remove all files but those of these payloads."""
         names = {payload.digest for payload in payloads}
         for path in self._spool.iterdir():
             if path.name.partition(".")[0] not in names:
                 path.unlink(missing_ok=True)
 
     def _path(self, payload: PayloadRef, start: int = 0) -> Path:
-        """The one place where a payload's name becomes a path."""
+        """The only place where a payload's name becomes a path."""
         name = file_name(payload.digest)
         return self._spool / (name if start == 0 else f"{name}.{start}")
 
     def _check_room(self, payload: PayloadRef, num_bytes: int) -> None:
-        # Said before hours of fetching; what others write meanwhile is met by the write itself.
+        # Fails before hours of fetching; writes still meet a disk that fills meanwhile.
         if not num_bytes:
             return
         files = [path for path in (self._path(payload), *self._parts(payload).values()) if path.exists()]
-        # What an earlier attempt reserved and did not come to write.
+        # Blocks that an earlier attempt reserved and did not write.
         free = shutil.disk_usage(self._spool).free + sum(num_reserved(path) for path in files)
         if free < num_bytes:
             raise DiskFull(str(self._spool), needed_bytes=num_bytes, free_bytes=free)
@@ -187,7 +183,7 @@ class Fetcher:
         return dict(sorted(found.items()))
 
     async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
-        """Fetch gaps, `num_streams` at once. A broken link is told when all have ended: what others bring is kept."""
+        """Fetch gaps, `num_streams` at once; a broken stream is raised after the others have ended."""
         free = asyncio.Semaphore(self._num_streams)
         broken: list[Unreachable] = []
         watch = _Stopwatch(clock=self._clock, num_streams=min(len(gaps), self._num_streams))
@@ -214,28 +210,28 @@ class Fetcher:
         """Fetch one gap; ends when it stalls."""
         stall_s = STALL_S + self._capped_s
         pulse = _Pulse(self._clock, stall_s=stall_s)
-        # Two tasks for a stream, not for each frame: those would cost more than the frames do.
+        # Two tasks a stream: two a frame would cost more than the frames.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 if isinstance(self._api, WeightCalls):
-                    # It is about to be cancelled, and would not know why.
+                    # Tell it before the cancellation, which has no reason.
                     self._api.gave_up(payload.digest)
                 raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
             receiving.cancel()
             stalled.cancel()
-            # Also when cancelled twice: whoever fetches next appends to the same file.
+            # Also when cancelled twice: the next fetch appends to the same file.
             await settle(receiving, stalled)
 
     async def _receive(
         self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest, pulse: _Pulse
     ) -> None:
         offset = gap.begin
-        # Without an end where it is the payload's own: a coordinator that sends more is caught.
+        # No `stop` at the payload's own end, to notice a coordinator that sends more.
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._path(payload, gap.start)
@@ -246,7 +242,7 @@ class Fetcher:
         try:
             async for frame in frames:
                 if not frame:
-                    # No progress, however many of them come: the watch must not take them for a sign of life.
+                    # Empty frames must not count as signs of life.
                     raise MalformedPayload(f"payload {payload.digest[:12]}: a frame without bytes")
                 offset += len(frame)
                 if offset > gap.end:
@@ -270,7 +266,7 @@ class Fetcher:
 
 
 class _Pulse:
-    """Signs of life of one stream, and the one watch that waits for them to stop."""
+    """Signs of life of one stream, and a watch for their absence."""
 
     def __init__(self, clock: Clock, *, stall_s: float) -> None:
         self._clock = clock
@@ -278,21 +274,21 @@ class _Pulse:
         self._at: float | None = clock.monotonic()
 
     def beat(self) -> None:
-        """The next frame is waited for from now on."""
+        """Wait for the next frame from now on."""
         self._at = self._clock.monotonic()
 
     def pause(self) -> None:
-        """Nothing is waited for."""
+        """Stop the watch."""
         self._at = None
 
     async def stop(self) -> None:
-        """Return when nothing came for `stall_s`."""
+        """Return after `stall_s` without a beat."""
         while (left_s := self._stall_s if self._at is None else self._at + self._stall_s - self._clock.monotonic()) > 0:
             await self._clock.sleep(left_s)
 
 
 class _Stopwatch:
-    """Bytes and seconds of one fetch: until every stream that began has brought a frame, and until the end."""
+    """Bytes and seconds of one fetch, until every stream brought its first frame and until the end."""
 
     def __init__(self, *, clock: Clock, num_streams: int) -> None:
         self._clock = clock
@@ -302,15 +298,14 @@ class _Stopwatch:
         self._num_bytes = 0
 
     def note(self, num_bytes: int, *, is_first: bool) -> None:
-        """A frame arrived, the first of its stream or a later one."""
         self._num_bytes += num_bytes
         self._num_waiting -= is_first
         if self._first is None and self._num_waiting == 0:
-            # With streams side by side the first frame alone would hide what the others had brought by then.
+            # With several streams, count what all of them brought by then.
             self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
 
     def tell(self, link: LinkEstimate) -> None:
-        """Say what was seen; nothing when nothing was missing."""
+        """Update the estimate, unless nothing was fetched."""
         if self._first is not None:
             first_bytes, first_s = self._first
             total_s = self._clock.monotonic() - self._begin

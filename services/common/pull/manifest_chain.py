@@ -1,9 +1,8 @@
-"""The manifests on the way to a version: the target's comes with the plan, the others are asked for in bounded pages.
+"""The manifests that lead to a version: the target's comes with the plan, the others are listed in pages.
 
-Guarantees: an answer is as large as its sender makes one, never as long as the way; what is kept is what the plan
-names, at most MAX_BYTES of it; every call brings at least the manifest that it was made for, or the way ends. The
-target's manifest is the plan's last and no other, for that one was judged: a manifest's word about its own version
-counts for nothing where the plan shows one.
+Guarantees: only manifests that the plan names are kept, at most MAX_BYTES of them; each call brings at least the
+manifest that it was made for, or the pull fails. The target's manifest is the plan's last one, which was judged; a
+listed manifest never replaces one that the plan carries.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from heterorl.common.types.policy import PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
 
 PAGE = 256
-"""Manifests asked for at once; the coordinator sends as many of them as fit one answer."""
+"""Manifests of one request; the coordinator sends as many as fit one answer."""
 MAX_BYTES = 256 << 20
-"""Manifests of one way that are held at once: 850 of a model of 70e9 elements."""
+"""Bytes of manifests held at once: 850 manifests of a model of 70e9 elements."""
 
 
 class ManifestChain:
@@ -31,23 +30,20 @@ class ManifestChain:
         self._found: dict[int, bytes] = {}
 
     def begin(self, plan: PullPlan) -> None:
-        """Forget the plan before; whatever came with this one is at hand.
+        """Start with the manifests that a plan carries; forget those of the plan before.
 
-        Raises:
-            StateMismatch: the plan shows another version's manifest for one of its payloads.
-            LimitExceeded: together they are too large.
+        Raises StateMismatch for another version's manifest, LimitExceeded if together they are too large.
         """
         numbers = [payload.to_version for payload in plan.payloads]
         self._wanted, self._found = frozenset(numbers), {}
-        # By place, the last for the last: of two that claim one version it is the last that is judged.
+        # Matched from the end: the plan's last manifest is the one that was judged.
         for number, data in zip(reversed(numbers), reversed(plan.manifests), strict=False):
             if manifest_from_bytes(data).version != number:
-                raise StateMismatch(f"the plan shows another version's manifest for version {number}")
+                raise StateMismatch(f"the plan carries another version's manifest for version {number}")
             self._found[number] = data
         self._check_size()
 
     def end(self) -> None:
-        """Forget everything."""
         self._wanted, self._found = frozenset(), {}
 
     async def list(self, first: int, last: int) -> Sequence[bytes]:
@@ -59,9 +55,8 @@ class ManifestChain:
     async def manifests(self, plan: PullPlan) -> tuple[bytes, ...]:
         """The manifest of each payload's version, in the plan's order.
 
-        Raises:
-            UnknownVersion, StateMismatch: the coordinator does not show one.
-            LimitExceeded: together they are too large.
+        Raises UnknownVersion or StateMismatch if the coordinator does not list one, LimitExceeded if they are too
+        large.
         """
         numbers = [payload.to_version for payload in plan.payloads]
         for number in sorted(set(numbers), reverse=True):
@@ -72,7 +67,7 @@ class ManifestChain:
                 first -= 1
             await self.list(first, number)
             if number not in self._found:
-                raise StateMismatch(f"the coordinator does not show the manifest of version {number}")
+                raise StateMismatch(f"the coordinator does not list the manifest of version {number}")
         return tuple(self._found[number] for number in numbers)
 
     def _keep(self, manifests: Sequence[bytes]) -> None:
@@ -82,7 +77,7 @@ class ManifestChain:
             try:
                 version = manifest_from_bytes(data).version
             except MalformedPayload:
-                # Whoever needs it finds that it is missing, or what digest it has.
+                # `manifests` reports it as missing.
                 continue
             if version in self._wanted:
                 self._found.setdefault(version, data)

@@ -1,15 +1,14 @@
-"""Ranges of a payload to ask for, and the file of each: a thread writes and hashes frames while the next arrive.
+"""Files of partial downloads: which ranges are missing, and the writer that appends frames to a file.
 
-    put     waits for room: at most BATCH_BYTES are kept beside what is being written; unblocked by the thread
+A thread writes and hashes frames while the next ones arrive:
+
+    put     waits for room: at most BATCH_BYTES wait beside the write in progress; unblocked by the thread
     thread  waits for a frame; unblocked by put
 
-A frame is handed over at once when the thread is free, so that over a slow link nothing waits in memory; over a fast
-one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_S and when a fetch
-breaks: a power cut costs seconds of the link, however fast it is. A file that arrived whole is not waited for: it is
-used at once and removed, and whoever finds it after a power cut compares it with its digest first. So what is fetched
-in less than SYNC_S need never reach the disk, which writes slower than a fast link brings.
-
-Blocks are reserved RESERVE_BYTES ahead of the writer; the file's size is what was written.
+Over a slow link each frame goes to the thread at once; over a fast one, batches do. Written bytes become durable every
+SYNC_S and when a fetch breaks, so a power cut costs seconds of the link. A complete file is not synced: it is used at
+once and removed, and after a power cut its digest is checked first. Blocks are reserved RESERVE_BYTES ahead of the
+writer; the file's size is the bytes written.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
 
 SPLIT_BYTES = 4 << 20
-"""Ranges are not cut into halves smaller than this: a stream needs some round trips to come up to speed."""
+"""Smallest half of a cut range: a stream needs some round trips to reach full speed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Bytes [start, start + length) of a payload are in the file of this start.
+    """Bytes [start, start + length) of a payload, in the file of this start.
 
-    Piece 0 is the payload as far as it is known from its beginning; others exist only while several streams fetch.
+    Piece 0 is the payload's known beginning; others exist only while several streams fetch.
     """
 
     start: int
@@ -44,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Gap:
-    """Bytes [begin, end) are missing and belong at the end of the piece that starts at `start`."""
+    """Bytes [begin, end) that are missing; they belong to the end of the piece at `start`."""
 
     begin: int
     end: int
@@ -52,12 +51,11 @@ class Gap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes missing."""
         return self.end - self.begin
 
 
 def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> list[Gap]:
-    """Which ranges to ask for next, at most `num_streams`: the holes, the largest cut until there are enough."""
+    """The ranges to ask for next, at most `num_streams`: the holes, the largest cut in half until there are enough."""
     known = sorted(pieces)
     ends = [piece.start for piece in known[1:]] + [num_bytes]
     gaps = [
@@ -80,45 +78,36 @@ SYNC_S = 30.0
 RESERVE_BYTES = 64 << 20
 COPY_BYTES = 1 << 20
 BLOCK_BYTES = 512
-"""Of st_blocks, on every disk."""
+"""Unit of st_blocks."""
 
 
 class RunningDigest:
-    """blake3 of a file from its beginning, as far as it was taken."""
+    """blake3 of a file's beginning."""
 
     def __init__(self) -> None:
         self._hasher = blake3.blake3()
         self._num_bytes = 0
 
     def update(self, data: bytes) -> None:
-        """Go on with the next bytes."""
         self._hasher.update(data)
         self._num_bytes += len(data)
 
     def catch_up(self, path: Path) -> None:
-        """Go on with what a file holds beyond the bytes taken so far."""
+        """Hash the bytes of a file beyond those taken so far."""
         with path.open("rb", buffering=0) as file:
             file.seek(self._num_bytes)
             while block := file.read(COPY_BYTES):
                 self.update(block)
 
     def digest(self) -> Digest:
-        """Of all bytes taken, hex."""
         return Digest(self._hasher.hexdigest())
 
 
 class PieceWriter:
-    """Appends to one file, which is its own."""
+    """Appends to one file, which it owns."""
 
     def __init__(self, path: Path, *, clock: Clock, num_bytes: int = 0, digest: RunningDigest | None = None) -> None:
-        """Open the file.
-
-        Args:
-            path: the file; a new one if it is not there.
-            clock: says when what was written is to be made durable.
-            num_bytes: how many bytes will come, if that is known: room is reserved for them.
-            digest: follows what the file holds.
-        """
+        """Open or create the file; reserves room for `num_bytes`, and `digest` follows its bytes."""
         self._path = path
         self._clock = clock
         self._file = path.open("ab", buffering=0)
@@ -134,11 +123,7 @@ class PieceWriter:
         self._error: BaseException | None = None
 
     async def put(self, frame: bytes) -> None:
-        """Append a frame; returns when there is room for the next one.
-
-        Raises:
-            OSError: the disk refused this frame or one before it.
-        """
+        """Append a frame; returns when there is room for the next one. Raises OSError of this or an earlier write."""
         self._batch.append(frame)
         self._num_waiting += len(frame)
         if self._writing is None:
@@ -148,11 +133,7 @@ class PieceWriter:
         self._check()
 
     async def close(self, *, durable: bool) -> None:
-        """Write what is left and close the file, whatever happened before; `durable` waits for the disk.
-
-        Raises:
-            OSError: the disk refused a frame.
-        """
+        """Write the rest and close the file, also after a failure; `durable` waits for the disk. Raises OSError."""
         closing = asyncio.ensure_future(self._finish(durable))
         await settle(closing)
         closing.result()
@@ -174,7 +155,7 @@ class PieceWriter:
 
     def _written(self, done: asyncio.Future[None]) -> None:
         self._writing = None
-        # Asked of every one: the event loop prints what nobody asked for.
+        # Always read: the event loop prints exceptions that were not retrieved.
         error = done.exception()
         self._error = self._error or error
         if self._error is not None:
@@ -184,7 +165,7 @@ class PieceWriter:
         now = self._clock.monotonic()
         if self._syncing is None and now - self._synced_at >= SYNC_S:
             self._synced_at = now
-            # A descriptor of its own: whoever closes the file does not wait for the disk.
+            # A descriptor of its own, so that closing the file does not wait for the disk.
             descriptor = os.dup(self._file.fileno())
             self._syncing = asyncio.get_running_loop().run_in_executor(None, _sync, descriptor)
             self._syncing.add_done_callback(self._synced)
@@ -209,7 +190,7 @@ class PieceWriter:
     def _reserve(self, num_bytes: int) -> None:
         if self._num_reserved < num_bytes and self._num_left:
             more = min(RESERVE_BYTES, self._num_left)
-            # Refused, it is asked for no more; the write itself meets what the disk cannot do.
+            # After a refusal ask no more; the write itself meets a full disk.
             is_there = reserve(self._file.fileno(), self._file.tell() + self._num_reserved, more)
             self._num_left = self._num_left - more if is_there else 0
             self._num_reserved += more * is_there
@@ -222,7 +203,7 @@ class PieceWriter:
 
 
 def num_reserved(path: Path) -> int:
-    """Bytes of the disk that a file has beyond its end."""
+    """Bytes of disk reserved beyond a file's end."""
     stat = path.stat()
     return max(0, stat.st_blocks * BLOCK_BYTES - stat.st_size)
 
@@ -230,7 +211,7 @@ def num_reserved(path: Path) -> int:
 def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
     """Append parts to the file that they continue; returns the digest of the whole.
 
-    A crash in between leaves pieces that say again what is missing.
+    After a crash in between, the remaining pieces still state which ranges are missing.
     """
     for start, part in parts.items():
         with path.open("ab", buffering=0) as whole, part.open("rb", buffering=0) as more:

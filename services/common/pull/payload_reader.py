@@ -1,14 +1,11 @@
-"""Reading payloads for callers: whole files are compared with their names once, every block with what was proved then.
+"""Reads of payload files for callers; every block that leaves is verified.
 
-A proof is made of a file in one pass: the blake3 of all its bytes, which must be its name, and the xxh3-64 of each
-block. While device, inode, size and time of change stay, a file is not read a second time as a whole. They say nothing
-of a disk that turns a bit over, so a block is compared with its checksum whenever it is sent: bytes that differ from
-those that were proved never leave, whatever the file says of itself.
+A proof is made in one pass over a file: the blake3 of all bytes, which must be its name, and the xxh3-64 of each block.
+While device, inode, size and time of change stay the same, the file is not hashed as a whole again. Each block is
+compared with its checksum on every send, so bytes that a disk changed never leave.
 
-While a block is sent the next one is read: two of them are in memory for each caller.
-
-A proof belongs to nobody: whoever asks for the same file meanwhile waits for the same pass, and it goes on when a
-caller has gone, so that a file whose pass takes longer than callers wait is served at their next attempt.
+While a block is sent the next one is read: two blocks in memory for each caller. Callers of the same file share one
+pass. The pass goes on when its caller has gone, so a file whose pass is slower than callers wait is served later.
 """
 
 from __future__ import annotations
@@ -32,18 +29,18 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload_file import FRAME_BYTES
 
 MAX_BLOCKS = 1 << 20
-"""Blocks of which checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
+"""Blocks whose checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
 MAX_PROOFS = 4096
-"""Files of which checksums are kept."""
+"""Files whose checksums are kept."""
 
 
 class DamagedFile(CorruptData):
-    """A file has other bytes than its name says."""
+    """A file's bytes differ from its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells that a file was replaced or written to."""
+    """Fields that change when a file is replaced or written."""
 
     device: int
     inode: int
@@ -52,21 +49,20 @@ class FileIdentity:
 
     @classmethod
     def of(cls, descriptor: int) -> FileIdentity:
-        """The identity of an open file."""
         stat = os.fstat(descriptor)
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A file that had the bytes of its name: which file, and the xxh3-64 of each of its blocks."""
+    """A file whose bytes matched its name: its identity, and the xxh3-64 of each block."""
 
     identity: FileIdentity
     checksums: array[int]
 
 
 class PayloadReader:
-    """Frames of payloads, and the proofs of their files. Belongs to the event loop."""
+    """Frames of payloads and the proofs of their files. Belongs to the event loop."""
 
     def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_proofs: int = MAX_PROOFS) -> None:
         self._max_blocks = max_blocks
@@ -77,10 +73,10 @@ class PayloadReader:
         self._stopping = threading.Event()
 
     async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of a payload in frames of at most 1 MiB; one deleted meanwhile is read to its end.
+        """Yield [offset, stop) of a payload in frames of at most 1 MiB; a file deleted meanwhile is read to its end.
 
         Raises:
-            DamagedFile: the file has other bytes; what was yielded before was right.
+            DamagedFile: its bytes differ from its name; the frames yielded before were right.
             OSError: it cannot be read.
             InvalidRequest: the range is not within the file.
         """
@@ -95,28 +91,24 @@ class PayloadReader:
                 while offset < end:
                     frame = await asyncio.shield(ahead)
                     offset += len(frame)
-                    # Beside the sending of this one.
+                    # While this one is sent.
                     ahead = _begin(file, proof, offset, end)
                     yield frame
             except DamagedFile:
                 self._forget(digest)
                 raise
             finally:
-                # Its thread reads by the number of the descriptor.
+                # Its thread still reads from the descriptor.
                 await settle(ahead)
 
     async def close(self) -> None:
-        """End the passes under way."""
+        """Stop the running passes."""
         self._stopping.set()
         if self._proving:
             await asyncio.wait(list(self._proving.values()))
 
     async def _proof(self, digest: Digest, file: BinaryIO) -> Proof:
-        """The proof of this very file.
-
-        Raises:
-            DamagedFile: it cannot be proved.
-        """
+        """The proof of this open file; raises DamagedFile if it cannot be proved."""
         while True:
             identity = FileIdentity.of(file.fileno())
             known = self._proofs.get(digest)
@@ -125,7 +117,7 @@ class PayloadReader:
                 return known
             task = self._proving.get(digest)
             if task is None:
-                # A descriptor of its own: it goes on when this caller has gone.
+                # A descriptor of its own: the pass goes on when this caller has gone.
                 own = os.dup(file.fileno())
                 task = asyncio.ensure_future(asyncio.to_thread(_prove, own, digest, self._stopping))
                 self._proving[digest] = task
@@ -155,12 +147,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:
-    """Read a file once, and close it.
-
-    Raises:
-        DamagedFile: its bytes are not those of its name.
-        Draining: the process ends.
-    """
+    """Read a file once, and close it; raises DamagedFile, or Draining when the process ends."""
     hasher, checksums, offset = blake3.blake3(), array("Q"), 0
     block = memoryview(bytearray(FRAME_BYTES))
     try:
@@ -190,17 +177,13 @@ def _begin(file: BinaryIO, proof: Proof, offset: int, end: int) -> asyncio.Futur
 
 
 def _read_frame(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
-    """The next bytes of [offset, end): of a block that still is what was proved; nothing where nothing is left.
-
-    Raises:
-        DamagedFile: the block is not.
-    """
+    """The next bytes of [offset, end), empty at the end; raises DamagedFile if their block changed."""
     if offset >= end:
         return b""
     number = offset // FRAME_BYTES
     start = number * FRAME_BYTES
     block = _read(descriptor, min(FRAME_BYTES, proof.identity.size - start), start)
-    # Whole blocks, also where the range begins or ends within one.
+    # Checksums are of whole blocks.
     if xxhash.xxh3_64_intdigest(block) != proof.checksums[number]:
         raise DamagedFile(f"its bytes from {start} on changed on disk")
     return block[offset - start : end - start]

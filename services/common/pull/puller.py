@@ -1,14 +1,13 @@
-"""Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
+"""Pull of a version: plan, fetch, apply to a staging copy, verify the whole state.
 
-Guarantees: what is returned has exactly the state of the manifest that was judged; what was held is never changed; a
-fetch goes on from the bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails
-its check is thrown away and the version is built another way, down the ladder
+Guarantees: the result has exactly the state of the manifest that was judged; the held version never changes; a fetch
+continues from the bytes on disk, also after a restart; a stalled link fails in bounded time. A failed check discards
+what was fetched, and the version is built another way:
 
-    merged deltas -> single deltas from what is held -> from the base model -> from a snapshot
+    merged deltas -> single deltas from the held version -> from the base model -> from a snapshot
 
-whose table is in `ladder`. Where the run's first version is the caller's base model, nothing of it is fetched. A plan
-whose payloads went meanwhile is made anew a few times; beyond that never repeats a call: whoever asked decides when to
-ask again.
+`fallback` has the table. A first version that is the caller's base model is not fetched. A plan whose payloads vanished
+is repeated a few times; the caller repeats all other calls.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
-"""Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
-what is held."""
+"""Judges the target's manifest of a plan and raises to refuse it; not called for the version that is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,15 +52,14 @@ class PulledVersion:
 
     @property
     def version(self) -> int:
-        """Number of the version."""
         return self.manifest.version
 
 
 class Puller:
-    """Builds versions of one layout, in one variant, in one spool directory, which is its own.
+    """Builds versions of one layout, in one variant; it owns its download directory `spool`.
 
-    `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
-    `on_frame` is called whenever bytes arrive.
+    `base` returns the caller's base model, if any; it is asked until a version was built. `on_frame` is called whenever
+    bytes arrive.
     """
 
     def __init__(
@@ -89,24 +86,24 @@ class Puller:
         )
         self.chain = ManifestChain(api=api, variant=variant)
         self.apply_s = 0.0
-        """Seconds that applying and verifying took the last time; 0 before the first."""
+        """Seconds of the last apply and verify; 0 before the first."""
         self.fetch_s = 0.0
-        """Seconds that fetching took the last time."""
+        """Seconds of the last fetch."""
         self.fetched_bytes = 0
-        """Bytes of the payloads of the last time."""
+        """Payload bytes of the last fetch."""
         self._fallback = Fallback()
         self._load_base = base
         self._base: Arena | None = None
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
-        """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
+        """Build `want_version` (-1: the head) from `held`; `admit` may refuse a plan before a byte is fetched.
 
         Raises:
             UntrustedVersion: `admit` refused it; nothing has changed.
             UnknownVersion: no such version, or no payloads lead to it.
-            UnknownPayload: the coordinator's payloads go as fast as plans are made.
-            Unreachable: the link broke or stalled; calling again goes on from the bytes received.
-            CorruptData: even the snapshot fails its checks.
+            UnknownPayload: payloads vanish as fast as plans are made.
+            Unreachable: the link broke or stalled; the next call continues behind the bytes received.
+            CorruptData: even the snapshot failed its checks.
         """
         self._fallback.begin_call()
         while True:
@@ -114,18 +111,17 @@ class Puller:
                 pulled = await self._pull(held, want_version, admit)
                 break
             except UnknownPayload as error:
-                # Deleted, or found damaged; the next plan does without it.
                 if not self._fallback.fail(Failure.GONE):
                     raise
-                _LOG.info("the plan for version %d is made anew: %s", want_version, error)
+                _LOG.info("re-planning pull of version %d: %s", want_version, error)
             except CorruptData as error:
                 self._discard(error)
                 if not self._fallback.fail(Failure.DAMAGED):
                     raise
-                way = BELOW[self._fallback.rung]
+                way = BELOW[self._fallback.basis]
                 _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
         self._fallback.built()
-        # Memory for the base is that of a whole state.
+        # Free the memory of a whole state.
         self._base = None
         return pulled
 
@@ -150,8 +146,8 @@ class Puller:
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
-        # Before the plan is judged: a wrong one is asked for again without what nobody signed.
-        is_from_base = self._fallback.rung is PlanBasis.BASE
+        # Before the plan is judged: merged deltas are unsigned, so a wrong plan is repeated without them.
+        is_from_base = self._fallback.basis is PlanBasis.BASE
         if any(payload.kind is PayloadKind.MERGED for payload in plan.payloads):
             self._fallback.rest_on(PlanBasis.MERGED)
         self._check(plan, held=held, want_version=want_version)
@@ -166,7 +162,7 @@ class Puller:
         if admit is not None:
             await admit(plan)
         judged = plan.manifests[-1]
-        # Only now: the way of a version that is not to be built is not asked for.
+        # Only after `admit`: refused versions need no manifests.
         plan = dataclasses.replace(plan, manifests=await self.chain.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
         started = self._clock.monotonic()
@@ -183,12 +179,12 @@ class Puller:
         return pulled
 
     def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
-        """Refuse a plan that does not lead from what is held to what is wanted, or is larger than one can be."""
+        """Refuse a plan that does not lead from `held` to the wanted version, or that is too large."""
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME:
             return
         _check_target(plan, self._layout)
-        self._fetcher.check_way(plan.payloads)
+        self._fetcher.check_sizes(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
         if not self._fallback.is_open(PlanBasis.BASE):
@@ -199,9 +195,9 @@ class Puller:
         return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
 
     async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
-        """The base model as the version that a plan starts from, None when it starts from nothing; and the plan.
+        """The base model as the version that a plan starts from (None: it starts from nothing), and the plan.
 
-        A plan that needs no payload gets the base's own manifest: nobody judged that version before.
+        A plan without payloads gets the base's own manifest, since that version was not judged before.
         """
         if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
             return None, plan
@@ -228,7 +224,7 @@ class Puller:
             if payload.kind is PayloadKind.MERGED:
                 verify_merged(payload, parent, manifest)
             elif payload.kind is PayloadKind.SNAPSHOT:
-                # The coordinator's own are named by no manifest; the state that comes of it is what is checked.
+                # No manifest names the coordinator's own snapshots; `verify_state` checks the result.
                 verify_snapshot(payload, manifest)
             elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
@@ -243,9 +239,9 @@ class Puller:
 
 
 def _confirm(pulled: PulledVersion, judged: bytes) -> None:
-    """The last line of every way: the state was compared with the very manifest that `admit` saw."""
+    """Check that the state was compared with the very manifest that `admit` saw; the last check of every pull."""
     if pulled.manifest_digest != manifest_digest(judged):
-        raise StateMismatch(f"version {pulled.version} has not the manifest that was judged")
+        raise StateMismatch(f"version {pulled.version} does not have the manifest that was judged")
 
 
 def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
@@ -253,16 +249,16 @@ def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int
         raise StateMismatch(f"the plan leads to version {plan.target_version}, not {want_version}")
     if plan.kind is PlanKind.SAME:
         if held is None or held.version != plan.target_version:
-            raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
+            raise StateMismatch(f"the plan states that version {plan.target_version} is held")
         if plan.payloads:
-            # A manifest of the base model's would be taken from one place and the judged one from another.
-            raise StateMismatch(f"the plan says that version {plan.target_version} is held already, and has payloads")
+            # The base's manifest and the judged one would come from two places.
+            raise StateMismatch(f"the plan states that version {plan.target_version} is held, and has payloads")
     elif not plan.payloads or len(plan.manifests) not in (1, len(plan.payloads)):
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
 
 
 def _check_target(plan: PullPlan, layout: Layout) -> None:
-    """Hold the plan's last manifest and the order of its payloads against its target, before a byte is fetched."""
+    """Check the plan's last manifest and the order of its payloads before a byte is fetched."""
     manifest = manifest_from_bytes(plan.manifests[-1])
     if manifest.version != plan.target_version:
         raise StateMismatch(f"the plan leads to version {manifest.version}, not {plan.target_version}")
@@ -274,10 +270,10 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
 
 
 class TrustedPuller:
-    """A puller that insists and builds nothing but what a trusted key signed; its spool directory is its own.
+    """A puller that retries and builds only versions that a trusted key signed.
 
-    A link that breaks is waited for, and every frame that arrives makes the next failure the first of a row. What is
-    refused, damaged or no longer there is the caller's to judge.
+    It waits while a link is broken; each frame that arrives resets the backoff. Refusals, damage and missing payloads
+    are raised.
     """
 
     def __init__(
@@ -304,13 +300,11 @@ class TrustedPuller:
         )
 
     async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
-        """Build a version from what is held, waiting for the coordinator as long as it takes.
+        """Build a version from `held`, waiting for the coordinator as long as it takes.
 
         Raises:
             UntrustedVersion: no trusted key signed it; not a byte of it was fetched.
-            UnknownVersion: no such version, or no payloads lead to it.
-            UnknownPayload: the coordinator's payloads go as fast as plans are made.
-            CorruptData: even the snapshot fails its checks.
+            UnknownVersion, UnknownPayload, CorruptData: as `Puller.pull`.
         """
         pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
         return await self._backoff.retry(pull)

@@ -1,4 +1,4 @@
-"""The caller's side of gRPC: one link, typed errors, deadlines, repeats under one key, paced bytes.
+"""The caller's side of gRPC: one channel, typed errors, deadlines, retries under one key, bandwidth caps.
 
-Every call ends: with an answer, with the peer's typed error, or at its deadline. Open `client` first.
+Every call ends with an answer, with the peer's typed error, or at its deadline. Open `client` first.
 """

@@ -36,7 +36,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Calls:
-    """A link and the ways to call over it."""
+    """A channel to a coordinator and the ways to call over it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Calls:
         rng: random.Random | None = None,
         bandwidth: BandwidthConfig | None = None,
     ) -> None:
-        self._link = CoordinatorChannel(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
+        self._channel = CoordinatorChannel(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
         self._retry = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
@@ -63,28 +63,25 @@ class Calls:
 
     @property
     def down_bytes_per_s(self) -> float:
-        """The cap of what is received; 0 is none. Whoever waits for bytes waits for it too."""
+        """The cap of received bytes; 0 is none. A wait for bytes includes a wait for the cap."""
         return self._down.bytes_per_s
 
     async def close(self) -> None:
-        """Close the channel; calls under way are cancelled."""
-        await self._link.close()
+        await self._channel.close()
 
     async def _pace(self, bucket: TokenBucket, direction: str, num_bytes: int) -> None:
         if waited_s := await bucket.take(num_bytes):
             BANDWIDTH_WAIT.labels(direction).inc(waited_s)
 
     async def __aenter__(self) -> Self:
-        """Use as a context."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Close on leaving."""
         await self.close()
 
     async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
-            async with self._link.stubs() as stubs:
+            async with self._channel.stubs() as stubs:
                 with timed(name), self._outage.watching(name):
                     return readable(name, await stubs.method(name)(request, timeout=timeout_s))
 
@@ -92,7 +89,7 @@ class Calls:
 
     async def _once(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
-            async with self._link.stubs() as stubs:
+            async with self._channel.stubs() as stubs:
                 with timed(name):
                     return readable(name, await stubs.method(name)(request, timeout=timeout_s))
 
@@ -105,7 +102,7 @@ class Calls:
 
     async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
         try:
-            async with self._link.stubs() as stubs:
+            async with self._channel.stubs() as stubs:
                 call = stubs.method(name)(request)
                 try:
                     with timed(name):
@@ -122,7 +119,7 @@ class Calls:
 
 
 class WeightCalls(Calls):
-    """Asks for versions and reads payloads: from an address where the plan has one that serves, else from the peer."""
+    """Asks for versions and reads payloads, from presigned URLs of the plan first, else from the peer."""
 
     def __init__(
         self, address: str, *, payload_urls: Allowed = "https", payload_hosts: Sequence[str] = (), **how: Any
@@ -132,25 +129,21 @@ class WeightCalls(Calls):
         self._direct = PresignedReads(self._connections)
 
     async def close(self) -> None:
-        """Close the channel and the connections; calls under way are cancelled."""
         await self._connections.close()
         await super().close()
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield new heads until the link breaks."""
         request = policy_pb2.WatchHeadRequest(after_version=after_version)
         async for message in self._streamed("WatchHead", request):
             age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
             yield HeadUpdate(version=message.version, age_s=age_s)
 
     async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
-        """Fetch the exact bytes of a manifest and its signature."""
         request = policy_pb2.GetManifestRequest(version=version, variant=variant)
         answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-        """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
         request = policy_pb2.ListManifestsRequest(
             first_version=first_version, last_version=last_version, variant=variant
         )
@@ -167,7 +160,6 @@ class WeightCalls(Calls):
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Ask for the cheapest way to a version."""
         request = policy_pb2.PlanPullRequest(
             have_version=have_version,
             have_root=have_root,
@@ -181,13 +173,13 @@ class WeightCalls(Calls):
         try:
             plan = plan_from_pb(answer)
         except InvalidRequest as error:
-            # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
+            # The peer's answer breaks the format, not this node's request.
             raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
         self._direct.note(plan.payloads, answer.urls)
         return plan
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
+        """Yield frames of a payload until `stop` or its end; after Unreachable, continue behind the bytes received."""
         address = self._direct.find(digest)
         if address is not None:
             end = address.num_bytes if stop is None else stop
@@ -207,20 +199,20 @@ class WeightCalls(Calls):
             yield frame
 
     def gave_up(self, digest: Digest) -> None:
-        """Ask no address for a while, where one of this payload kept its reader waiting until that one ended it."""
+        """Pause presigned URLs: one of this payload kept its reader waiting until the reader gave up."""
         if self._direct.find(digest) is not None:
             _LOG.info("payload %s did not come from its address: it comes from the coordinator", digest[:12])
             self._direct.pause()
 
     def distrust_address(self, digest: Digest) -> None:
-        """Read a payload from the peer alone from now on: it arrived with other bytes than its name says."""
+        """Read a payload from the peer only: it arrived with bytes that differ from its digest."""
         self._direct.distrust(digest)
 
     def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
-        """A frame of a payload arrived, from an address or from the peer."""
+        """Called for each frame of a payload, from a presigned URL or from the peer."""
 
     async def read_from_peer(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload as the peer sends them, whatever addresses are known."""
+        """Yield frames of a payload as the peer sends them; no presigned URL is used."""
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
             # Once: each access of a bytes field copies it.
@@ -233,23 +225,14 @@ class WeightCalls(Calls):
 
 
 def readable(name: str, message: Any) -> Any:
-    """A message of the other end.
-
-    Raises:
-        Unreachable: its bytes are no such message.
-    """
+    """Return a message of the peer; raises Unreachable if gRPC could not parse it."""
     if message is None:
-        # gRPC's way to say that the bytes are no such message.
         raise Unreachable(f"{name}: the coordinator's answer cannot be read", retry_after_s=1.0)
     return message
 
 
 async def once(name: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Try once.
-
-    Raises:
-        HeterorlError: the peer's typed refusal, or Unreachable.
-    """
+    """Try once; raises the peer's typed refusal, or Unreachable."""
     try:
         return await attempt()
     except grpc.aio.AioRpcError as error:
@@ -263,9 +246,9 @@ def typed(name: str, error: grpc.aio.AioRpcError) -> HeterorlError:
 
 @contextlib.contextmanager
 def timed(name: str) -> Iterator[None]:
-    """Observe how long the body takes and how it ends."""
-    # A counter that appears with its first failure has not increased, for whoever watches rates: an outage of a site
-    # that nobody could scrape meanwhile would not be seen after it.
+    """Observe the duration and outcome of the body."""
+    # A counter that first appears with a failure shows no increase: without this line Prometheus would miss the
+    # outage of a site that it could not scrape.
     RPC_SECONDS.labels("client", name, grpc.StatusCode.UNAVAILABLE.name)
     started = time.perf_counter()
     code = "OK"

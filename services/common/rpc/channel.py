@@ -1,7 +1,7 @@
-"""A link to one coordinator: one channel, replaced by another when this node's certificates change.
+"""One channel to a coordinator, replaced when this node's certificates change.
 
-Guarantees: a call begins with the newest certificates, and a replaced channel closes after its last call. A stream that
-the old certificate opened and that is refused for it counts as a broken link, so its owner dials again.
+Guarantees: a call begins with the newest certificates; a replaced channel closes after its last call. A stream refused
+because its channel had the old certificate raises Unreachable, so its owner dials again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from heterorl.v1 import (
 
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 KNOCK_S = 2.0
-"""How long an address has to accept a connection. A host that is gone refuses none."""
+"""Time that an address has to accept a connection; a dead host never refuses one."""
 
 
 class Stubs:
-    """The rpcs of all services over one channel, as attributes by name."""
+    """The rpcs of all services over one channel, by name."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        # The generated stub classes carry no types for grpc.aio; the client types their methods at its own border.
+        # Generated stubs have no types for grpc.aio.
         stubs: list[Any] = [
             policy_pb2_grpc.PolicyServiceStub(channel),
             rollout_pb2_grpc.RolloutServiceStub(channel),
@@ -57,7 +57,6 @@ class Stubs:
         self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
 
     def method(self, name: str) -> Any:
-        """The rpc of a name, such as `GetStatus`."""
         return self._methods[name]
 
 
@@ -70,20 +69,16 @@ class _OpenChannel:
 
 
 class CoordinatorChannel:
-    """Channels to `address`."""
+    """The channel to `address`, a host:port or several with commas between them."""
 
     def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int) -> None:
-        """Prepare a channel; nothing is dialled before the first call.
-
-        Raises:
-            ConfigError: plaintext to another machine, or a file of certificates that cannot be used.
-        """
+        """Prepare a channel; the first call dials. Raises ConfigError for unusable TLS settings."""
         self._addresses = addresses(address)
         for each in self._addresses:
             check_tls(tls, key="coordinator", address=each)
         self._address = self._addresses[0]
         self._is_lost = len(self._addresses) > 1
-        """Whether the address is to be looked for before the next call."""
+        """Whether to look for the listening address before the next call."""
         self._receive_bytes = max_message_bytes
         self.send_bytes = max_message_bytes
         """Largest message that this link sends."""
@@ -92,30 +87,29 @@ class CoordinatorChannel:
         self._retired: set[_OpenChannel] = set()
 
     async def send_up_to(self, num_bytes: int) -> None:
-        """Send messages up to the other end's limit from now on; what is received keeps the limit of this end."""
-        # Less would not even let this end register again, where a correction could be heard.
+        """Adopt the peer's limit for sent messages; the limit of received ones stays."""
+        # With less this node could not even register again to learn a corrected limit.
         limit = min(max(num_bytes, MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         if limit != self.send_bytes:
-            # gRPC sets limits for a channel's life, so there is another one; calls under way end on theirs.
+            # gRPC fixes limits for a channel's life, so open another one; running calls end on theirs.
             self.send_bytes = limit
             self._retired.add(self._lane)
             self._lane = self._open()
             await self._sweep()
 
     async def close(self) -> None:
-        """Close all channels; calls under way are cancelled."""
         for lane in (self._lane, *self._retired):
             await lane.channel.close()
 
     @contextlib.asynccontextmanager
     async def stubs(self) -> AsyncIterator[Stubs]:
-        """Stubs for one call, which keep their channel until the context ends."""
+        """Stubs for one call; their channel stays open until the context ends."""
         async with self._held() as lane:
             yield lane.stubs
 
     @contextlib.asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for one call of bytes, which stays until the context ends."""
+        """The channel for one call of raw bytes; it stays open until the context ends."""
         async with self._held() as lane:
             yield lane.channel
 
@@ -127,7 +121,7 @@ class CoordinatorChannel:
             yield lane
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED and lane is not await self._current():
-                raise Unreachable("the certificate was replaced meanwhile", retry_after_s=0.1) from error
+                raise Unreachable("the certificate was replaced during the call", retry_after_s=0.1) from error
             if error.code() in _SILENT and from_rpc_error(error) is None:
                 self._is_lost = len(self._addresses) > 1
             raise
@@ -146,7 +140,7 @@ class CoordinatorChannel:
         return self._lane
 
     async def _seek(self) -> None:
-        """Go to the address that listens; where none can be seen to, to the next one."""
+        """Switch to the address that listens; to the next one if none is seen to listen."""
         following = self._addresses[(self._addresses.index(self._address) + 1) % len(self._addresses)]
         found = await _listening(self._addresses) or following
         if found != self._address:
@@ -177,7 +171,7 @@ class CoordinatorChannel:
 
 
 async def _listening(candidates: Sequence[str]) -> str | None:
-    """The first of several addresses to accept a connection: a coordinator that stands by listens on none."""
+    """The first of several addresses to accept a connection; a standby coordinator listens on none."""
 
     async def knock(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -204,17 +198,16 @@ MESSAGE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Whether a server serves, and in a few words why or why not."""
+    """Whether a server serves, and why or why not."""
 
     is_serving: bool
     reason: str
 
 
 async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Answer:
-    """Ask the server at host:port once, with a certificate of any role; whatever goes wrong is an answer too.
+    """Ask the server at host:port once, with a certificate of any role; a failed call is an answer too.
 
-    Raises:
-        ConfigError: plaintext to another machine, or a file of certificates that cannot be used.
+    Raises ConfigError for plaintext to another machine, or an unusable certificate file.
     """
     check_tls(tls, key="ADDRESS", address=address)
     async with _channel(address, tls) as channel:

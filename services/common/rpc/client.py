@@ -1,4 +1,4 @@
-"""CoordinatorApi over gRPC: every call has a deadline, repeats with one key, and raises the peer's typed errors."""
+"""CoordinatorApi over gRPC: deadlines, repeats under one idempotency key, typed errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
-from heterorl.common.types.sample import (
-    EvaluationSample,
-    Sample,
-    SampleFilter,
-    SampleList,
-    SampleNote,
-    SamplePage,
-)
+from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
 from heterorl.common.wire.common import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
 from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb, sets_to_pb
 from heterorl.common.wire.policy import frame_checksum, grant_from_pb, publish_to_pb
@@ -67,34 +60,28 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
-from heterorl.common.wire.sample import (
-    evaluation_to_pb,
-    list_from_pb,
-    list_request_to_pb,
-    note_to_pb,
-    sample_from_pb,
-)
+from heterorl.common.wire.sample import evaluation_to_pb, list_from_pb, list_request_to_pb, note_to_pb, sample_from_pb
 from heterorl.common.wire.seal import sealed
 from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0
-"""For a push of groups, without the time of its bytes, or of evaluations."""
+"""Deadline of a push of evaluations; one of groups has the time of its bytes on top."""
 ASSIGNMENTS_AT_ONCE = 4096
-"""The coordinator takes no more in one call."""
+"""The coordinator's limit of one call."""
 MIN_UP_BYTES_PER_S = 4096.0
-"""The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
+"""Slowest link whose pushes meet their deadline; pings notice a dead link in seconds."""
 
 
 class CoordinatorClient(WeightCalls):
-    """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
+    """A coordinator at an address; implements heterorl.common.api.CoordinatorApi.
 
-    Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
-    cursor. They raise Unreachable when the link breaks.
+    Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated: their callers hold the cursor.
+    They raise Unreachable when the link breaks.
     """
 
     def __init__(self, address: str, **how: Any) -> None:
         super().__init__(address, **how)
-        # Groups in one message, as the coordinator said when this node registered.
+        # Groups in one message, as the answer to `register` states.
         self._push_groups = 1
         self._writes = PresignedWrites(self._connections)
 
@@ -109,7 +96,6 @@ class CoordinatorClient(WeightCalls):
         groups_per_version: int = 0,
         statement: bytes = b"",
     ) -> LeaseGrant:
-        """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
             request_id=request_id,
             holder=holder,
@@ -122,23 +108,19 @@ class CoordinatorClient(WeightCalls):
         return grant_from_pb(await self._call("AcquireLease", request))
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        """Extend the lease."""
         request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=progress_to_pb(progress))
         return grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:
-        """End the lease."""
         await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
 
     async def push_learner_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
-        """Hand out this learner's numbers, once; returns whether the coordinator keeps them."""
         request = metrics_pb2.PushLearnerMetricsRequest(site=site, series=series_to_pb(series))
         return bool((await self._once("PushLearnerMetrics", request)).is_kept)
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
-        """Drop leased groups for good."""
         request = rollout_pb2.AbandonGroupsRequest(
             epoch=epoch,
             ids=[group_id_to_pb(group_id) for group_id in ids],
@@ -148,17 +130,14 @@ class CoordinatorClient(WeightCalls):
         await self._call("AbandonGroups", request)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        """Drop leased groups that failed a check."""
         await self._call("RejectGroups", rejections_to_pb(epoch, rejections))
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Say what the run trains."""
         await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))
 
     async def note_samples(
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
-        """Say what kept groups were as text; said again, it is the same."""
         request = sample_pb2.NoteSamplesRequest(
             epoch=epoch,
             notes=[note_to_pb(note) for note in notes],
@@ -167,14 +146,13 @@ class CoordinatorClient(WeightCalls):
         await self._call("NoteSamples", request)
 
     async def query_upload(self, *, digest: Digest) -> int:
-        """Ask how many bytes of a payload are durable."""
         request = policy_pb2.QueryUploadRequest(digest=digest)
         return int((await self._call("QueryUpload", request)).num_bytes)
 
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
-        """Append frames to a payload; after Unreachable ask `query_upload` and go on from there."""
+        """Append frames to a payload; after Unreachable, continue from `query_upload`."""
 
         async def requests() -> AsyncIterator[policy_pb2.UploadPayloadRequest]:
             yield policy_pb2.UploadPayloadRequest(
@@ -188,14 +166,13 @@ class CoordinatorClient(WeightCalls):
 
     async def _upload(self, requests: AsyncIterator[policy_pb2.UploadPayloadRequest]) -> int:
         async def attempt() -> int:
-            async with self._link.stubs() as stubs:
+            async with self._channel.stubs() as stubs:
                 with timed("UploadPayload"):
                     return int((await stubs.method("UploadPayload")(requests)).num_bytes)
 
         return await once("UploadPayload", attempt)
 
     async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
-        """Put a payload piece by piece at the addresses that the coordinator gives for them."""
         if not self._writes.is_worth_asking:
             return False
         request = policy_pb2.QueryUploadRequest(digest=digest, epoch=epoch, put_bytes=num_bytes)
@@ -213,7 +190,6 @@ class CoordinatorClient(WeightCalls):
         return await self._writes.put_all(ask, paced, num_bytes=num_bytes)
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Have the coordinator take what was put."""
 
         async def requests() -> AsyncIterator[policy_pb2.UploadPayloadRequest]:
             header = policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, is_put=True)
@@ -222,12 +198,10 @@ class CoordinatorClient(WeightCalls):
         return await self._upload(requests())
 
     async def publish_version(self, request: PublishRequest) -> int:
-        """Commit one version; the step id makes a repetition harmless."""
         message = publish_to_pb(request)
         return int((await self._call("PublishVersion", message)).version)
 
     async def get_step(self, *, step_id: str) -> int | None:
-        """Ask what a step id became."""
         request = policy_pb2.GetStepRequest(step_id=step_id)
         answer = await self._call("GetStep", request)
         return int(answer.version) if answer.HasField("version") else None
@@ -242,7 +216,6 @@ class CoordinatorClient(WeightCalls):
         request_id: str = "",
         sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Ask for prompt groups, or with sets for held-out prompts; the request id makes a repetition harmless."""
         request = rollout_pb2.LeaseWorkRequest(
             site=site,
             incarnation=incarnation,
@@ -256,7 +229,6 @@ class CoordinatorClient(WeightCalls):
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        """Give assignments back."""
         for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
             some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
             request = rollout_pb2.AbandonWorkRequest(
@@ -265,12 +237,9 @@ class CoordinatorClient(WeightCalls):
             await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
-
-        Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
-        """
+        """Push groups; outcomes that came before the link broke are final, the others are unknown."""
         pushed = pushes_to_pb(
-            [sealed(group) for group in groups], limit_bytes=self._link.send_bytes, limit_groups=self._push_groups
+            [sealed(group) for group in groups], limit_bytes=self._channel.send_bytes, limit_groups=self._push_groups
         )
         timeout_s = self._push_timeout_s(sum(message.ByteSize() for message, _ in pushed))
 
@@ -284,11 +253,11 @@ class CoordinatorClient(WeightCalls):
             outcomes: list[PushOutcome] = []
             is_in_order = True
             try:
-                async with self._link.stubs() as stubs:
+                async with self._channel.stubs() as stubs:
                     with timed("PushGroups"):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
                             for outcome in outcomes_from_pb(readable("PushGroups", message)):
-                                # One for each group; what a peer sends beyond that, or of others, is not kept.
+                                # Keep one outcome for each group; drop extra ones and those of other groups.
                                 if len(outcomes) < len(groups) and is_in_order:
                                     is_in_order = outcome.id == groups[len(outcomes)].id
                                     outcomes += [outcome] * is_in_order
@@ -302,14 +271,13 @@ class CoordinatorClient(WeightCalls):
         return await self._retried(attempt, name="PushGroups")
 
     def _push_timeout_s(self, num_bytes: int) -> float:
-        # Twice over the cap: others may have taken from it just before.
+        # Twice: other calls may have just used up the allowance.
         capped_s = 2 * num_bytes / self._up.bytes_per_s if self._up.bytes_per_s else 0.0
         return PUSH_TIMEOUT_S + num_bytes / MIN_UP_BYTES_PER_S + capped_s
 
     async def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
-        """Yield leased groups, one per credit, until the link breaks."""
 
         async def requests() -> AsyncIterator[rollout_pb2.StreamGroupsRequest]:
             yield rollout_pb2.StreamGroupsRequest(epoch=epoch, held=[group_id_to_pb(group_id) for group_id in held])
@@ -321,68 +289,56 @@ class CoordinatorClient(WeightCalls):
             yield queued_from_pb(message)
 
     async def register(self, registration: Registration) -> RegisterAnswer:
-        """Introduce a sampler."""
         request = registration_to_pb(registration)
         answer = register_answer_from_pb(await self._call("Register", request))
         if answer.max_message_bytes:
-            await self._link.send_up_to(answer.max_message_bytes)
+            await self._channel.send_up_to(answer.max_message_bytes)
         self._push_groups = answer.push_groups
         return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
-        """Report a sampler's state and receive commands."""
         request = heartbeat_to_pb(beat)
         return commands_from_pb(await self._call("Heartbeat", request))
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Report a sampler's log-probs of the canary."""
         return verdict_from_pb(await self._call("ReportCanary", canary_to_pb(report)))
 
     async def push_sampler_metrics(self, *, site: SiteId, series: Sequence[Series]) -> bool:
-        """Hand out this sampler's numbers, once; returns whether the coordinator keeps them."""
+        """Send this sampler's metrics once; returns whether the coordinator keeps them."""
         request = metrics_pb2.PushSamplerMetricsRequest(site=site, series=series_to_pb(series))
         return bool((await self._once("PushSamplerMetrics", request)).is_kept)
 
     async def get_status(self) -> RunStatus:
-        """Ask for the state of the run."""
         return status_from_pb(await self._call("GetStatus", run_pb2.GetStatusRequest()))
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
-        """Ask for step reports after a cursor."""
         request = run_pb2.ListStepsRequest(after_step=after_step, limit=limit)
         answer = await self._call("ListSteps", request)
         return tuple(report_from_pb(report) for report in answer.reports)
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        """Ask the run to finish what is held and stop."""
         await self._call("Drain", run_pb2.DrainRequest(reason=reason, epoch=epoch))
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
-        """Order the learner to go back to the content of a version."""
         request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
         return int((await self._call("Rollback", request)).head_version)
 
     async def list_restorable(self) -> tuple[int, ...]:
-        """Ask for the versions that one can go back to."""
         return tuple((await self._call("ListRestorable", run_pb2.ListRestorableRequest())).versions)
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
-        """End a site's quarantine; the request id makes a repetition harmless."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)
 
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
-        """Ask for a page of kept samples."""
         return list_from_pb(await self._call("ListSamples", list_request_to_pb(wanted, page)), page)
 
     async def get_sample(self, *, sample_id: int) -> Sample:
-        """Ask for one sample with its texts."""
         return sample_from_pb(await self._call("GetSample", sample_pb2.GetSampleRequest(id=sample_id)))
 
     async def push_evaluation(
         self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Deliver results; repeating the call is harmless."""
         request = evaluation_pb2.PushEvaluationRequest(
             site=site, incarnation=incarnation, state_root=state_root, results=results_to_pb(results)
         )
@@ -392,7 +348,6 @@ class CoordinatorClient(WeightCalls):
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
     ) -> tuple[Evaluation, ...]:
-        """Ask what is known of versions on sets."""
         request = evaluation_pb2.ListEvaluationsRequest(task_set=task_set, after_version=after_version, limit=limit)
         answer = await self._call("ListEvaluations", request)
         return tuple(evaluation_from_pb(message) for message in answer.evaluations)

@@ -1,8 +1,7 @@
-"""The one table between typed errors and gRPC statuses, used by both ends; details travel as ErrorDetail.
+"""The table between typed errors and gRPC statuses, for both ends; details travel as ErrorDetail.
 
-One rule: our server always says why, so a status without ErrorDetail is the transport's, a proxy's or an overloaded
-library's. Whatever its code, it is worth asking again with a growing delay, and nothing of it is ever final. The one
-exception is a message over a limit, which stays as large as it is.
+Our server always adds ErrorDetail, so a status without one comes from the transport, a proxy or an overloaded library.
+It is retried with a growing delay and is never final, except for a message over a limit, which stays as large.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
 _REFUSING_CODES = frozenset(
     {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 )
-"""Codes that a proxy or a program without our errors answers with at once, however often it is asked."""
+"""Codes that a proxy or a foreign server answers at once, on every attempt."""
 REFUSED_RETRY_S = 5.0
 _TOO_LARGE = re.compile(r"message larger than max \(\d+ vs\. -?\d+\)")
-"""What gRPC says at either end of a message over that end's limit; it has no code of its own."""
+"""gRPC's text for a message over a limit; it has no code of its own."""
 
 
 def reason_of(error: HeterorlError) -> str:
@@ -64,7 +63,7 @@ def reason_of(error: HeterorlError) -> str:
 
 
 def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Turn a typed error into (code, message, trailing metadata)."""
+    """Typed error -> (code, message, trailing metadata)."""
     reason, code = (
         TABLE.get(type(error), (_R.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL))
         if isinstance(error, RemoteError)
@@ -81,7 +80,7 @@ def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
-    """Turn a failed call into the typed error that the server raised; None for a failure of the transport."""
+    """Failed call -> the typed error that the server raised; None for a failure of the transport."""
     try:
         # rpc_status reads only code(), details() and trailing_metadata(), which the aio error has too.
         status = rpc_status.from_call(error)
@@ -107,9 +106,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
     if error.code() in _REFUSING_CODES:
         return RemoteError(
             f"{error.code().name}: {error.details()}",
-            action="asked again; if it stays, check that the address is the coordinator's, and its release",
+            action="retried; if it stays, check that the address is the coordinator's, and its release",
             retry_after_s=REFUSED_RETRY_S,
         )
-    # gRPC also answers a bare INTERNAL when the connection ends under a call, as after a process was suspended for
-    # longer than its pings may take, a bare RESOURCE_EXHAUSTED when it is overloaded, a bare UNKNOWN for a defect.
+    # gRPC also answers a bare INTERNAL when the connection ends during a call, a bare RESOURCE_EXHAUSTED when it is
+    # overloaded, and a bare UNKNOWN for a defect.
     return None

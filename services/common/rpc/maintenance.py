@@ -12,12 +12,12 @@ from heterorl.v1 import backup_pb2, diagnosis_pb2
 OVERHEAD_BYTES = 4096
 """Room in a message for everything but its padding."""
 MAX_ANSWER_BYTES = 1 << 20
-"""Largest padding of an answer: every role may ask, and what nobody reads stays in the coordinator's memory."""
+"""Largest padding of an answer: every role may ask, and unread answers stay in the coordinator's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Facts of a coordinator; `server_time` in seconds since the epoch; no `contract` before a learner stated one."""
+    """Facts of a coordinator; `server_time` in seconds since the epoch; no `contract` before a learner states one."""
 
     server_time: float
     run_id: str
@@ -29,24 +29,20 @@ class Diagnosis:
     bytes_full: int
     contract: Contract | None
     statement: bytes = b""
-    """Of the configuration behind the contract (heterorl.common.wire.statement); empty where none was stated."""
+    """Configuration behind the contract (heterorl.common.wire.statement); empty if none was stated."""
 
 
 class DiagnosisClient(Calls):
-    """A coordinator at an address, asked about itself by a node of any role."""
+    """Client of the diagnosis service, for a node of any role."""
 
     async def diagnose(self, *, send_bytes: int = 0, answer_bytes: int = 0, timeout_s: float = 5.0) -> Diagnosis:
-        """Ask, with padding of the given sizes in request and answer.
-
-        Raises:
-            HeterorlError: the coordinator's refusal, or Unreachable.
-        """
+        """Ask the coordinator, with padding of the given sizes in request and answer."""
         request = diagnosis_pb2.DiagnoseRequest(padding=bytes(send_bytes), answer_bytes=answer_bytes)
         return diagnosis_from_pb(await self._call("Diagnose", request, timeout_s=timeout_s))
 
 
 def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.DiagnoseResponse:
-    """Convert a diagnosis."""
+    """Diagnosis -> message, with padding."""
     return to_message(
         diagnosis_pb2.DiagnoseResponse,
         value,
@@ -58,18 +54,18 @@ def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.
 
 
 def diagnosis_from_pb(message: diagnosis_pb2.DiagnoseResponse) -> Diagnosis:
-    """Convert a diagnosis."""
+    """Message -> diagnosis."""
     contract = contract_from_pb(message.contract) if message.HasField("contract") else None
     return to_value(Diagnosis, message, server_time=message.server_time_s, contract=contract)
 
 
 BACKUP_TIMEOUT_S = 3600.0
-"""Copying between disks takes its time; the same name may be asked for again meanwhile."""
+"""A copy between disks takes long; the same name may be asked for again meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backup:
-    """A copy of a run; `path` is on the coordinator's machine, `made_s` seconds since the epoch."""
+    """A copy of a run; `path` is on the coordinator's machine, `made_s` in seconds since the epoch."""
 
     path: str
     head_version: int
@@ -80,19 +76,19 @@ class Backup:
 
 
 def backup_to_pb(value: Backup) -> backup_pb2.BackupResponse:
-    """Convert a backup."""
+    """Backup -> message."""
     return to_message(backup_pb2.BackupResponse, value)
 
 
 def backup_from_pb(message: backup_pb2.BackupResponse) -> Backup:
-    """Convert a backup."""
+    """Message -> backup."""
     return to_value(Backup, message)
 
 
 class BackupClient(Calls):
-    """heterorl.v1.BackupService at an address."""
+    """Client of the backup service."""
 
     async def backup(self, *, name: str) -> Backup:
-        """Have the run as it is written into a directory of this name; repeating the call is harmless."""
+        """Write the run as it is into a directory of this name; repeating the call is harmless."""
         request = backup_pb2.BackupRequest(name=name)
         return backup_from_pb(await self._call("Backup", request, timeout_s=BACKUP_TIMEOUT_S))

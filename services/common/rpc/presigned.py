@@ -1,14 +1,12 @@
-"""Payloads at addresses that a coordinator gives for a while, in a store of objects: which a node asks, reads, puts.
+"""Reads and writes of payloads at presigned URLs of a bucket, which the coordinator gives for a while.
 
-Guarantees: an address is asked only where this node allows its scheme, without redirects. It is never written down, as
-whoever has it can read or write. A read brings the bytes of its range and nothing more, and others compare them with
-the payload's name. A put brings all bytes of a piece or nothing; of its answer only the head is read, and the
-coordinator compares what was put with its name.
+Guarantees: a URL is used only if this node allows its scheme and host, without redirects. It is never logged, since it
+is a credential. A read yields only bytes of its range; the caller compares them with the payload's name. A put sends a
+whole piece or fails; only the head of its answer is read, and the coordinator verifies what was put.
 
-An address that does not serve is forgotten, and that of the next plan is asked. A store that is slower than a dead line
-is taken to be, or that kept its reader waiting until the reader gave up, is not asked for ten minutes. A payload that
-arrived with another digest is distrusted: no address of it is asked any more. A piece that failed is asked for again, a
-few times, where the store took another one before.
+A URL that does not serve is forgotten until the next plan. A bucket that is too slow, or whose reader gave up, is not
+used for ten minutes. A payload that arrived with another digest is never read by URL again. A failed piece is retried a
+few times, if the bucket took another one before.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ if TYPE_CHECKING:
 
 
 Allowed = Literal["https", "any", "none"]
-"""Addresses that a node asks: of TLS on other machines, all, also of http, or none."""
+"""URLs that a node uses: https on other machines, all (http too), or none."""
 Host = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9:._-]{1,253}$")]
-"""A host that addresses may name, or with `*.` before it all below it."""
+"""A host of URLs, or `*.` and a domain for all hosts below it."""
 MAX_URL_CHARACTERS = 8192
 CONNECT_S, SILENCE_S = 10.0, 30.0
 
 
 def _is_own(host: str) -> bool:
-    """Whether a host is this machine, or a service that a cloud offers on the link of each machine."""
+    """Whether a host is this machine, or a cloud's metadata service on the local link."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -54,11 +52,7 @@ def _is_own(host: str) -> bool:
 
 
 async def _refuse_own(event: str, info: Mapping[str, Any]) -> None:
-    """Close a connection whose other end is this machine or its link, before a byte is sent.
-
-    Raises:
-        Unreachable: it was closed: the name that the coordinator gave resolves to such an address.
-    """
+    """Close a connection to this machine or its local link before a byte is sent, and raise Unreachable."""
     if event != "connection.connect_tcp.complete":
         return
     stream = info["return_value"]
@@ -66,7 +60,7 @@ async def _refuse_own(event: str, info: Mapping[str, Any]) -> None:
     if not place or _is_own(str(place[0]).partition("%")[0]):
         await stream.aclose()
         raise Unreachable(
-            "the store of the payloads has a name that resolves to this machine or its link",
+            "the bucket of the payloads has a name that resolves to this machine or its link",
             action="name its host in payload_hosts if that is right",
         )
 
@@ -76,11 +70,11 @@ async def _guard(request: httpx2.Request) -> None:
 
 
 class UrlClient:
-    """What a node may ask, and by which connections. Belongs to the event loop.
+    """Decides which URLs a node uses, and holds the HTTP client. Belongs to the event loop.
 
     Args:
-        allowed: schemes of the addresses.
-        hosts: hosts that addresses may name; none: any but this machine and its link.
+        allowed: schemes of the URLs.
+        hosts: hosts that URLs may name; none: any but this machine and its local link.
     """
 
     def __init__(self, allowed: Allowed, hosts: Sequence[str] = ()) -> None:
@@ -91,11 +85,10 @@ class UrlClient:
 
     @property
     def is_any_allowed(self) -> bool:
-        """Whether there are addresses that this node asks."""
         return bool(self._schemes)
 
     def allows(self, url: str) -> bool:
-        """Whether this node asks an address."""
+        """Whether this node uses a URL."""
         if not url or len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable():
             return False
         try:
@@ -112,54 +105,49 @@ class UrlClient:
         return not self._hosts or any(named)
 
     def client(self) -> httpx2.AsyncClient:
-        """The client, which follows no redirect and writes no address into a log.
-
-        Raises:
-            Unreachable: its package is not installed.
-        """
+        """The HTTP client, which follows no redirect and logs no URL; raises Unreachable if httpx2 is not installed."""
         try:
             import httpx2
         except ImportError:
             raise Unreachable("httpx2 is not installed") from None
         if self._client is None:
-            # At INFO they write down each address.
+            # At INFO they log each URL.
             for name in ("httpx2", "httpcore2"):
                 logging.getLogger(name).setLevel(logging.WARNING)
             timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S)
-            # An address is the coordinator's choice: a proxy of this machine takes it where its host is named.
+            # The coordinator chooses URLs: this machine's proxy carries them only for named hosts.
             self._client = httpx2.AsyncClient(
                 timeout=timeout,
                 follow_redirects=False,
                 trust_env=bool(self._hosts),
                 event_hooks={} if self._takes_own else {"request": [_guard]},
             )
-            # What a store sets it would be told again, with whatever payload.
+            # No cookies.
             self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))
         return self._client
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.aclose()
 
 
 MAX_KNOWN = 4096
 FRAME_BYTES = 1 << 16
-"""Small, so that what came of a slow line is handed on."""
+"""Small, so that a slow line still yields frames."""
 BRISK_BYTES, BRISK_S = 1 << 20, 50.0
-"""A store brings so much in so many seconds of waiting for it: before those who wait for a relay give up."""
+"""Least rate of a bucket: so many bytes in so many seconds of waiting, before a relay's samplers give up."""
 PAUSE_S = 600.0
-"""After a store was slow."""
+"""Pause of reads after a bucket was slow."""
 _PARTIAL = 206
 
 
 class Slow(Unreachable):
-    """A store brings too little to wait for it."""
+    """A bucket is too slow to wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a payload of so many bytes may be read; shown without its url, which is a credential."""
+    """Where a payload of so many bytes may be read; its repr hides the URL, a credential."""
 
     url: str = field(repr=False)
     num_bytes: int
@@ -169,17 +157,17 @@ _NEW = Address(url="", num_bytes=0)
 
 
 class PresignedReads:
-    """The addresses that a node knows. Belongs to the event loop."""
+    """The URLs that a node knows. Belongs to the event loop."""
 
     def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
         self._connections = connections
         self._clock = clock or SystemClock()
         self._not_before = 0.0
-        # Those of the last plans; None where an address had other bytes than the payload's name says.
+        # None: a payload arrived with bytes that differ from its name.
         self._known: OrderedDict[Digest, Address | None] = OrderedDict()
 
     def note(self, payloads: Sequence[PayloadRef], urls: Sequence[str]) -> None:
-        """Learn the addresses of a plan; those that this node does not ask are left out."""
+        """Learn the URLs of a plan that this node may use."""
         for payload, url in zip(payloads, urls, strict=False):
             if self._connections.allows(url) and self._known.get(payload.digest, _NEW) is not None:
                 self._known[payload.digest] = Address(url=url, num_bytes=payload.num_bytes)
@@ -188,28 +176,28 @@ class PresignedReads:
             self._known.popitem(last=False)
 
     def find(self, digest: Digest) -> Address | None:
-        """The address to read a payload from; None where there is none, or none is to be asked now."""
+        """The URL of a payload; None if there is none or reads are paused."""
         return self._known.get(digest) if self._clock.monotonic() >= self._not_before else None
 
     def forget(self, digest: Digest) -> None:
-        """Ask no address of a payload until a plan brings another one."""
+        """Use no URL of a payload until a plan brings another one."""
         if self._known.get(digest) is not None:
             del self._known[digest]
 
     def pause(self) -> None:
-        """Ask no address of any payload for a while, whatever plans bring."""
+        """Use no URL of any payload for PAUSE_S."""
         self._not_before = self._clock.monotonic() + PAUSE_S
 
     def distrust(self, digest: Digest) -> None:
-        """Ask no address of a payload any more."""
+        """Never use a URL of a payload again."""
         self._known[digest] = None
 
     async def read(self, address: Address, *, offset: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of what is at an address, in frames of at most 64 KiB.
+        """Yield [offset, stop) of a payload, in frames of at most 64 KiB.
 
         Raises:
-            Slow: it does not answer in time, or brings too little.
-            Unreachable: it cannot be reached, refuses, or answers something else.
+            Slow: the bucket does not answer in time, or sends too little.
+            Unreachable: it cannot be reached, refuses, or sends something else.
         """
         client = self._connections.client()
         import httpx2
@@ -219,24 +207,24 @@ class PresignedReads:
             async with client.stream("GET", address.url, headers=headers) as answer:
                 begins = answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
                 if answer.status_code != _PARTIAL or not begins:
-                    raise Unreachable(f"the store of the payloads answers {answer.status_code}")
+                    raise Unreachable(f"the bucket of the payloads answers {answer.status_code}")
                 num_left = stop - offset
                 async with contextlib.aclosing(_brisk(answer.aiter_raw(FRAME_BYTES))) as frames:
                     async for frame in frames:
                         if len(frame) > num_left:
-                            raise Unreachable("the store of the payloads sends more than was asked for")
+                            raise Unreachable("the bucket of the payloads sends more than was asked for")
                         num_left -= len(frame)
                         yield frame
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            # Its words may have the address.
+            # Its text may hold the URL.
             kind = Slow if isinstance(error, httpx2.TimeoutException) else Unreachable
-            raise kind(f"the store of the payloads does not answer ({type(error).__name__})") from None
+            raise kind(f"the bucket of the payloads does not answer ({type(error).__name__})") from None
         if num_left:
-            raise Unreachable("the answer of the store of the payloads ended early")
+            raise Unreachable("the answer of the bucket of the payloads ended early")
 
 
 async def _brisk(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield frames while they come quickly enough; the time that the reader takes does not count."""
+    """Yield frames while they come fast enough; the reader's own time does not count."""
     loop = asyncio.get_running_loop()
     left_bytes, left_s = BRISK_BYTES, BRISK_S
     while True:
@@ -245,7 +233,7 @@ async def _brisk(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
             async with asyncio.timeout(left_s):
                 frame = await anext(frames, b"")
         except TimeoutError:
-            message = f"the store of the payloads brings less than {BRISK_BYTES} bytes in {BRISK_S:g} s"
+            message = f"the bucket of the payloads brings less than {BRISK_BYTES} bytes in {BRISK_S:g} s"
             raise Slow(message) from None
         if not frame:
             return
@@ -257,21 +245,21 @@ async def _brisk(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 ANSWER_S = 120.0
-"""A store answers when it has all bytes in several places."""
+"""Time for the answer to a put: a bucket replicates before it answers."""
 PUT_PAUSE_S = 300.0
-"""After a failure: a store that cannot be reached from here costs CONNECT_S each time."""
+"""Pause of puts after a failure: each try of an unreachable bucket costs CONNECT_S."""
 TRIES = 4
-"""Of one piece, where another one got through."""
+"""Tries of one piece, if another one got through."""
 AGAIN_S = 0.5
-"""Before the second try of a piece, and twice as long before each further one."""
+"""Wait before the second try of a piece; doubles with each further one."""
 
 
 class _OddFrames(Unreachable):
-    """The frames are to blame, and no store."""
+    """The frames are wrong, not the bucket."""
 
 
 class PresignedWrites:
-    """Puts payloads, and leaves the store alone for a while after one that failed. Belongs to the event loop."""
+    """Puts payloads, and pauses for PUT_PAUSE_S after a failure. Belongs to the event loop."""
 
     def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
         self._connections = connections
@@ -280,7 +268,7 @@ class PresignedWrites:
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether an address would be used now."""
+        """Whether a URL would be used now."""
         return self._connections.is_any_allowed and self._clock.monotonic() >= self._not_before
 
     async def put_all(
@@ -290,12 +278,12 @@ class PresignedWrites:
         *,
         num_bytes: int,
     ) -> bool:
-        """Put the pieces of a payload until none is missing; False where there is no place that this node asks.
+        """Put the missing pieces of a payload; False without a URL that this node may use.
 
-        `ask` says which piece is missing and where it is to be put; `frames` gives a range of the payload.
+        `ask` returns the next missing piece and its URL; `frames` yields a range of the payload.
 
         Raises:
-            Unreachable: the store does not answer, or refuses, or has not what it took.
+            Unreachable: the bucket does not answer, refuses, or lacks a piece that it took.
         """
         first, at, num_failures = -1, -1, 0
         failure: Unreachable | None = None
@@ -315,7 +303,7 @@ class PresignedWrites:
                 raise Unreachable(f"{place.num_bytes} bytes from {place.offset} on are no piece of the payload")
             if num_failures:
                 await self._clock.sleep(AGAIN_S * 2 ** (num_failures - 1))
-            failure = Unreachable("the store of the payloads has not what it took")
+            failure = Unreachable("the bucket of the payloads has not what it took")
             try:
                 async with contextlib.aclosing(frames(place.offset, place.offset + place.num_bytes)) as piece:
                     await self._put(place.url, piece, num_bytes=place.num_bytes)
@@ -333,18 +321,18 @@ class PresignedWrites:
         try:
             content = _exactly(num_bytes, frames)
             async with client.stream("PUT", url, content=content, headers=headers, timeout=timeout) as answer:
-                # An answer that has words is left unread and costs the connection: they may have no end.
+                # An answer with a body stays unread, which costs the connection: it may be endless.
                 if answer.headers.get("Content-Length") == "0":
                     await answer.aread()
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            # Its words may have the address.
-            raise Unreachable(f"the store of the payloads does not answer ({type(error).__name__})") from None
+            # Its text may hold the URL.
+            raise Unreachable(f"the bucket of the payloads does not answer ({type(error).__name__})") from None
         if not answer.is_success:
-            raise Unreachable(f"the store of the payloads answers {answer.status_code}")
+            raise Unreachable(f"the bucket of the payloads answers {answer.status_code}")
 
 
 async def _exactly(num_bytes: int, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    # The client would end in an error of its own protocol, which nobody expects of it.
+    # Otherwise httpx2 would raise a protocol error of its own.
     left = num_bytes
     async for frame in frames:
         left -= len(frame)

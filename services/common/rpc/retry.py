@@ -1,4 +1,4 @@
-"""Repeating calls that may have been lost: full jitter, a budget, the server's own delay, never a new key."""
+"""Retries of one call, and the log of an outage: full jitter, a budget, the server's delay, always the same key."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from heterorl.common.types.common import peer_words
 
 _LOG = logging.getLogger(__name__)
 SAY_AFTER_S = 2.0
-"""A link that heals sooner is not worth a line."""
+"""Outages that end sooner are not logged."""
 SILENT_S = 4.0
-"""A call that nobody answered for so long counts as failing, where no other was answered meanwhile."""
+"""A call without an answer for so long counts as failed, unless another one was answered meanwhile."""
 FIRST_EVERY_S = 10.0
 LAST_EVERY_S = 600.0
 
 
 class Outage:
-    """Says that the other end of a link does not answer: within seconds, then ever more rarely, and when it does again.
+    """Logs that the peer does not answer: after seconds, then ever more rarely, and once it answers again.
 
-    All calls over the link tell what they saw.
+    All calls over the channel report to it.
     """
 
     def __init__(self, address: str, *, clock: Clock) -> None:
@@ -43,11 +43,11 @@ class Outage:
         self._is_said = False
 
     def failed(self, problem: str) -> None:
-        """A call was not answered."""
+        """Note a call without an answer."""
         self._note(problem, since=self._clock.monotonic())
 
     def answered(self) -> None:
-        """A call was answered, be it by a refusal."""
+        """Note an answer; a refusal is one too."""
         now = self._clock.monotonic()
         if self._is_said and self._since is not None:
             _LOG.info("the coordinator at %s answers again, after %.0f s", self._address, now - self._since)
@@ -56,7 +56,7 @@ class Outage:
 
     @contextlib.contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Look at a call: one that hangs is told while it hangs."""
+        """Watch a call, and report it while it hangs."""
         timer = asyncio.get_running_loop().call_later(SILENT_S, self._hung, name)
         try:
             yield
@@ -75,7 +75,7 @@ class Outage:
         if now < self._say_at:
             return
         _LOG.warning(
-            "the coordinator at %s has not answered for %.0f s, going on: %s",
+            "the coordinator at %s has not answered for %.0f s, retrying: %s",
             self._address, now - self._since, peer_words(problem),
         )  # fmt: skip
         self._is_said = True
@@ -88,7 +88,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to go on: waits are drawn from [0, min(cap_s, base_s * 2^n)] until budget_s is spent."""
+    """Waits drawn from [0, min(cap_s, base_s * 2^n)] until `budget_s` is spent."""
 
     base_s: float = 0.1
     cap_s: float = 5.0
@@ -104,11 +104,11 @@ async def call(
     rng: random.Random,
     outage: Outage | None = None,
 ) -> ResultT:
-    """Run `attempt` until it answers; the closure must reuse one idempotency key. `outage` is told of each try.
+    """Run `attempt` until it answers; the closure must reuse one idempotency key. Each try is reported to `outage`.
 
     Raises:
-        RemoteError: the peer's typed refusal, at once unless it is an overload that names a delay.
-        Unreachable: the transport kept failing for `budget_s`.
+        RemoteError: the peer's typed refusal, at once unless it is an overload that states a delay.
+        Unreachable: the transport failed for `budget_s`.
     """
     started = clock.monotonic()
     backoff = Backoff(clock=clock, rng=rng, base_s=policy.base_s, cap_s=policy.cap_s)
@@ -127,7 +127,7 @@ async def call(
             problem = f"{error.code().name}: {error.details()}"
             if typed is None and outage is not None:
                 outage.failed(f"{name}: {problem}")
-        # A transport that fails asks for no delay of its own.
+        # A failed transport states no delay.
         wait_s = backoff.delay_s() if typed is None else backoff.next_delay(typed)
         if clock.monotonic() - started + wait_s > policy.budget_s:
             raise typed or Unreachable(f"{name}: no answer in {policy.budget_s:g} s, last {problem}", retry_after_s=1.0)
@@ -135,5 +135,5 @@ async def call(
 
 
 def _is_brief(error: HeterorlError) -> bool:
-    """Whether a refusal passes within a call's budget; longer waits are the caller's, which may do more meanwhile."""
+    """Whether a refusal passes within a call's budget; callers handle longer waits themselves."""
     return isinstance(error, RemoteError) and error.is_overload and error.is_transient and error.retry_after_s > 0

@@ -1,7 +1,7 @@
-"""Bytes of requests in memory at one server: a lane for each kind of caller and of message.
+"""Limits of a server: memory of requests in flight, by kind of caller and message, and file descriptors.
 
-Requests of some KiB have a lane of their own: no push that crawls in, and no caller that sends none, delays a
-heartbeat. The learner and the operator have room of their own, which others' bytes never take.
+Short requests have a pool of their own, so no push over a slow line, and no caller that sends nothing, delays a
+heartbeat. The learner and the operator have a pool that samplers never use.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from typing import Any
 from heterorl.common.errors import ConfigError, InvalidRequest, QuotaExceeded
 
 OF_SITE = 0.75
-"""Of a lane, the part that one site may have."""
+"""Largest share of a pool for one site."""
 RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is counted; `is_privileged` may also use what is kept from samplers."""
+    """The caller that memory is counted for; `is_privileged` callers use the pool kept from samplers."""
 
     name: str
     is_privileged: bool
     is_proven: bool
     site: str = ""
-    """What certificates of one owner have in common: the first label of their site."""
+    """First label of the site, which all certificates of one owner share."""
 
     @property
     def owner(self) -> str:
-        """The site; where none is stated, the holder itself."""
+        """The site; the caller itself if no site is stated."""
         return self.site or self.name
 
 
 class Reservation:
-    """What is taken for one message, bytes."""
+    """Memory taken for one message, bytes."""
 
-    __slots__ = ("_lane", "holder", "num_bytes", "reading")
+    __slots__ = ("_lane", "caller", "num_bytes", "reading")
 
-    def __init__(self, lane: MessagePool, holder: Caller, num_bytes: int) -> None:
+    def __init__(self, lane: MessagePool, caller: Caller, num_bytes: int) -> None:
         self._lane = lane
-        self.holder = holder
+        self.caller = caller
         self.num_bytes = num_bytes
         self.reading: asyncio.Timeout | None = None
 
     def shrink(self, num_bytes: int) -> None:
-        """Keep only so many bytes, where that is less."""
+        """Keep only so many bytes, if that is less."""
         self._lane.give_back(self, max(0, self.num_bytes - num_bytes))
 
     def close(self) -> None:
-        """Give all back; once more is harmless."""
+        """Give all back; a second call is harmless."""
         self._lane.give_back(self, self.num_bytes)
 
 
 class MessagePool:
-    """Room for messages of one kind: bytes in memory at once, of all, of each site and of each holder.
+    """Memory for messages of one kind, bounded in all, for each site and for each caller.
 
-    gRPC gives a message whole. How long it is, a server sees when it is here: room for the longest is taken before, and
-    the rest given back after. So a caller that sends nothing holds room, and there are rules:
+    gRPC hands over whole messages, and a server sees the length only then. So room for the longest message is taken
+    before, and the rest given back after. A caller that sends nothing holds room too, hence the rules:
 
-    - Room that comes back goes to the site that holds least, then to the holder that holds least, then by arrival.
-    - A holder without any room does not wait for silent ones: the longest silent read of the largest holder of the
-      largest site ends. A push may crawl in over a slow line, so the last read of a holder ends only now and then.
+    - Free room goes to the site that holds least, then to the caller that holds least, then by arrival.
+    - A caller without any room does not wait for silent ones: the longest silent read of the largest caller of the
+      largest site ends. The last read of a caller ends only every `last_s`, since a push may crawl over a slow line.
 
-    Guarantees: a holder that takes all of its own waits for itself alone; one site never takes a whole lane; a read
-    that brings nothing ends by itself. A wait that is cancelled leaves nothing behind.
+    Guarantees: a caller that uses all its room waits only for itself; one site never takes a whole pool; a read without
+    bytes ends; a cancelled wait leaves nothing behind.
 
     Args:
-        total_bytes: of all holders.
+        total_bytes: of all callers.
         message_bytes: of the longest message, which each read needs.
-        of_caller: messages of that length which one holder may have.
-        longest: bytes of a message beyond which it is refused.
-        limit_s: longest that one may take; None is no limit.
+        of_caller: messages of that length of one caller.
+        longest: longest accepted message, bytes.
+        limit_s: longest time for one message; None is no limit.
         patience_s: how long a silent read is left alone.
-        last_s: least time between two ends of reads that are the last of their holders.
+        last_s: least time between two ends of a caller's last read.
     """
 
     def __init__(
@@ -102,14 +102,13 @@ class MessagePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are taken now."""
         return self._used.total()
 
     async def message(
-        self, holder: Caller, read: Callable[[], Awaitable[Any]], *, times: int
+        self, caller: Caller, read: Callable[[], Awaitable[Any]], *, times: int
     ) -> tuple[Reservation, Any]:
         """Wait for room and for a message; see `MemoryQuota.message`."""
-        room = await self.room(holder)
+        room = await self.room(caller)
         try:
             data = await self._arrival(room, read)
             if len(data) > self._longest:
@@ -120,12 +119,11 @@ class MessagePool:
         room.shrink(times * len(data))
         return room, data
 
-    async def room(self, holder: Caller) -> Reservation:
-        """Wait for room for one message."""
+    async def room(self, caller: Caller) -> Reservation:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(holder, {})[turn] = None
+        self._waiting.setdefault(caller, {})[turn] = None
         self._wake()
-        room = Reservation(self, holder, self._message_bytes)
+        room = Reservation(self, caller, self._message_bytes)
         try:
             await turn
         except BaseException:
@@ -133,7 +131,7 @@ class MessagePool:
                 # Its turn came with the cancellation.
                 room.close()
             else:
-                self._leave(holder, turn)
+                self._leave(caller, turn)
             raise
         return room
 
@@ -152,51 +150,51 @@ class MessagePool:
             self._silent.pop(room, None)
 
     def give_back(self, room: Reservation, num_bytes: int) -> None:
-        """Take bytes off a room and let those go on who wait for them."""
+        """Take bytes off a reservation and wake waiters."""
         if not num_bytes:
             return
         room.num_bytes -= num_bytes
-        self._add(room.holder, -num_bytes)
+        self._add(room.caller, -num_bytes)
         self._wake()
 
-    def _add(self, holder: Caller, num_bytes: int) -> None:
+    def _add(self, caller: Caller, num_bytes: int) -> None:
         self._free -= num_bytes
-        self._used[holder] += num_bytes
-        self._of_site[holder.owner] += num_bytes
-        if not self._used[holder]:
-            # Names of connections are ever new.
-            del self._used[holder]
-        if not self._of_site[holder.owner]:
-            del self._of_site[holder.owner]
+        self._used[caller] += num_bytes
+        self._of_site[caller.owner] += num_bytes
+        if not self._used[caller]:
+            # Else names of connections pile up.
+            del self._used[caller]
+        if not self._of_site[caller.owner]:
+            del self._of_site[caller.owner]
 
-    def _leave(self, holder: Caller, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(holder, {})
+    def _leave(self, caller: Caller, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(caller, {})
         turns.pop(turn, None)
         if not turns:
-            self._waiting.pop(holder, None)
+            self._waiting.pop(caller, None)
 
-    def _has_own(self, holder: Caller) -> bool:
-        return self._used[holder] + self._message_bytes <= self._own_bytes
+    def _has_own(self, caller: Caller) -> bool:
+        return self._used[caller] + self._message_bytes <= self._own_bytes
 
-    def _is_full(self, holder: Caller) -> bool:
-        """Whether the site has all that one may have."""
-        return self._of_site[holder.owner] + self._message_bytes > self._site_bytes
+    def _is_full(self, caller: Caller) -> bool:
+        """Whether the site has its whole share."""
+        return self._of_site[caller.owner] + self._message_bytes > self._site_bytes
 
     def _wake(self) -> None:
         while self._free >= self._message_bytes:
             fitting = [each for each in self._waiting if self._has_own(each) and not self._is_full(each)]
             if not fitting:
                 break
-            holder = min(fitting, key=lambda each: (self._of_site[each.owner], self._used[each]))
-            turn = next(iter(self._waiting[holder]))
-            self._leave(holder, turn)
+            caller = min(fitting, key=lambda each: (self._of_site[each.owner], self._used[each]))
+            turn = next(iter(self._waiting[caller]))
+            self._leave(caller, turn)
             if not turn.done():
-                self._add(holder, self._message_bytes)
+                self._add(caller, self._message_bytes)
                 turn.set_result(None)
         self._hurry()
 
     def _hurry(self) -> None:
-        """End silent reads for holders that have no room at all; look again when one will have been silent for long."""
+        """End silent reads for callers without room; look again when the next one is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,7 +205,7 @@ class MessagePool:
         ending = {room for room in self._silent if room.reading is None}
         for waiting in [each for each in self._waiting if self._used[each] < self._message_bytes]:
             if ending:
-                # What these give back may be enough.
+                # Their room may be enough.
                 ending.pop()
                 continue
             room, due = self._longest_silent(waiting)
@@ -217,7 +215,7 @@ class MessagePool:
                 again = min(again, due)
                 continue
             assert room.reading is not None
-            if self._used[room.holder] < 2 * self._message_bytes:
+            if self._used[room.caller] < 2 * self._message_bytes:
                 self._last_ended_at = now
             room.reading.reschedule(now)
             room.reading = None
@@ -225,21 +223,21 @@ class MessagePool:
             self._timer = loop.call_at(again, self._hurry)
 
     def _longest_silent(self, waiting: Caller) -> tuple[Reservation | None, float]:
-        """The read that may end for a holder, and when."""
+        """The read that may end for a caller, and when."""
         is_own_site = self._is_full(waiting)
         candidates = [
             room
             for room in self._silent
             if room.reading is not None
-            and room.holder != waiting
-            and (not is_own_site or room.holder.owner == waiting.owner)
+            and room.caller != waiting
+            and (not is_own_site or room.caller.owner == waiting.owner)
         ]
         if not candidates:
             return None, math.inf
 
         def size(room: Reservation) -> tuple[bool, int, int]:
-            used = self._used[room.holder]
-            return used >= 2 * self._message_bytes, self._of_site[room.holder.owner], used
+            used = self._used[room.caller]
+            return used >= 2 * self._message_bytes, self._of_site[room.caller.owner], used
 
         # Of equals the first, which is the longest silent.
         room = max(candidates, key=size)
@@ -266,19 +264,19 @@ SHORT = frozenset(
 """Methods of samplers and relays whose longest request has at most SHORT_BYTES."""
 SHORT_BYTES = 1 << 16
 OF_CALLER, OF_PRIVILEGED = 4, 16
-"""Messages of the largest size that one holder may have in a lane. A learner's streams are seldom written to."""
+"""Messages of the largest size of one caller in a pool; a learner's streams seldom send."""
 SHORT_PART = 4
-"""One byte in this many of the total is the short lane's."""
+"""The short pool has one part in this many of the total."""
 SHORT_S, LONG_S = 10.0, 900.0
-"""Longest that a message may take. A short one is sent with its call; 900 s are 16 MiB at 18 kB/s."""
+"""Longest time of a message. A short one comes with its call; 900 s are 16 MiB at 18 kB/s."""
 SHORT_PATIENCE_S, LONG_PATIENCE_S = 0.5, 10.0
-"""How long a read is left alone that brings nothing while a holder without room waits."""
+"""How long a silent read is left alone while a caller without room waits."""
 LAST_S = 30.0
-"""Least time between two ends of a long read that is the last one of its holder."""
+"""Least time between two ends of a caller's last long read."""
 
 
 class MemoryQuota:
-    """The lanes of one server. Belongs to the event loop."""
+    """The pools of one server. Belongs to the event loop."""
 
     def __init__(self, *, total_bytes: int, message_bytes: int) -> None:
         of_short = total_bytes // SHORT_PART
@@ -295,30 +293,29 @@ class MemoryQuota:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are taken now."""
         return self.short.num_bytes + self.long.num_bytes + self.privileged.num_bytes
 
     async def message(
-        self, holder: Caller, method: str, read: Callable[[], Awaitable[Any]], *, times: int = 1
+        self, caller: Caller, method: str, read: Callable[[], Awaitable[Any]], *, times: int = 1
     ) -> tuple[Reservation, Any]:
-        """Wait for room, then for the message that `read` gives; returns it with its room, which the caller closes.
+        """Wait for room, then for the message that `read` returns; returns both, and the caller closes the room.
 
-        At the end of a stream the message is gRPC's EOF, whose length is 0. `times` its bytes are what it will take.
+        At the end of a stream the message is gRPC's EOF, of length 0. The message will take `times` its bytes.
 
         Raises:
-            QuotaExceeded: none came in time, or others without room could not wait longer; worth repeating.
-            InvalidRequest: the method needs no message of this length.
+            QuotaExceeded: none came in time, or callers without room could not wait longer; worth a retry.
+            InvalidRequest: the message is too long for its method.
         """
-        lane = self.privileged if holder.is_privileged else self.short if method in SHORT else self.long
-        return await lane.message(holder, read, times=times)
+        lane = self.privileged if caller.is_privileged else self.short if method in SHORT else self.long
+        return await lane.message(caller, read, times=times)
 
 
 PER_CALL = 3
-"""A call may bring a connection, and have a payload open, and the pass that proves it."""
+"""Descriptors of a call: its connection, its payload, and the pass that proves it."""
 OWN = 160
-"""Database, log, listening sockets, certificates, metrics, directories."""
+"""Descriptors of the process: database, log, sockets, certificates, metrics, directories."""
 ENOUGH = 1 << 16
-"""Asked of the system where it allows more still: some give a billion, and some programs count through them."""
+"""Most that is asked for: some systems allow a billion, and some programs close all of them."""
 MIN_CALLS = 8
 
 
@@ -332,22 +329,18 @@ def raise_limit(*, calls: int) -> int:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (OSError, ValueError):
-        # Some systems state more than they give.
+        # Some systems state a limit that they do not grant.
         return soft
     return limit
 
 
 def needed_for(calls: int) -> int:
-    """Descriptors that a process with so many calls at once may need."""
+    """Descriptors that a process with so many concurrent calls may need."""
     return OWN + PER_CALL * calls
 
 
 def calls_within(limit: int, *, wanted: int) -> int:
-    """How many calls at once `limit` descriptors are enough for, at most `wanted`.
-
-    Raises:
-        ConfigError: not even for a few.
-    """
+    """Concurrent calls that `limit` descriptors are enough for, at most `wanted`; ConfigError below MIN_CALLS."""
     calls = min(wanted, (limit - OWN) // PER_CALL)
     if calls < MIN_CALLS:
         raise ConfigError(

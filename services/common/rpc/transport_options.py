@@ -1,11 +1,11 @@
-"""Settings of long, lossy links: gRPC's options, which both ends share, bandwidth caps, memory for frames.
+"""Transport settings of long, lossy links: gRPC options of both ends, bandwidth caps, memory for frames.
 
-Keepalive alone does not notice a stopped peer for over a minute: the http2 ping timeout and unlimited pings do,
-in seconds. gRPC's own retries are off, because ours carry idempotency keys. Its channels dial again at most seconds
-apart: by default they come to wait two minutes, in which a healed line stands unused.
+Keepalive needs over a minute to notice a stopped peer; the http2 ping timeout with unlimited pings needs seconds.
+gRPC's own retries are off, because ours carry idempotency keys. Channels dial again every few seconds at least: by
+default the wait grows to two minutes, in which a healed line stands unused.
 
-A proxy of the environment carries TLS to other machines alone. gRPC itself excepts only what no_proxy names, so without
-this it would ask the proxy for 127.0.0.1.
+A proxy of the environment carries TLS to other machines only. gRPC itself excepts only the names in no_proxy, so it
+would ask the proxy for 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from heterorl.common.process.config import Config
 
 _LOG = logging.getLogger(__name__)
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Variables that gRPC reads, the first one that is set."""
+"""Variables that gRPC reads; the first one set counts."""
 MIN_MESSAGE_BYTES = 1 << 20
-"""Below the smallest limit that any configuration may set."""
+"""Below the smallest limit that a configuration may set."""
 MAX_MESSAGE_BYTES = 512 << 20
-"""Above the largest limit that any configuration may set."""
+"""Above the largest limit that a configuration may set."""
 
 
 def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[str, int]]:
     """Options of a channel or server: limits before parsing, dead peers noticed in seconds.
 
-    `send_bytes` is the limit of what is sent where it is another than of what is received.
+    `send_bytes` is the limit of sent messages, where it differs from that of received ones.
     """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -54,20 +54,20 @@ def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[s
 def channel_options(
     address: str, *, insecure: bool, max_message_bytes: int, send_bytes: int = 0
 ) -> list[tuple[str, int]]:
-    """`link_options` of a channel to host:port; says in the log where a proxy of the environment carries it."""
+    """`link_options` of a channel to host:port; logs when a proxy of the environment carries it."""
     options = link_options(max_message_bytes, send_bytes=send_bytes)
     if insecure or is_loopback(address):
-        # Plaintext does not leave this machine, and a proxy has another one for loopback: itself.
+        # Plaintext stays on this machine, and a proxy's loopback is another machine.
         return [*options, ("grpc.enable_http_proxy", 0)]
     variable = next((name for name in _PROXIES if os.environ.get(name)), "")
     if variable and not proxy_bypass(address.rpartition(":")[0]):
-        # Not its value: a password may be in it.
+        # Its value may hold a password.
         _LOG.info("calls to %s go through the proxy of %s; no_proxy names exceptions", address, variable)
     return options
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of a server: those of the link, and bounds on what one peer can hold."""
+    """`link_options` of a server, with bounds on the resources of one peer."""
     return [
         *link_options(max_message_bytes),
         ("grpc.server_handshake_timeout_ms", 5_000),
@@ -79,23 +79,23 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 BURST_S = 0.25
-"""Unused allowance that is kept, as seconds at the cap."""
+"""Unused allowance kept, in seconds at the cap."""
 
 
 class BandwidthConfig(Config):
-    """What this process may use of its site's link; weights and rollouts count, small messages do not."""
+    """Cap on this process's use of its site's link; weights and rollouts count, small messages do not."""
 
     down_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Bytes a second received; 0 is no cap."""
+    """Cap of received bytes a second; 0 is no cap. Set it where the site's link has other users."""
     up_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Bytes a second sent; 0 is no cap."""
+    """Cap of sent bytes a second; 0 is no cap."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenBucket:
-    """Lets `bytes_per_s` through; what is taken beyond the allowance is a debt that the taker waits for.
+    """Lets `bytes_per_s` through; bytes beyond the allowance are a debt that the taker waits for.
 
-    A single take may be larger than the bucket, and the mean rate is exact over any long time, however takes are sized.
+    One take may be larger than the bucket; the mean rate over a long time is exact.
     """
 
     bytes_per_s: float
@@ -107,7 +107,7 @@ class TokenBucket:
         self._at = self.clock.monotonic()
 
     async def take(self, num_bytes: int) -> float:
-        """Count bytes and wait until they are paid for; returns the seconds waited. Takers are served in order."""
+        """Count bytes and wait until they are paid for; returns the seconds waited. First come, first served."""
         if not self.bytes_per_s:
             return 0.0
         now = self.clock.monotonic()
@@ -124,18 +124,18 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 MMAP_BYTES = 8 << 20
-"""Blocks up to this size come from a heap; larger ones are still given back at once."""
+"""Blocks up to this size come from a heap; larger ones still return to the kernel at once."""
 TRIM_BYTES = 32 << 20
-"""Free memory that a heap keeps at its end, and never more than it once needed."""
+"""Most free memory that a heap keeps at its end."""
 MAX_HEAPS = 2
-"""Heaps of a process; with one for each thread, each would keep what its thread once needed."""
+"""Heaps of a process; with one a thread, each would keep its thread's peak."""
 
 
 def keep_freed_frames() -> bool:
-    """Have the C library keep what is freed; returns whether it listens: glibc on Linux does.
+    """Tell glibc (`mallopt`) to keep freed frames; returns whether it did.
 
-    It gives blocks of a frame's size back to the kernel when they are freed and asks for them again at the next frame:
-    some 500 page faults for each MiB, more time than the copying, the checksums and the digest together.
+    By default it returns blocks of a frame's size to the kernel and asks for them again: about 500 page faults for each
+    MiB, more time than copy, checksums and digest together.
     """
     if sys.platform != "linux":
         return False

@@ -1,5 +1,5 @@
-"""Domain values that cross borders between services: frozen, without protobuf, grpc or torch.
+"""Domain values that several services use: frozen, without protobuf, grpc or torch.
 
-Three columns: `policy` (versions and their payloads), `rollout` (work and groups), `run` (sites, reports, status); what
-all of them use is in `common`. Open `rollout` first: a group is what travels.
+Three columns: `policy` (versions and payloads), `rollout` (assignments and groups), `run` (sites, reports, status);
+`common` has what all of them use. Open `rollout` first.
 """

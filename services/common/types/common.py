@@ -1,4 +1,4 @@
-"""Values that all three columns use: names, digests, the contract of a run, sampling, the report of a step."""
+"""Values of all three columns: names, digests, the contract of a run, sampling, the report of a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SiteId = NewType("SiteId", str)
 Digest = NewType("Digest", str)
 """Lower-case hex blake3-256 of content; 64 characters."""
 MAX_END_TOKENS = 64
-"""In a contract: each costs the coordinator a look at all tokens."""
+"""End tokens in a contract: the coordinator compares all tokens with each."""
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 
 class LogprobMode(enum.Enum):
-    """What a sampler log-prob means: of the raw logits, or of logits / temperature (no truncation either way)."""
+    """Meaning of a sampler log-prob: of the raw logits, or of logits / temperature (no truncation either way)."""
 
     RAW = "raw"
     PROCESSED = "processed"
@@ -31,7 +31,7 @@ class LogprobMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSemantics:
-    """How tokens are drawn and what their log-probs mean; both sides must agree before a rollout is accepted."""
+    """How tokens are drawn and what their log-probs mean; equal on both sides of a rollout."""
 
     temperature: float
     top_p: float
@@ -41,11 +41,7 @@ class SamplingSemantics:
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before their log-softmax gives the log-probs that are stated.
-
-        Raises:
-            ValueError: draws at this temperature have no log-probs.
-        """
+        """The temperature of stated log-probs; raises ValueError if draws have none at this temperature."""
         if self.logprob_mode is LogprobMode.RAW:
             return 1.0
         if not self.temperature > 0.0:
@@ -54,13 +50,13 @@ class SamplingSemantics:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top_p or top_k keeps tokens from being drawn, which no log-prob shows."""
+        """Whether top_p or top_k excludes tokens, which no log-prob shows."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters of a run; `rank` 0: none, all weights are trained. `base_digest` names the frozen weights."""
+    """Low-rank adapters of a run; `rank` 0: all weights are trained. `base_digest` names the frozen weights."""
 
     rank: int = 0
     alpha: float = 0.0
@@ -74,7 +70,7 @@ NO_LORA = LoraSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """What every node of a run must agree on; the first learner states it, later nodes must equal it.
+    """The settings that every node of a run must share; the first learner states it.
 
     `layout_id` names the tensor table of the model (heterorl.common.weights.arena); digests are blake3 hex.
     """
@@ -82,7 +78,7 @@ class Contract:
     tokenizer_digest: Digest
     chat_template_digest: Digest
     task_digest: Digest
-    # Before the layout, which depends on it: the first difference is the one that a node is told.
+    # Before the layout, which depends on it: a node is told the first difference.
     lora: LoraSettings = NO_LORA
     layout_id: Digest
     vocab_size: int
@@ -90,27 +86,26 @@ class Contract:
     group_size: int
     sampling: SamplingSemantics
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, ascending; empty in contracts of programs that did not state them."""
+    """Tokens that end a completion, ascending; empty in contracts of earlier programs."""
     min_members: int = 0
     """Rollouts of a group that must be trainable; 0: all."""
     max_turns: int = 1
-    """Of a rollout; 1: each is one completion, and no token is given behind the prompt."""
+    """Turns of a rollout; 1: a single completion."""
     max_trajectory_tokens: int = 0
-    """Of a rollout of several turns: drawn and given, behind the prompt; of all its sequences, each as the longest."""
+    """Tokens of a multi-turn rollout, drawn and given, behind the prompt, over all its sequences."""
     trajectory_s: float = 0.0
-    """Longest time that a rollout of several turns may take, seconds; 0: single completions."""
+    """Longest time of a multi-turn rollout, seconds; 0: single completions."""
     routed_token_bytes: int = 0
-    """Of the recorded experts of each token (heterorl.common.model.router_replay); 0 where none are recorded."""
+    """Bytes of each token's recorded experts (heterorl.common.model.router_replay); 0: none recorded."""
 
     @property
     def max_rollout_tokens(self) -> int:
-        """Tokens behind the prompt."""
         return self.max_trajectory_tokens if self.max_turns > 1 else self.sampling.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """What a source of a mixture of tasks had of one optimizer step."""
+    """Groups of one source of a task mixture in an optimizer step."""
 
     label: str
     num_groups: int
@@ -119,7 +114,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did; numbers only, names as in the field's papers."""
+    """Numbers of one optimizer step, named as in the field's papers."""
 
     step: int
     version: int
@@ -141,28 +136,26 @@ class StepReport:
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: float | None = None
     completions: CompletionNumbers | None = None
-    """None of a learner that does not state them."""
     times: StepTimes | None = None
     """None of a learner that does not state them."""
     sources: tuple[SourceReport, ...] = ()
-    """By source of a mixture of tasks, in the order of labels; empty where there is one task."""
+    """Sources of a task mixture, in the order of labels; empty with one task."""
     num_replaced: int = 0
-    """Groups of equal rewards that others were trained on instead of."""
+    """Groups of equal rewards that were replaced by others."""
     lr: float = 0.0
-    """Step size, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
+    """Learning rate with all factors; 0 if the learner does not state it."""
     mask_share_bad: float | None = None
     """Share of the rollouts with A < 0 that train; None of a step without such a rollout."""
     kl_token_fresh: float | None = None
     """KL a token of groups that the step's own version made, nats: the engines' mismatch. None without such a group."""
     published_time: float = 0.0
-    """When its version was published, by the coordinator's clock, seconds since the epoch; 0 where it is not known."""
+    """Publication of its version by the coordinator's clock, seconds since the epoch; 0: unknown."""
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:
-    """What `dataclasses.asdict` made of a report and JSON kept; rows of earlier programs have fewer fields.
+    """Report from the JSON of `dataclasses.asdict`; rows of earlier programs have fewer fields.
 
-    Raises:
-        TypeError, KeyError: the row is no report.
+    Raises TypeError or KeyError if the row is not a report.
     """
     values = dict(row)
     if values.get("completions") is not None:
@@ -174,9 +167,9 @@ def report_from_row(row: Mapping[str, Any]) -> StepReport:
 
 
 MAX_REPORTED_PARTS = 32
-"""Names of reward parts in a report: those that most completions have."""
+"""Reward parts in a report: those that most completions have."""
 MAX_REPORTED_SITES = 32
-"""Sites in a report: those of which most tokens came."""
+"""Sites in a report: those with most tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +182,7 @@ class PartMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTokens:
-    """What one site made of the groups of a step."""
+    """One site's share of a step's groups."""
 
     site: str
     num_groups: int
@@ -204,13 +197,13 @@ class CompletionNumbers:
     length_p95: float
     length_max: int
     length_high_reward: float | None = None
-    """Mean over completions whose reward is above the step's mean; None without any, as where all rewards are equal."""
+    """Mean over completions with a reward above the step's mean; None without any."""
     length_low_reward: float | None = None
     """Mean over the others; None without any."""
     truncated_fraction: float
-    """Share of completions that were cut at the longest length."""
+    """Share of completions cut at the longest length."""
     uniform_fraction: float
-    """Share of groups in which all rewards are equal, so that no completion is better than another."""
+    """Share of groups in which all rewards are equal."""
     reward_parts: tuple[PartMean, ...] = ()
     sites: tuple[SiteTokens, ...] = ()
     turns_mean: float = 1.0
@@ -223,11 +216,11 @@ class CompletionNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the time went since the step before ended, seconds; what is left of `period_s` is bookkeeping.
+    """Seconds of each phase since the end of the step before; the rest of `period_s` is bookkeeping.
 
-    `examining_s` is time without enough groups while some were being checked, so the checks hold the step up;
-    `waiting_s` the rest of the time without enough groups, so the samplers or the link do. `publishing_s` rounds and
-    copies the weights of a version and waits for a publication that takes longer than its step.
+    `examining_s`: too few groups while some are being checked, so the checks are the bottleneck. `waiting_s`: too few
+    groups otherwise, so the samplers or the link are. `publishing_s`: rounds and copies a version's weights, and waits
+    for a publication that takes longer than its step.
     """
 
     period_s: float
@@ -239,7 +232,7 @@ class StepTimes:
 
 
 class LearnerPhase(enum.Enum):
-    """What a learner's trainer is doing."""
+    """The current phase of a learner's trainer."""
 
     WAITING = "waiting"
     EXAMINING = "examining"
@@ -250,7 +243,7 @@ class LearnerPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerProgress:
-    """Where a learner stands: the step under way, and while it computes, how many of its micro-batches are done."""
+    """A learner's current step and phase, with finished micro-batches while it computes."""
 
     step: int
     phase: LearnerPhase
@@ -258,11 +251,11 @@ class LearnerProgress:
     """Seconds since the phase began."""
     micro_batches_done: int = 0
     micro_batches: int = 0
-    """0 where they are not counted yet."""
+    """0: not counted yet."""
 
 
 def completions_from_row(row: Mapping[str, Any]) -> CompletionNumbers:
-    """What `dataclasses.asdict` made of one."""
+    """Completion numbers from the JSON of `dataclasses.asdict`."""
     nested = {
         "reward_parts": tuple(PartMean(**part) for part in row["reward_parts"]),
         "sites": tuple(SiteTokens(**site) for site in row["sites"]),
@@ -276,51 +269,43 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text is a blake3-256 in lower-case hex and nothing else."""
+    """Whether a text is exactly a blake3-256 in lower-case hex."""
     return len(text) == DIGEST_CHARACTERS and _HEX.issuperset(text)
 
 
 def digest_field(key: str, text: str) -> Digest:
-    """Check a digest that came from a peer, so that it can never be a path.
-
-    Raises:
-        InvalidRequest: not 64 lower-case hexadecimal digits.
-    """
+    """Check a digest from a peer, so that it can never be a path; raises InvalidRequest."""
     if not is_digest(text):
         raise InvalidRequest(f"{key}: not a blake3 digest in lower-case hex")
     return Digest(text)
 
 
 def file_name(digest: str) -> str:
-    """The name of the file that holds this content.
-
-    Raises:
-        MalformedPayload: not a digest, whoever forgot to check it.
-    """
+    """The name of the file of a digest; raises MalformedPayload if not a digest."""
     if not is_digest(digest):
-        raise MalformedPayload("a payload is named by something that is no digest")
+        raise MalformedPayload("a payload's name is not a digest")
     return digest
 
 
 MOST = 300
 MAX_ASKED_S = 600.0
-"""The longest wait that a peer may ask for at once; it can ask again."""
+"""Longest wait that a peer may ask for at once."""
 
 
 def peer_words(text: str, *, most: int = MOST) -> str:
-    """What a peer wrote without what would begin a line of its own, move a cursor or fill a disk."""
+    """A peer's text, shortened to `most` and without line ends or control characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: 4 * most])
     return line if len(line) <= most else f"{line[:most]} ..."
 
 
 def peer_seconds(seconds: float) -> float:
-    """A wait that a peer asks for: what is no number counts as none, and none is without end."""
+    """A wait that a peer asks for, at most MAX_ASKED_S; NaN and infinity count as none."""
     return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All numbers of one name; `labels` has each one's labels as they stand between the braces of the text format.
+    """All numbers of one metric name; `labels` has each one's labels in the text format.
 
     Example:
         Series(name="heterorl_sampler_groups_total", labels=('outcome="pushed"',), values=(3.0,))

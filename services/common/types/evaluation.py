@@ -1,4 +1,4 @@
-"""Values about evaluation: how a set is drawn, what came of each prompt, what is known of a version on a set."""
+"""Values about evaluation: draws of a set, results of prompts, a version's results on a set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class EvaluationDraws:
 
     @property
     def sampling(self) -> SamplingSemantics:
-        """What an engine is asked for."""
         # One candidate makes every draw the most likely token; the temperature then does not matter.
         is_greedy = self.temperature == 0.0
         return SamplingSemantics(
@@ -56,7 +55,7 @@ class EvaluationDraws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSample:
-    """One completion of a held-out prompt; `reward` is None where its verifier failed, which is not a wrong answer."""
+    """One completion of a held-out prompt; `reward` is None if its verifier failed, which is not a wrong answer."""
 
     reward: float | None
     num_tokens: int
@@ -71,15 +70,15 @@ class PromptResult:
     prompt_index: int
     samples: tuple[ScoredSample, ...]
     prompt: str = ""
-    """Its text, where texts are kept."""
+    """Its text, if texts are kept."""
     answer: str = ""
-    """What its answer should be, where texts are kept."""
+    """Its right answer, if texts are kept."""
     assignment: int = 0
-    """That asked for it, in a run."""
+    """Assignment that asked for it, in a run."""
 
 
 def without_texts(result: PromptResult) -> PromptResult:
-    """The numbers alone."""
+    """A result without its texts."""
     return replace(result, prompt="", answer="", samples=tuple(replace(sample, text="") for sample in result.samples))
 
 
@@ -106,11 +105,11 @@ class PassEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """What the scores of a version on a set say; `average` is avg@n, and None where nothing could be scored."""
+    """The scores of a version on a set; `average` is avg@n, and None if nothing could be scored."""
 
     num_prompts: int
     num_samples: int
-    """Completions that were scored, of all prompts."""
+    """Scored completions of all prompts."""
     num_errors: int
     """Completions whose verifier failed; they are left out."""
     num_truncated: int
@@ -121,7 +120,7 @@ class EvaluationSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set that a site has the data of: the digest of its task, and how many prompts that holds out."""
+    """A set that a site has the data of: its task's digest, and the number of held-out prompts."""
 
     name: str
     task_digest: Digest
@@ -130,7 +129,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """What held-out prompts of a set are drawn with: one version and no other."""
+    """Draws of a set's held-out prompts with exactly one version."""
 
     task_set: str
     version: int
@@ -139,19 +138,19 @@ class EvaluationSpec:
 
 
 class EvaluationState(enum.Enum):
-    """How far an evaluation is."""
+    """Progress of an evaluation."""
 
     OPEN = "open"
-    """Nobody has begun it."""
+    """No site has begun it."""
     RUNNING = "running"
     DONE = "done"
     INCOMPLETE = "incomplete"
-    """Every site left its version for a newer one; what is stated is of the prompts that were done."""
+    """Every site moved on to a newer version; the numbers are of the finished prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What is known of one version on one set."""
+    """One version on one set."""
 
     version: int
     task_set: str
@@ -164,7 +163,7 @@ class Evaluation:
     summary: EvaluationSummary
     """Of the prompts that are done."""
     sites: tuple[tuple[SiteId, int], ...]
-    """Who computed it: how many prompts each site delivered first."""
+    """Sites with the number of prompts that each delivered first."""
     planned_time: float
     ended_time: float
     """Seconds since the epoch; 0 while it goes on."""

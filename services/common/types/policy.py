@@ -1,4 +1,4 @@
-"""Values about versions: manifests, payloads, publication, the plan of a pull, the learner's lease."""
+"""Values about versions: manifests, payloads, publication, pull plans, the learner's lease."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from heterorl.common.types.rollout import GroupId
 SIGNATURE_BYTES = 64
 """Length of an Ed25519 signature."""
 NO_VERSION = -1
-"""A version where there is none, in manifests and on the wire; inside, None. Versions count from 0."""
+"""No version, in manifests and on the wire; None inside programs. Versions count from 0."""
 
 
 def version_or_none(version: int) -> int | None:
-    """A version as manifests and the wire state it."""
+    """None for NO_VERSION, as manifests and the wire state it."""
     return None if version == NO_VERSION else version
 
 
 def stated_version(version: int | None) -> int:
-    """A version as manifests and the wire are to state it."""
+    """NO_VERSION for None, as manifests and the wire state it."""
     return NO_VERSION if version is None else version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:
-    """The learner's lease: every effect names its `epoch`; only the newest epoch has effects."""
+    """The learner's lease: every effect names its `epoch`, and only the newest epoch has effects."""
 
     epoch: int
     holder: str
@@ -34,20 +34,19 @@ class LeaseGrant:
     head_version: int
     """Newest version, or -1 when none is published yet."""
     rollback_to: int = -1
-    """Version whose content the next one is to have, by an operator's order; -1 for none."""
+    """Version whose content the next one must have, by an operator's order; -1: no order."""
     max_message_bytes: int = 0
-    """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    """The coordinator's largest message; 0: not stated."""
     max_staleness_versions: int = -1
-    """Versions between a group's oldest trained token and the parent of the version that consumes it, at most; -1: not
-    said."""
+    """Bound on staleness: from a group's oldest trained token to the parent of its version; -1: not stated."""
     masks_stale: bool = False
-    """Whether tokens beyond that bound are context, and the others of their group are trained."""
+    """Whether tokens beyond that bound become context, while the group's other tokens are trained."""
     most_groups_per_version: int = 0
-    """Groups that may be under way while no version is published, so the most that one can be made of; 0: not said."""
+    """Most groups between two versions, so the most in one; 0: not stated."""
 
 
 class PayloadKind(enum.Enum):
-    """What a payload rebuilds: a whole state, the step from a version's parent to it, or several such steps as one."""
+    """What a payload rebuilds: a state, one version's step, or several such steps as one."""
 
     SNAPSHOT = "snapshot"
     DELTA = "delta"
@@ -67,9 +66,9 @@ class PayloadRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutPlace:
-    """Where [offset, offset + num_bytes) of a payload may be put for a while; shown without its url, a credential.
+    """A presigned URL for [offset, offset + num_bytes) of a payload; its repr hides the URL, a credential.
 
-    Without an url there is no place, or, where `offset` is the payload's size, nothing is left to be put.
+    Without a URL there is no place, or nothing is left to put if `offset` is the payload's size.
     """
 
     url: str = field(repr=False)
@@ -82,13 +81,12 @@ NO_PLACE = PutPlace(url="", offset=0, num_bytes=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a version is: its weights by digest, its parent by digest, and the payloads that rebuild it.
+    """A version: its weights by digest, its parent by digest, and the payloads that rebuild it.
 
-    `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order;
-    `state_root` = blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes,
-    empty for the first version. `parent_version` is -1 for the first version. `chunk_elements` is the length of every
-    chunk but the last of a width (half of it for elements of 4 bytes), 0 when not stated. `num_byte_elements` of the
-    elements have one byte each.
+    `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order; `state_root` =
+    blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes, empty for the
+    first version; its `parent_version` is -1. `chunk_elements` is the length of every chunk but the last of a width
+    (half of it for elements of 4 bytes), 0 if not stated. `num_byte_elements` of the elements have one byte each.
     """
 
     run_id: str
@@ -109,13 +107,13 @@ class Manifest:
 
     @property
     def abandoned(self) -> range:
-        """Versions that this one abandons: numbers are dense and never reused, so all between its parent and itself."""
+        """Versions that this one abandons: all between its parent and itself, since numbers are dense."""
         return range(self.parent_version + 1, self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedManifest:
-    """Exact bytes of a manifest and the signature beside them; empty where the publisher did not sign."""
+    """Exact bytes of a manifest and its signature; empty if the publisher did not sign."""
 
     data: bytes
     signature: bytes
@@ -123,7 +121,7 @@ class SignedManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantVersion:
-    """A version's weights in another form, published with it: its own manifest, signature and canary log-probs."""
+    """A version in another form of weights: its own manifest, signature and canary log-probs."""
 
     variant: str
     manifest: bytes
@@ -146,17 +144,17 @@ class PublishRequest:
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
     signature: bytes = b""
-    """Ed25519 signature of `manifest`; empty when the run is not signed."""
+    """Ed25519 signature of `manifest`; empty in unsigned runs."""
     canary: tuple[float, ...] = ()
-    """The learner's log-probs of the canary's tokens; empty when it states none."""
+    """The learner's log-probs of the canary's tokens; may be empty."""
     encode_s: float = 0.0
-    """For people to see; no part of the publication's content."""
+    """For people; not part of the publication's content."""
     variants: tuple[VariantVersion, ...] = ()
-    """The same version for samplers that asked for less; committed with it or not at all."""
+    """The same version in other forms; committed with it or not at all."""
 
 
 class PlanKind(enum.Enum):
-    """How a sampler gets from what it has to what it wants."""
+    """How a sampler gets from its version to the wanted one."""
 
     SAME = "same"
     DELTA = "delta"
@@ -169,9 +167,8 @@ class PlanKind(enum.Enum):
 class PullPlan:
     """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
 
-    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
-    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
-    the last manifest; empty where its publisher did not sign.
+    The last of `manifests` is the exact manifest of the target, and `signature` belongs to it (empty if not signed). A
+    plan may carry the manifests before it too, one for each payload; else pullers list them. For SAME both are empty.
     """
 
     kind: PlanKind

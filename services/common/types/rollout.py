@@ -1,4 +1,4 @@
-"""Values about rollouts: work handed out, groups, what became of a pushed group."""
+"""Values about rollouts: assignments, groups, outcomes of pushes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heterorl.common.types.evaluation import EvaluationSpec
 
 
 class FinishReason(enum.Enum):
-    """Why a rollout ended: the closed set. A completion of an engine ends by the first two alone."""
+    """Why a rollout ended. A completion of an engine ends by EOS or LENGTH only."""
 
     EOS = "eos"
     """Of itself; its last token is an end token."""
@@ -36,23 +36,18 @@ class FinishReason(enum.Enum):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a rollout that ended so is trained on; the others are lost members of their groups."""
+        """Whether such a rollout is trained on; the others are lost members of their groups."""
         return self not in _LOST
 
 
 _LOST = frozenset(
-    {
-        FinishReason.ENVIRONMENT_FAILED,
-        FinishReason.TOOL_LOST,
-        FinishReason.REWARD_FAILED,
-        FinishReason.ENGINE_FAILED,
-    }
+    {FinishReason.ENVIRONMENT_FAILED, FinishReason.TOOL_LOST, FinishReason.REWARD_FAILED, FinishReason.ENGINE_FAILED}
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GroupId:
-    """Identity of a group: its site, that site's incarnation and a dense sequence from 1; the key of deduplication.
+    """Identity of a group: site, incarnation and a dense sequence from 1; the key of deduplication.
 
     Example: GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=17)
     """
@@ -63,7 +58,7 @@ class GroupId:
 
 
 GIVEN = -1
-"""In place of a version: tokens that no policy drew, such as an environment's answer in the template's form."""
+"""Version of tokens that no policy drew, such as an environment's answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +72,7 @@ class Span:
     start: int
     end: int
     keeps: int | None = None
-    """Begins another sequence behind the first `keeps` tokens of the one before, prompt included; None goes on."""
+    """Begins another sequence behind the first `keeps` tokens of the one before, prompt included; None continues."""
 
     @property
     def is_drawn(self) -> bool:
@@ -86,20 +81,20 @@ class Span:
 
 
 MAX_REWARD_PARTS = 64
-"""Of one completion."""
+"""Reward parts of one completion."""
 MAX_PART_NAME = 128
 """Characters of a part's name, all printable."""
 MAX_PART_VALUE = 1e15
-"""Largest |value| of a part, before its weight: up to here every whole number is exact, and no sum overflows."""
+"""Largest |value| of a part before its weight: whole numbers stay exact, and no sum overflows."""
 MAX_REWARD = 1e6
-"""Largest |reward| of a completion: beyond it an average overflows or says nothing."""
+"""Largest |reward| of a completion: beyond it an average overflows or has no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
-    """One named component of a reward: its value adds `weight` times to the reward.
+    """One named component of a reward, which adds `weight` times its value.
 
-    `signature` is a reward service's, over the value (heterorl.common.tasks.rewards.remote_reward); mostly empty.
+    `signature` is a reward service's over its value (heterorl.common.tasks.rewards.remote); empty for most parts.
     """
 
     name: str
@@ -109,12 +104,9 @@ class RewardPart:
 
 
 def total_reward(parts: Iterable[RewardPart]) -> float:
-    """The reward that named parts make.
+    """The reward of named parts; raises RewardError beyond MAX_REWARD, where no learner trains on it.
 
-    It is no number where a part is none: a learner does not ask the services whose word it takes.
-
-    Raises:
-        RewardError: it is beyond MAX_REWARD, which no learner trains on.
+    It is NaN if a part is NaN: a learner does not ask the services that it trusts.
     """
     total = weighted_sum(parts)
     if abs(total) > MAX_REWARD:
@@ -125,7 +117,7 @@ def total_reward(parts: Iterable[RewardPart]) -> float:
 def weighted_sum(parts: Iterable[RewardPart]) -> float:
     """The sum of weight x value, rounded once.
 
-    So 0.7 + 0.2 + 0.1 is 1.0, whatever the order of the parts, and counts as right where 1.0 is asked for.
+    So 0.7 + 0.2 + 0.1 is 1.0 in any order of the parts, and counts as right where 1.0 is wanted.
     """
     values = [part.weight * part.value for part in parts]
     total = sum(values)
@@ -134,12 +126,12 @@ def weighted_sum(parts: Iterable[RewardPart]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """What follows a prompt: one completion, or turns of a policy and what an environment gave between them.
+    """The tokens behind a prompt: one completion, or turns of a policy with an environment's answers between them.
 
-    `token_ids` int32 [T] ends with the end-of-sequence token when `finish_reason` is EOS; `spans` cover [0, T) in order
-    without gaps, and are all drawn where there is one turn. `sampler_logprobs` float32 [D], each finite and <= 0, are
-    those of the D drawn tokens. A lost member may have no tokens. `routed_experts` are the experts of the P + T - 1
-    tokens of prompt and completion that the engine read (heterorl.common.model.router_replay); may be empty.
+    `token_ids` int32 [T] ends with the end-of-sequence token if `finish_reason` is EOS; `spans` cover [0, T) in order
+    without gaps, and are all drawn with one turn. `sampler_logprobs` float32 [D], each finite and <= 0, are those of
+    the D drawn tokens. A lost member may have no tokens. `routed_experts` are the experts of the P + T - 1 tokens of
+    prompt and completion that the engine read (heterorl.common.model.router_replay); may be empty.
     """
 
     token_ids: Int32Array
@@ -152,12 +144,11 @@ class Rollout:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that a policy drew."""
         return self.sampler_logprobs.size
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it is trained on: it ended with a reward, and has drawn tokens."""
+        """Whether it is trained on: it has a reward and drawn tokens."""
         return self.finish_reason.is_trainable and self.num_drawn > 0
 
 
@@ -165,8 +156,8 @@ class Rollout:
 class Group:
     """The G rollouts of one prompt: the unit that is pushed, queued, leased and trained.
 
-    `oldest_version` is the smallest version in any span; `state_root` is the state root of that version's manifest;
-    `assignment` is the work assignment that asked for it; `prompt_index` is the position of the prompt in the task.
+    `oldest_version` is the smallest version in any span; `state_root` is that version's state root; `assignment` asked
+    for the group; `prompt_index` is the prompt's position in the task.
     """
 
     id: GroupId
@@ -180,19 +171,19 @@ class Group:
     is_seeded: bool = False
     """Whether the tokens were drawn with the noise of heterorl.common.generation.token_sampling."""
     trace: str = ""
-    """W3C trace context of the generation; empty when nobody follows the group."""
+    """W3C trace context of the generation; empty if the group is not traced."""
 
     @property
     def trainable(self) -> tuple[Rollout, ...]:
-        """The rollouts that are trained on: advantages, means and reports are over them alone."""
+        """The rollouts that are trained on; advantages, means and reports count only them."""
         return tuple(rollout for rollout in self.rollouts if rollout.is_trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedGroup:
-    """A group as its canonical bytes, with what those need who pass it on; see heterorl.common.wire.seal.
+    """A group as its canonical bytes, with the fields that stores and queues need; see heterorl.common.wire.seal.
 
-    `versions` are those of its spans, each once, ascending; the rest is the group's own.
+    `versions` are those of its spans, each once, ascending.
     """
 
     id: GroupId
@@ -207,7 +198,7 @@ class SealedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssignment:
-    """One prompt group to generate, or from number HELD_OUT on a held-out prompt to evaluate a version on.
+    """One prompt group to generate; from number HELD_OUT on, a held-out prompt to evaluate a version on.
 
     `seed` is of its draws; the lease holds for `lease_s` seconds from now.
     """
@@ -219,7 +210,7 @@ class WorkAssignment:
 
 
 class PushStatus(enum.Enum):
-    """The outcome of pushing one group; every one but RETRY is terminal and acknowledged durably."""
+    """The outcome of pushing one group; all but RETRY are final and acknowledged durably."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -228,7 +219,7 @@ class PushStatus(enum.Enum):
 
 
 class ReturnReason(enum.Enum):
-    """The closed set of reasons for which a row gives no group, whoever tries."""
+    """Why a row gives no group, at any site."""
 
     REWARD_FAILED = "reward_failed"
     PROMPT_REFUSED = "prompt_refused"
@@ -238,7 +229,7 @@ class ReturnReason(enum.Enum):
 
 
 class DropReason(enum.Enum):
-    """The closed set of reasons for which an acknowledged group is not trained on."""
+    """Why an acknowledged group is not trained on."""
 
     STALE_AT_INGEST = "stale_at_ingest"
     STALE_AT_LEASE = "stale_at_lease"
@@ -248,7 +239,7 @@ class DropReason(enum.Enum):
     UNKNOWN_VERSION = "unknown_version"
     WRONG_DIGEST = "wrong_digest"
     SURPLUS = "surplus"
-    """Its assignment was already answered by another group (late answer after a re-lease)."""
+    """Another group already answered its assignment, as after a second lease."""
     LINEAGE_ABANDONED = "lineage_abandoned"
     LEARNER_ABANDONED = "learner_abandoned"
     REWARD_MISMATCH = "reward_mismatch"
@@ -256,16 +247,16 @@ class DropReason(enum.Enum):
     SAMPLING_MISMATCH = "sampling_mismatch"
     QUARANTINED = "quarantined"
     CODE_MISMATCH = "code_mismatch"
-    """What the code of a completion came to, alone, which the code itself may have left to chance."""
+    """Only the result of a completion's code differs, which may be random."""
     LOST_MEMBERS = "lost_members"
     """It has lost members, and its site loses more than `max_lost_share`."""
     UNIFORM = "uniform"
-    """All its rewards were equal, and the learner trained on another group instead."""
+    """All its rewards were equal; the learner trained on another group instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """What the coordinator did with one group, and why."""
+    """The coordinator's outcome for one group, with the reason."""
 
     id: GroupId
     status: PushStatus
@@ -276,49 +267,49 @@ class PushOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leased:
-    """What the coordinator knows of a group that it leases to the learner."""
+    """The coordinator's facts about a group that it leases to the learner."""
 
     policy_age_s: float
-    """Seconds between the publication of the group's oldest version and this moment, by the coordinator's clock."""
+    """Seconds since the publication of the group's oldest version, by the coordinator's clock."""
     queue_age_s: float
     seed: int | None = None
-    """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
+    """Sampling seed of the group's assignment; None: not stated."""
     variant: str = ""
-    """Form of the weights that it was generated with; empty for those that are trained."""
+    """Variant of the weights that generated it; empty for the trained ones."""
     wants_note: bool = False
-    """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""
+    """Whether the coordinator keeps it as a sample and wants the learner's note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedGroup(_Leased):
-    """A group on its way to the learner, as it lies in the store."""
+    """A group on its way to the learner, in the store's form."""
 
     sealed: SealedGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup(_Leased):
-    """A group as the learner has it."""
+    """A group in the learner's form."""
 
     group: Group
     source: str = ""
-    """Label of its prompt's source, where tasks are mixed; the learner's own."""
+    """Label of its prompt's source in a task mixture; set by the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkGrant:
-    """Assignments, or none with the reason and when to ask again (0 for held-out prompts: never)."""
+    """Assignments, or none with the reason and the delay of the next request (0 for held-out prompts: never)."""
 
     assignments: tuple[WorkAssignment, ...]
     reason: str
     retry_after_s: float
     evaluation: EvaluationSpec | None = None
-    """What held-out prompts are drawn with; None where the assignments are of groups."""
+    """Spec of held-out prompts; None for groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A leased group that failed a check of the learner; `detail` says the numbers."""
+    """A leased group that failed a check of the learner; `detail` has the numbers."""
 
     id: GroupId
     reason: DropReason

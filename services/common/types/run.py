@@ -1,4 +1,4 @@
-"""Values about a run: sites and their reports, the canary, the ledger, status, standstill, the learner's facts."""
+"""Values about a run: sites, heartbeats, the canary, the ledger, status, standstill, the learner's facts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class LedgerCounts:
     consumed: int
     dropped: dict[DropReason, int] = field(default_factory=dict)
     closed: dict[ReturnReason, int] = field(default_factory=dict)
-    """Assignments whose rows gave no group; they have none to be accounted for."""
+    """Assignments closed because their rows gave no group."""
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every acknowledged group is accounted for."""
         return self.acked == self.pending + self.leased + self.consumed + sum(self.dropped.values())
 
 
@@ -48,12 +47,12 @@ class SiteStatus:
     tokens_per_s: float
     work_leased: int
     canary_difference: float | None = None
-    """Median of |difference| from the learner in the newest canary, nats; None before the first."""
+    """Median |difference| from the learner in the newest canary, nats; None before the first."""
     quarantine: str = ""
-    """Why the site is in quarantine; empty when it is not."""
+    """Reason of the quarantine; empty without one."""
     apply_s: float = 0.0
     variant: str = ""
-    """Form of the weights that it pulls; empty for those that are trained."""
+    """Variant of the weights that it pulls; empty for the trained ones."""
     groups_failed: int = 0
     """Groups that failed a check of the learner and still count."""
     groups_refused: int = 0
@@ -61,16 +60,16 @@ class SiteStatus:
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
     problem: str = ""
-    """Why it generates nothing, as it says, or why its calls or groups are refused; empty while all is well."""
+    """Why it generates nothing, or why its calls or groups are refused; empty while all is well."""
     work_away: int = 0
-    """Those of `work_leased` that left with a silent site: they count against nobody, and wait for its return."""
+    """Part of `work_leased` at a silent site: counted for no site, kept for its return."""
     work_ahead_s: float = 0.0
-    """How far ahead it holds assignments, seconds, as it declared and the coordinator bounds it."""
+    """Seconds of work that it holds ahead, as declared and bounded by the coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantStatus:
-    """A variant's newest version: size of its state and of its payloads, bytes (0: none), and the share changed."""
+    """A variant's newest version: bytes of its state and payloads (0: none), and the share changed."""
 
     variant: str
     version: int
@@ -82,19 +81,19 @@ class VariantStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """Training prompts by the mean reward of their groups, as the window of difficulty divides them."""
+    """Training prompts by the mean reward of their groups, in and outside the window of difficulty."""
 
     in_window: int
     too_easy: int
     too_hard: int
     unseen: int
     passed_over: int
-    """Assignments that were not handed out, because their prompts were outside the window."""
+    """Assignments not leased, because their prompts are outside the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A whole run at one moment; `is_head_signed` says that a signature came with the head, not whose it is."""
+    """A run at one moment; `is_head_signed` means that a signature came with the head, unverified."""
 
     run_id: str
     head_version: int
@@ -119,24 +118,24 @@ class RunStatus:
     encode_s: float = 0.0
     variants: tuple[VariantStatus, ...] = ()
     rollback_to: int = -1
-    """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
+    """Version of an open rollback order; -1: no order."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What the learner said of the run: names such as "model" to values."""
+    """The learner's facts about the run: names such as "model" to values."""
     store_problem: str = ""
-    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
+    """Problem of the coordinator's disk and its remedy; empty while all is well."""
     progress: LearnerProgress | None = None
-    """Where the learner stood when it last said so; None while no learner says so."""
+    """The learner's last stated progress; None without one."""
     progress_age_s: float = 0.0
-    """Seconds since it said so."""
+    """Seconds since it was stated."""
     prompts: PromptCounts | None = None
-    """None where the coordinator keeps no window of difficulty."""
+    """None without a window of difficulty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A sampler introduces itself. `max_delay_versions` is the largest version lag its delay model can cause.
+    """A sampler's introduction. `max_delay_versions` is the largest version lag that its delay model causes.
 
-    `lowest_sequence` is the lowest that the incarnation may still push: all below it are settled or were never used.
+    `lowest_sequence` is the lowest that the incarnation may still push: all below are settled or were never used.
     """
 
     site: SiteId
@@ -146,36 +145,36 @@ class Registration:
     dtype: str
     max_delay_versions: int
     variant: str = ""
-    """Form of the weights that it pulls; empty for those that are trained."""
+    """Variant of the weights that it pulls; empty for the trained ones."""
     max_delay_s: float = 0.0
-    """Longest that its delay model keeps a version and its groups from the coordinator, there and back, seconds."""
+    """Longest delay of its delay model, for a version and its groups together, seconds."""
     lowest_sequence: int = 0
     """0 is not stated."""
     work_ahead_s: float = 0.0
-    """How far ahead it holds assignments, to ride out an outage, seconds; 0: only what its engine has room for."""
+    """Seconds of work that it holds ahead for an outage; 0: only what its engine has room for."""
     held: tuple[int, ...] | None = None
-    """Assignments that the incarnation can still answer, stated when its process begins: all others that it held go to
-    others at once. None is not stated."""
+    """Assignments that the incarnation can still answer at a process start; its others are leased again at once.
+    None: not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterAnswer:
-    """What the run tells a new sampler. `next_sequence` is 1 + the highest sequence known of this incarnation."""
+    """The run's answer to a sampler. `next_sequence` is 1 + the highest one known of this incarnation."""
 
     run_id: str
     head_version: int
     next_sequence: int
     max_staleness_versions: int
     max_message_bytes: int = 0
-    """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    """The coordinator's largest message; 0: not stated."""
     push_groups: int = 1
     """Most groups in one message of a push."""
     work_ahead_s: float = 0.0
-    """What the coordinator grants of the stated one, seconds."""
+    """Seconds that the coordinator grants."""
 
 
 class Command(enum.Enum):
-    """What a heartbeat's answer asks of a node."""
+    """An order in a heartbeat's answer."""
 
     DRAIN = "drain"
     STOP = "stop"
@@ -184,7 +183,7 @@ class Command(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What a sampler reports every few seconds."""
+    """A sampler's report of every few seconds."""
 
     site: SiteId
     incarnation: str
@@ -210,26 +209,26 @@ class CanaryReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryVerdict:
-    """Median of |difference| from the learner, nats (None: it stated none), and why the site is in quarantine."""
+    """Median |difference| from the learner, nats (None: it stated none), and the reason of a quarantine."""
 
     difference: float | None
     quarantine: str
 
 
 NEVER_S = -1.0
-"""Seen so long ago: not since the coordinator started."""
+"""Value of `last_seen_s` before the first sign of life since the coordinator started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A site as its newest incarnation is, with the counts of all of them; `starts` is how many there were."""
+    """A site's newest incarnation, with the counts of all; `starts` is their number."""
 
     newest: SiteStatus
     starts: int
 
 
 def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
-    """One entry a site, in the order in which sites first come; a quarantine is the site's, not one incarnation's."""
+    """One entry a site, in the order of first appearance; a quarantine is the site's, not an incarnation's."""
     by_site: dict[str, list[SiteStatus]] = {}
     for status in sites:
         by_site.setdefault(status.site, []).append(status)
@@ -249,24 +248,24 @@ def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
 
 
 ACTIVE_S = 120.0
-"""A site that was silent for so long is not counted: it does no work, in quarantine or not."""
+"""A site that was silent for so long is not active."""
 _SHOWN = 5
 RELEASE = "heterorl sites release SITE HOST:PORT --reason TEXT"
 
 
 def quarantined_sites(status: RunStatus) -> tuple[str, ...]:
-    """The sites that answer, sorted, if there are some and all of them are in quarantine; otherwise none.
+    """The active sites, sorted, if there are any and all are in quarantine; otherwise none.
 
-    Such a run stands still: no work means no groups, no groups no version, and only a new version could end a
-    quarantine by the canary. A person must.
+    Such a run stands still: no work means no groups and no versions, and only a new version could end a quarantine by
+    the canary. An operator must release a site.
     """
-    # -1 is not seen yet; a clock that is read after the site's call says a little less than 0.
+    # -1 is not seen yet; clock reads may differ by a little less than 0.
     active = {site.site: site.quarantine for site in status.sites if -1.0 < site.last_seen_s < ACTIVE_S}
     return () if status.is_draining or not all(active.values()) else tuple(sorted(active))
 
 
 def describe_standstill(sites: Sequence[str]) -> str:
-    """What to say of a run that stands still; empty where none of `sites` keeps it."""
+    """Text about a run that stands still; empty without `sites`."""
     if not sites:
         return ""
     more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
@@ -280,9 +279,9 @@ def describe_standstill(sites: Sequence[str]) -> str:
 
 STEPS_WANTED = "steps wanted"
 CHANGED = "changed after step"
-"""Begins the name of a fact that the coordinator adds: what a start changed, and after which step."""
+"""Begins names of facts that the coordinator adds: changes of a start, after which step."""
 MAX_CHANGES = 20
-"""Of the newest; earlier ones stay in the log of audit."""
+"""Newest changes kept; earlier ones stay in the audit log."""
 _DIGEST = "configuration"
 MAX_FACTS, MAX_CHARACTERS = 64, 300
 _FACTS = (
@@ -310,7 +309,7 @@ _FACTS = (
 
 
 def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """What a learner's run.json says: `heterorl_version` and `config`; what is not there or empty is left out."""
+    """Facts in a learner's run.json (`heterorl_version` and `config`); empty values are left out."""
     facts = {}
     for name, path in _FACTS:
         value: Any = run
@@ -325,11 +324,7 @@ def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
-    """Facts as another machine sent them.
-
-    Raises:
-        InvalidRequest: there are too many, or one is too long or not printable.
-    """
+    """Check facts from another machine; raises InvalidRequest for too many, or one too long or not printable."""
     if len(facts) > MAX_FACTS:
         raise InvalidRequest(f"{len(facts)} facts, at most {MAX_FACTS} are kept")
     for name, value in facts.items():
@@ -341,7 +336,7 @@ def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def changed_facts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """What one start's facts say otherwise than those of the start before, in words; empty where nothing is."""
+    """Differences between two starts' facts, in words; empty without any."""
     names = [name for name in {**before, **after} if not name.startswith(CHANGED) and name != _DIGEST]
     said = [
         f"{name} {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
@@ -354,7 +349,7 @@ def changed_facts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def with_changes(before: Mapping[str, str], after: Mapping[str, str], *, words: str, step: int) -> dict[str, str]:
-    """New facts, and what starts have changed: those that were known, and `words` after a step."""
+    """New facts, with the known changes of starts and `words` as one after a step."""
     known = {name: value for name, value in before.items() if name.startswith(CHANGED)}
     if words:
         name = f"{CHANGED} {step}"
@@ -370,6 +365,6 @@ def changed_steps(facts: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def steps_wanted(facts: Mapping[str, str]) -> int:
-    """Steps that the run is to take; 0 where nobody said."""
+    """Steps that the run will take; 0 if not stated."""
     text = facts.get(STEPS_WANTED, "")
     return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0

@@ -1,8 +1,8 @@
 """Kept samples: groups and evaluations whose text operators can read, and the JSON object of one completion.
 
-A sample is one prompt with all its completions. The coordinator keeps a bounded ring of them: every k-th group that was
-trained on, every group that failed a check, every k-th that was dropped for another reason, all evaluations. Texts come
-from the learner and may be missing; token ids never are, except where an evaluation states none.
+A sample is one prompt with all its completions. The coordinator keeps a bounded ring: every k-th trained group, every
+group that failed a check, every k-th group dropped for another reason, all evaluations. The learner adds texts, which
+may be missing; token ids are missing only in some evaluations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, Rew
 from heterorl.common.types.trajectory import BoolArray, Part, is_drawn, parts_of
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
-"""Values of `kept_because` beside those of DropReason."""
+"""Values of `kept_because`, besides those of DropReason."""
 MAX_PAGE = 200
 """Samples in one page of a list."""
 MAX_PREVIEW = 160
 """Characters of a preview."""
 MAX_ANSWER = 2000
-"""Characters of an expected answer that are kept; those of code are long lists of tests."""
+"""Characters of an expected answer that are kept; answers of code tasks are long lists of tests."""
 _NO_IDS = np.zeros(0, np.int32)
 _NO_NUMBERS = np.zeros(0, np.float32)
 
 
 class SampleKind(enum.Enum):
-    """Which part of the ring a sample lies in; each has a share that the others cannot take from it."""
+    """A part of the ring of samples; each has its own share of bytes."""
 
     CONSUMED = "consumed"
     """Trained on."""
@@ -61,7 +61,7 @@ _REJECTED = frozenset(
 
 
 def kind_of(reason: DropReason) -> SampleKind:
-    """The part of the ring of a group that was dropped for a reason."""
+    """The part of the ring for a drop reason."""
     return SampleKind.REJECTED if reason in _REJECTED else SampleKind.DROPPED
 
 
@@ -69,8 +69,8 @@ def kind_of(reason: DropReason) -> SampleKind:
 class SampleSummary:
     """One line of a list.
 
-    `version` is the one that the group became part of, that was evaluated, or that was the newest when the group was
-    dropped. `oldest_version` is the oldest policy of its tokens. `site` is empty where the learner evaluated.
+    `version` is the one that consumed the group, that was evaluated, or the newest at a drop. `oldest_version` is the
+    oldest policy of its tokens. `site` is empty if the learner evaluated.
     """
 
     id: int
@@ -79,7 +79,7 @@ class SampleSummary:
     kept_because: str
     """CONSUMED, EVALUATED, or the value of a DropReason."""
     detail: str = ""
-    """What the check said; empty where there was none. Of an evaluation, the name of its set."""
+    """Result of the check, or the name of an evaluation's set; else empty."""
     site: SiteId
     group: GroupId | None
     """None of an evaluation."""
@@ -92,27 +92,27 @@ class SampleSummary:
     num_truncated: int
     """Completions that reached the length limit."""
     num_lost: int = 0
-    """Completions that are lost members of the group: not trained on, and in no number of rewards."""
+    """Lost members of the group, which no reward number includes."""
     num_tokens: int
-    """Of all completions; those that a policy drew."""
+    """Drawn tokens of all completions."""
     reward_min: float | None
-    """None where a reward is not finite; so are the other two."""
+    """None if a reward is not finite; so are the other two."""
     reward_mean: float | None
     reward_max: float | None
     has_texts: bool
-    """Whether prompt and completions are there as text."""
+    """Whether prompt and completions have texts."""
     prompt_preview: str = ""
     completion_preview: str = ""
-    """The first MAX_PREVIEW characters, of the first completion; empty without texts."""
+    """First MAX_PREVIEW characters of the first completion; empty without texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleRollout:
-    """One completion, or the turns of a rollout. Arrays are empty where nobody stated them.
+    """One completion, or the turns of a rollout. Arrays are empty if not stated.
 
     `token_ids` and `token_ends` have one entry a token, drawn or given; `sampler_logprobs` and `log_ratios` one a drawn
     token. `log_ratios` are the learner's log-probs minus the sampler's, nats, at the step that trained on it.
-    `token_ends[i]` is the character of `completion` behind token i, so that text can be shown token by token.
+    `token_ends[i]` is the character of `completion` behind token i.
     """
 
     completion: str = ""
@@ -122,15 +122,15 @@ class SampleRollout:
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
     spans: tuple[Span, ...] = ()
-    """Who wrote which tokens; none where nobody stated it: then a policy drew all."""
+    """Writers of the tokens; empty if not stated: then a policy drew all."""
     reward: float
-    """The total; means nothing of a lost member."""
+    """The total; no meaning for a lost member."""
     reward_parts: tuple[RewardPart, ...]
     finish_reason: FinishReason
 
     @property
     def log_ratio_mean(self) -> float | None:
-        """Mean over the tokens, nats; None where the learner stated none."""
+        """Mean over the tokens, nats; None if the learner stated none."""
         return float(np.mean(self.log_ratios, dtype=np.float64)) if len(self.log_ratios) else None
 
     @property
@@ -146,24 +146,23 @@ class SampleRollout:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that a policy drew."""
         return int(np.count_nonzero(self.is_drawn))
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is a lost member of its group, which is not trained on."""
+        """Whether it is a lost member of its group."""
         return not self.finish_reason.is_trainable
 
     @property
     def turns(self) -> tuple[Part, ...]:
-        """Who wrote which tokens, in order; none of a single completion, or where spans are not of these tokens."""
+        """The turns in order; none for a single completion, or if the spans do not fit the tokens."""
         parts = parts_of(self.spans)
         is_whole = len(parts) > 1 and (parts[0].start, parts[-1].end) == (0, len(self.token_ids))
         return parts if is_whole else ()
 
     @property
     def turn_texts(self) -> tuple[tuple[Part, str], ...]:
-        """The turns with their part of the text; none where it is not stated where each token ends."""
+        """The turns with their text; none if token ends are not stated."""
         if len(self.token_ends) != len(self.token_ids):
             return ()
         places = [0, *self.token_ends.tolist()]
@@ -178,17 +177,17 @@ class Sample:
     prompt: str = ""
     """Empty without texts."""
     answer: str = ""
-    """What the task expects; empty where it expects nothing, or nobody said."""
+    """Expected answer of the task; may be empty."""
     prompt_token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
     rollouts: tuple[SampleRollout, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Which samples are wanted: those that meet all conditions that are stated.
+    """Conditions on samples; all stated ones must hold.
 
-    A reward range means samples with at least one completion in it at one of its ends: `reward_max` of the sample is
-    at least `min_reward`, and `reward_min` of the sample is at most `max_reward`.
+    A reward range keeps samples with a completion in it: the sample's `reward_max` is at least `min_reward`, and its
+    `reward_min` is at most `max_reward`.
     """
 
     site: str = ""
@@ -206,7 +205,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePage:
-    """Where a page begins: ids strictly between `after` and `before` (0: no bound), newest first unless said."""
+    """Place of a page: ids strictly between `after` and `before` (0: no bound), newest first by default."""
 
     limit: int = 50
     """1 to MAX_PAGE."""
@@ -217,13 +216,13 @@ class SamplePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleList:
-    """One page. It may hold fewer than asked, even none, while `next_page` says that there is more to look through."""
+    """One page. It may hold fewer than asked, even none, while `next_page` has more to search."""
 
     samples: tuple[SampleSummary, ...]
     next_page: SamplePage | None
     """None at the end."""
     num_kept: int
-    """Samples in the ring, whatever the filter."""
+    """Samples in the ring, without the filter."""
     kept_bytes: int
     limit_bytes: int
     """`samples_bytes` of the coordinator; 0: it keeps none."""
@@ -231,18 +230,18 @@ class SampleList:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutNote:
-    """What the learner says of one completion of a kept group; see SampleRollout."""
+    """The learner's note about one completion of a kept group; see SampleRollout."""
 
     completion: str
     reward_parts: tuple[RewardPart, ...]
-    """By name, as the learner computed them; empty: those of the group hold."""
+    """Parts that the learner computed; empty: those of the group hold."""
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleNote:
-    """What the learner says of a kept group; one note of each completion, in their order."""
+    """The learner's note about a kept group; one entry a completion, in order."""
 
     group: GroupId
     prompt: str
@@ -257,7 +256,7 @@ class EvaluationSample:
     version: int
     task_set: str = ""
     site: SiteId
-    """Who generated; empty: the learner."""
+    """Site that generated; empty: the learner."""
     prompt_index: int
     prompt: str
     answer: str = ""
@@ -265,12 +264,12 @@ class EvaluationSample:
 
 
 def shown_answer(answer: str) -> str:
-    """An expected answer as it is kept with a sample."""
+    """An expected answer, shortened to MAX_ANSWER."""
     return answer if len(answer) <= MAX_ANSWER else f"{answer[:MAX_ANSWER]} ..."
 
 
 def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId) -> EvaluationSample:
-    """What a site said of a held-out prompt, as it is kept; a completion whose verifier failed has no number."""
+    """A site's result of a held-out prompt as a sample; the reward is NaN where the verifier failed."""
     rollouts = tuple(
         SampleRollout(
             completion=scored.text,
@@ -292,7 +291,7 @@ def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId
 
 
 def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> dict[str, Any]:
-    """The JSON object of one completion; numbers that are none, and texts that nobody sent, are null."""
+    """The JSON object of one completion; missing numbers and texts are null."""
     summary, rollout = sample.summary, sample.rollouts[index]
     group = summary.group
     found: dict[str, Any] = {

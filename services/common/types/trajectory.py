@@ -1,4 +1,4 @@
-"""A rollout's tokens as the model reads them: its sequences, each from its first token on, and its turns. Pure."""
+"""The token sequences of a rollout as the model reads them, and its turns. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strip:
-    """Tokens that the model reads in one piece, int32 [L], and which of them are trained, bool [L]; the last one is."""
+    """Tokens that the model reads at once, int32 [L], and which are trained, bool [L]; the last one is."""
 
     token_ids: Int32Array
     is_drawn: BoolArray
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads: all but the last, which nothing follows."""
+        """Tokens that the model reads: all but the last."""
         return self.token_ids.size - 1
 
 
 def is_drawn(spans: Sequence[Span], count: int) -> BoolArray:
-    """Which of so many tokens a policy drew."""
+    """Which of `count` tokens a policy drew."""
     drawn = np.zeros(count, np.bool_)
     for span in spans:
         drawn[span.start : span.end] = span.is_drawn
@@ -36,7 +36,7 @@ def is_drawn(spans: Sequence[Span], count: int) -> BoolArray:
 
 
 def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
-    """The sequences of a rollout, each drawn token in one of them; without what follows a sequence's last drawn token.
+    """The sequences of a rollout up to their last drawn token; each drawn token is in one of them.
 
     A sequence that keeps tokens of the one before has them as context. One without a drawn token is left out.
     """
@@ -56,9 +56,9 @@ def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Tokens [start, end) of a rollout with one writer: a turn of the policy, or what was given to it.
+    """Tokens [start, end) of a rollout by one writer: a turn of the policy, or given tokens.
 
-    `versions` are those that drew the turn, each once, in order; none of given tokens. `keeps` is that of its Span.
+    `versions` drew the turn, each once, in order; given tokens have none. `keeps` is that of the Span.
     """
 
     start: int
@@ -68,7 +68,6 @@ class Part:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a policy drew the tokens."""
         return bool(self.versions)
 
     @property
@@ -84,9 +83,9 @@ class Part:
 
 
 def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
-    """The turns of the policy and what was given between them, in their order; one drawn part of a single completion.
+    """The turns of the policy and the given tokens between them, in order; one drawn part for a single completion.
 
-    A turn may be of several versions; what is given, or another sequence, ends it.
+    A turn may have several versions; given tokens or another sequence end it.
     """
     parts: list[Part] = []
     for span in spans:
@@ -100,7 +99,7 @@ def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
 
 
 def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
-    """Where each turn of the policy begins and ends among the rollout's tokens."""
+    """Begin and end of each turn of the policy among the rollout's tokens."""
     return tuple((part.start, part.end) for part in parts_of(rollout.spans) if part.is_drawn)
 
 

@@ -1,5 +1,5 @@
-"""Weights as exact integers: arena, codec, payload objects and manifests.
+"""Weights as exact integers: arena, codec, payload files and manifests.
 
-Open `arena` first, then `steps` and `codec`: a delta is a list of integer steps, and `compose` adds consecutive deltas
-into one. `payload` is the way in for services.
+Open `arena` first, then `sparse_codec` and `codec`: a delta is a list of integer steps, and `compose` adds consecutive
+deltas into one. Services use `payload`.
 """

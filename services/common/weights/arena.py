@@ -1,7 +1,7 @@
-"""All tensors of a model in one flat integer arena per element width, cut into chunks regardless of tensor borders.
+"""Arena: all tensors of a model in one flat integer array per element width, cut into chunks.
 
 Guarantees: equal tensor tables have equal layout ids; a tensor is a view into the arena, so applying a delta to a
-chunk changes tensors in place; tied tensors exist once. Never interprets a value: everything is an exact integer.
+chunk changes tensors in place; tied tensors exist once. Values are never interpreted: everything is an exact integer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -56,13 +55,12 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the chunk in memory, bytes."""
         return self.width * (self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The canonical tensor table of a model and where each tensor lies."""
+    """The canonical tensor table of a model and the place of each tensor."""
 
     specs: tuple[TensorSpec, ...]
     offsets: dict[str, int]
@@ -120,15 +118,10 @@ class Layout:
 
     @property
     def full_bytes(self) -> int:
-        """Size of the state, bytes."""
         return sum(width * length for width, length in self.lengths.items())
 
     def spec(self, name: str) -> TensorSpec:
-        """Spec of the tensor that owns the storage: its own, or that of the tensor it is an alias of.
-
-        Raises:
-            KeyError: there is no such tensor.
-        """
+        """Spec of the tensor that owns the storage: its own, or the one it is an alias of."""
         found = self.by_name[name]
         return self.by_name[found.alias_of] if found.alias_of else found
 
@@ -144,44 +137,39 @@ class Arena:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of all widths."""
         return len(self.layout.chunks)
 
     def view(self, name: str) -> IntArray:
-        """The tensor's integers in its shape; a view, so writes reach the arena."""
+        """The tensor's integers in its shape; writes reach the arena."""
         spec = self.layout.spec(name)
         start = self.layout.offsets[spec.name]
         return self._arrays[WIDTH[spec.dtype]][start : start + spec.num_elements].reshape(spec.shape)
 
     def chunk(self, index: int) -> IntArray:
-        """The chunk's integers, flat; a view."""
+        """The chunk's integers, flat; writes reach the arena."""
         chunk = self.layout.chunks[index]
         return self._arrays[chunk.width][chunk.start : chunk.stop]
 
     def copy(self) -> Arena:
-        """An independent arena with the same bits."""
         other = Arena(self.layout)
         for width, array in self._arrays.items():
             other._arrays[width][:] = array
         return other
 
     def digest_chunk(self, index: int) -> bytes:
-        """xxh3-128 of the chunk's little-endian bytes."""
         return digest_integers(self.chunk(index))
 
     def digests(self, *, threads: int = 1) -> tuple[bytes, ...]:
-        """Digest of every chunk, in order."""
         return tuple(in_order(self.digest_chunk, range(self.num_chunks), threads=threads))
 
     def state_root(self, *, threads: int = 1) -> Digest:
-        """Identity of the state."""
         return state_root(self.layout.layout_id, self.digests(threads=threads))
 
 
 def cut(lengths: dict[int, int], chunk_elements: int) -> tuple[Chunk, ...]:
     """Cut the array of each element width, in the order given, into chunks; the last of a width is shorter.
 
-    A chunk has `chunk_elements` elements, those of 4 bytes half as many: all need about the same memory.
+    A chunk has `chunk_elements` elements, or half as many of 4 bytes, so all need about the same memory.
     """
     return tuple(
         Chunk(width=width, start=start, stop=min(start + chunk_length(width, chunk_elements), length))
@@ -191,12 +179,12 @@ def cut(lengths: dict[int, int], chunk_elements: int) -> tuple[Chunk, ...]:
 
 
 def chunk_length(width: int, chunk_elements: int) -> int:
-    """Elements of a chunk of a width, but for the last."""
+    """Elements of a chunk of a width, except the last one."""
     return max(1, chunk_elements // 2) if width == 4 else chunk_elements
 
 
 def zeros(chunk: Chunk) -> IntArray:
-    """A chunk of zeros on its own, outside any arena."""
+    """A chunk of zeros outside any arena."""
     return np.zeros(chunk.stop - chunk.start, _INTEGER[chunk.width])
 
 

@@ -1,20 +1,20 @@
-"""One chunk of weights as bytes: exact, without a Python loop over elements and without reading a bit as a float.
+"""Codec of one chunk of weights: exact, vectorised, no bit read as a float.
 
     0  SAME      nothing: no element changed.
-    1  GAPULP    changed elements by position and integer step; written out in heterorl.common.weights.sparse_codec.
+    1  GAPULP    changed elements by position and integer step (heterorl.common.weights.sparse_codec).
     2            unused; refused as unknown.
-    3  DENSE8    the steps of all elements, one byte each; written out in heterorl.common.weights.dense_codec.
-    4  PLANES    the elements by significance of their bytes; there too.
+    3  DENSE8    the steps of all elements, one byte each (heterorl.common.weights.dense_codec).
+    4  PLANES    the elements, byte planes by significance (the same).
     5  RAW       little-endian integers.
     6  STEP_RAW  the steps of all elements as little-endian integers.
 
-The encoder chooses by the share of elements that changed: SAME, GAPULP up to DENSE_SHARE, DENSE8 above; what would
-save less than half is compared with the state itself. A step is the integer difference, wrapping in the element's width
-(1, 2 or 4 bytes), so steps add up without the state they start from. Method 6 appears only where deltas were composed:
-with the state at hand 5 is as small.
+The encoder chooses by the share of changed elements: SAME, GAPULP up to DENSE_SHARE, DENSE8 above; steps that save less
+than half are compared with the state itself. A step is the integer difference, wrapping in the element's width (1, 2 or
+4 bytes), so steps add up without the state they start from. Method 6 appears only in composed deltas, where the state
+is not there for method 5.
 
-Equal inputs give equal bytes. Decoding checks every size before it allocates and every position before it writes; what
-fails leaves the chunk as it was. Memory beside the chunk: at most 20 MB for one of 8 MiB.
+Equal inputs give equal bytes. Decoding checks every size before it allocates and every position before it writes; a
+failure leaves the chunk unchanged. Memory besides the chunk: at most 20 MB for one of 8 MiB.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from heterorl.common.weights.sparse_codec import MAX_WIDE_SHARE, StepReader, Ste
 
 
 class Method(enum.IntEnum):
-    """How a chunk is coded; the numbers are part of the format."""
+    """Coding of a chunk; the numbers are part of the format."""
 
     SAME = 0
     GAPULP = 1
@@ -42,15 +42,15 @@ class Method(enum.IntEnum):
 
 METHODS = frozenset(Method)
 WHOLE_METHODS = frozenset({Method.PLANES, Method.RAW})
-"""Methods that need no state before; all that a snapshot may use."""
+"""Methods that need no state before; the only ones in a snapshot."""
 DENSE_SHARE = 0.6
-"""Share of changed elements above which steps are not coded by position."""
+"""Share of changed elements above which steps are coded densely."""
 
 
 def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, int]:
     """Code a chunk against the state before (None: no such state); returns (method, bytes, elements changed).
 
-    The bytes are never more than those of the chunk itself.
+    The bytes are never more than the chunk's own.
     """
     if old is None:
         return *_whole(new), new.size
@@ -63,11 +63,11 @@ def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, in
 
 
 def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes, int]:
-    """Code a chunk that `apply_chunk` made from zeros: steps, or a state when a whole method took part.
+    """Code a chunk that `apply_chunk` made from zeros: steps, or a state if a whole method took part.
 
-    The result depends on the values alone, so however deltas are composed, equal steps give equal bytes; where the
-    direct difference is coded as steps, they are its bytes too. Returns (method, bytes, elements changed); the bytes
-    are never more than those of the chunk itself.
+    The result depends on the values only, so equal steps give equal bytes however deltas are composed; where the direct
+    difference is coded as steps, these are its bytes too. Returns (method, bytes, elements changed); the bytes are
+    never more than the chunk's own.
     """
     if is_whole:
         return *_whole(values), values.size
@@ -80,12 +80,7 @@ def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes,
 
 
 def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
-    """Change `chunk` in place from the old state to the new.
-
-    Raises:
-        MalformedPayload: the bytes break the format; the chunk is unchanged.
-        LimitExceeded: a stated size is impossible for this chunk; the chunk is unchanged.
-    """
+    """Change `chunk` in place from the old state to the new; on MalformedPayload or LimitExceeded it is unchanged."""
     if method == Method.SAME:
         if len(data):
             raise MalformedPayload("a SAME chunk has bytes")
@@ -110,7 +105,7 @@ def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
 
 
 def _steps(old: IntArray | None, new: IntArray) -> tuple[tuple[Method, bytes] | None, int]:
-    """Steps as their density asks for, and the number of them; None where too many are wide."""
+    """Steps as their density asks for, and their number; None if too many are wide."""
     writer = StepWriter()
     for block in changes(old, new):
         writer.add(*block)
@@ -126,7 +121,7 @@ def _steps(old: IntArray | None, new: IntArray) -> tuple[tuple[Method, bytes] | 
 
 
 def _denser(best: tuple[Method, bytes] | None, old: IntArray | None, new: IntArray) -> tuple[Method, bytes] | None:
-    """Positions that gain little are compared with DENSE8, where that is possible."""
+    """Compare sparse steps that save little with DENSE8, if possible."""
     if best is None or best[0] is Method.DENSE8:
         return best
     dense = encode_dense(old, new)

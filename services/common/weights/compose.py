@@ -1,23 +1,22 @@
-"""Consecutive deltas as one, and a delta undone: steps are integers that wrap, so they add up without the weights.
+"""Composition of deltas: consecutive ones as one, and a delta undone, without the weights.
 
-Of each chunk, what a sequence of payloads does is one of two things: add steps, or set values. They compose as
+Steps are integers that wrap, so they add up. A payload either adds steps to a chunk or sets its values:
 
     add a, then add b   =  add a + b        set a, then add b  =  set a + b
     add a, then set b   =  set b            set a, then set b  =  set b
 
-so a chunk that some delta stores whole stays whole, with the values after the last one, and no base is needed.
-The sum in the element's width is associative and the encoder sees nothing but it: composing in any bracketing gives
-the same bytes. Steps that cancel vanish; a chunk that nobody changed stays SAME. A snapshot may come first and gives a
-snapshot. Chunks are taken one after another: memory is one chunk, its coded form and the temporaries of the codec,
-whatever the size of the model and the number of payloads.
+So a chunk that one delta stores whole stays whole, and no base is needed. The sum in the element's width is associative
+and the encoder sees only the sum: any bracketing gives the same bytes. Steps that cancel vanish; an unchanged chunk
+stays SAME. A snapshot may come first and gives a snapshot. Chunks are taken one by one: memory is one chunk, its coded
+form and the codec's temporaries, for any model and number of payloads.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +27,6 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
 from heterorl.common.weights.payload_file import (
-    NO_ROOT,
     Header,
     read_chunk,
     read_header,
@@ -37,13 +35,15 @@ from heterorl.common.weights.payload_file import (
     write_header,
 )
 
+ComposedChunk = tuple[Method, bytes, int]
+"""Method, coded bytes, and changed elements."""
 MAX_PAYLOADS = 64
-"""Payloads that one composition reads side by side; each is an open file."""
+"""Most payloads of one composition; each is an open file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedPayload:
-    """What was written: its name, its size, elements it changes, and the states it leads between."""
+    """A written payload: name, size, changes, and the states it leads between."""
 
     digest: Digest
     num_bytes: int
@@ -67,7 +67,7 @@ def compose(
         target: the file to write.
         layout_id: layout of all of them.
         chunks: its chunks.
-        on_chunk: called before each chunk; what it raises ends the work and leaves no file.
+        on_chunk: called before each chunk; an error that it raises ends the work and leaves no file.
 
     Raises:
         ValueError: no payloads, or too many.
@@ -83,41 +83,38 @@ def compose(
         for before, after in itertools.pairwise(headers):
             if after.from_root != before.to_root:
                 raise StateMismatch(f"a payload starts from {after.from_root[:12]}, not from {before.to_root[:12]}")
-        num_changed = 0
 
-        def coded() -> Iterator[tuple[int, bytes]]:
-            nonlocal num_changed
+        def coded() -> Iterator[ComposedChunk]:
             for number, chunk in enumerate(chunks):
                 on_chunk()
-                method, data, changed = _compose_chunk(files, headers, number, chunk)
-                num_changed += changed
-                yield method, data
+                yield _compose_chunk(files, headers, number, chunk)
 
-        def content(file: BinaryIO) -> None:
-            records = write_chunks(file, coded(), num_chunks=len(chunks))
-            write_header(
-                file,
-                Header(
-                    layout_id=headers[0].layout_id,
-                    from_root=headers[0].from_root,
-                    to_root=headers[-1].to_root,
-                    records=records,
-                ),
-            )
+        states = Header(
+            layout_id=headers[0].layout_id, from_root=headers[0].from_root, to_root=headers[-1].to_root, records=()
+        )
+        return _write(target, coded(), states=states, num_chunks=len(chunks))
 
-        _, digest, num_bytes = write_durably(target, content)
+
+def _write(target: Path, coded: Iterable[ComposedChunk], *, states: Header, num_chunks: int) -> ComposedPayload:
+    """Write coded chunks behind a header that leads between `states`; durable when it returns."""
+    num_changed = 0
+
+    def counted() -> Iterator[tuple[int, bytes]]:
+        nonlocal num_changed
+        for method, data, changed in coded:
+            num_changed += changed
+            yield method, data
+
+    def content(file: BinaryIO) -> None:
+        write_header(file, replace(states, records=write_chunks(file, counted(), num_chunks=num_chunks)))
+
+    _, digest, num_bytes = write_durably(target, content)
     return ComposedPayload(
-        digest=digest,
-        num_bytes=num_bytes,
-        num_changed=num_changed,
-        from_root=headers[0].from_root,
-        to_root=headers[-1].to_root,
+        digest=digest, num_bytes=num_bytes, num_changed=num_changed, from_root=states.from_root, to_root=states.to_root
     )
 
 
-def _compose_chunk(
-    files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk
-) -> tuple[Method, bytes, int]:
+def _compose_chunk(files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk) -> ComposedChunk:
     records = [header.records[number] for header in headers]
     values = zeros(chunk)
     is_whole = False
@@ -128,16 +125,16 @@ def _compose_chunk(
     return encode_composed(values, is_whole=is_whole)
 
 
-def negate_chunk(method: int, data: bytes, chunk: Chunk) -> tuple[Method, bytes, int]:
+def negate_chunk(method: int, data: bytes, chunk: Chunk) -> ComposedChunk:
     """The way back of one coded chunk; returns (method, bytes, elements changed).
 
         SAME                 stays SAME
         GAPULP DENSE8        the steps, each negated in the element's width (its smallest value is its own negation),
-        STEP_RAW             and coded again by their own density: what is one byte as -128 is none as 128
-        PLANES RAW           hold the state after, of which nothing but the state before makes the way back: refused
+        STEP_RAW             and coded again by their own density
+        PLANES RAW           hold the state after, which does not contain the state before: refused
 
     Raises:
-        NotReversible: the chunk holds no steps, or such as need the state before.
+        NotReversible: the chunk holds a state.
         MalformedPayload, LimitExceeded: as `apply_chunk`.
     """
     if method in WHOLE_METHODS:
@@ -151,40 +148,21 @@ def negate_chunk(method: int, data: bytes, chunk: Chunk) -> tuple[Method, bytes,
 def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk]) -> ComposedPayload:
     """Write the payload that undoes a delta; durable when it returns, and no file is left on an error.
 
-    With a and b deltas one after another, negate(compose(a, b)) = compose(negate(b), negate(a)), byte for byte, and
-    both are the bytes of the direct delta wherever that is coded as steps.
+    For consecutive deltas a and b, negate(compose(a, b)) = compose(negate(b), negate(a)), byte for byte, and both are
+    the bytes of the direct delta wherever that is coded as steps.
 
     Raises:
-        NotReversible: it is a snapshot, or a chunk of it cannot be undone without the state before.
+        NotReversible: it is a snapshot, or a chunk cannot be undone without the state before.
         MalformedPayload, LimitExceeded, StateMismatch: the file breaks the format or is of another layout.
     """
     with path.open("rb") as source:
         header = read_header(source, layout_id=layout_id, chunks=chunks)
         if header.is_snapshot:
             raise NotReversible("a snapshot does not say what was there before")
-        num_changed = 0
 
-        def coded() -> Iterator[tuple[int, bytes]]:
-            nonlocal num_changed
+        def coded() -> Iterator[ComposedChunk]:
             for number, (record, chunk) in enumerate(zip(header.records, chunks, strict=True)):
-                data = read_chunk(source, record, number=number)
-                method, negated, changed = negate_chunk(record.method, data, chunk)
-                num_changed += changed
-                yield method, negated
+                yield negate_chunk(record.method, read_chunk(source, record, number=number), chunk)
 
-        def content(file: BinaryIO) -> None:
-            records = write_chunks(file, coded(), num_chunks=len(chunks))
-            back = Header(
-                layout_id=header.layout_id, from_root=header.to_root, to_root=header.from_root, records=records
-            )
-            write_header(file, back)
-
-        _, digest, num_bytes = write_durably(target, content)
-    assert header.from_root != NO_ROOT, "only snapshots start from nothing"
-    return ComposedPayload(
-        digest=digest,
-        num_bytes=num_bytes,
-        num_changed=num_changed,
-        from_root=header.to_root,
-        to_root=header.from_root,
-    )
+        states = replace(header, from_root=header.to_root, to_root=header.from_root, records=())
+        return _write(target, coded(), states=states, num_chunks=len(chunks))

@@ -1,4 +1,4 @@
-"""Chunks of which almost everything changed, and whole chunks: methods DENSE8 and PLANES.
+"""Codec of chunks in which almost all elements changed (DENSE8), and of whole chunks (PLANES).
 
 DENSE8, the steps of all n elements of w bytes, little-endian:
 
@@ -42,7 +42,7 @@ _SIZE = Struct("<I")
 
 
 def encode_dense(old: IntArray | None, new: IntArray) -> bytes | None:
-    """Code the steps of all elements; without `old`, `new` holds them. None when too many are wide."""
+    """Code the steps of all elements; without `old`, `new` holds them. None if too many are wide."""
     folded_bytes = np.empty(new.size, np.uint8)
     wide: list[UnsignedArray] = []
     num_wide = 0
@@ -67,12 +67,7 @@ def encode_dense(old: IntArray | None, new: IntArray) -> bytes | None:
 
 
 def apply_dense(data: memoryview, chunk: IntArray) -> None:
-    """Add the steps to `chunk`.
-
-    Raises:
-        MalformedPayload: the bytes break the format; the chunk is unchanged.
-        LimitExceeded: a frame states another size than the header; the chunk is unchanged.
-    """
+    """Add the steps to `chunk`; on MalformedPayload or LimitExceeded it is unchanged."""
     if len(data) < _HEADER.size:
         raise MalformedPayload("a DENSE8 chunk is shorter than its header")
     num_wide, byte_size, wide_size = _HEADER.unpack_from(data)
@@ -114,12 +109,7 @@ def encode_planes(values: IntArray) -> bytes:
 
 
 def apply_planes(data: memoryview, chunk: IntArray) -> None:
-    """Set `chunk` to the values.
-
-    Raises:
-        MalformedPayload: the bytes break the format; the chunk is unchanged.
-        LimitExceeded: a frame states another size than the chunk's; the chunk is unchanged.
-    """
+    """Set `chunk` to the values; on MalformedPayload or LimitExceeded it is unchanged."""
     planes: list[bytes | memoryview] = []
     position = 0
     for _ in range(chunk.itemsize):

@@ -1,4 +1,4 @@
-"""What a version is: building a manifest, and checking a child against its parent and a state against its manifest."""
+"""Manifests: build one for a version, check a child against its parent and a state against its manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_manifest(
     info: PayloadInfo,
     payloads: tuple[PayloadRef, ...],
 ) -> Manifest:
-    """State a version; `info` describes the payload that leads to `arena`."""
+    """Build the manifest of a version; `info` describes the payload that leads to `arena`."""
     return Manifest(
         run_id=run_id,
         epoch=epoch,
@@ -52,10 +52,9 @@ def build_manifest(
 
 
 def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest) -> None:
-    """Check that `child` follows `parent` in the lineage, or is its first version where `parent` is None.
+    """Check that `child` follows `parent` in the lineage, or is the first version if `parent` is None.
 
-    Raises:
-        StateMismatch: another run, layout, parent or parent digest, or an order that goes back.
+    Raises StateMismatch for another run, layout, parent or parent digest, or an order that goes back.
     """
     if child.parent_digest != parent_digest:
         raise StateMismatch(f"version {child.version} names another parent manifest")
@@ -69,10 +68,9 @@ def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest
 
 
 def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
-    """Check that a merged delta may lead from `ancestor` to `child`; what it leads to is for `verify_state` to say.
+    """Check that a merged delta may lead from `ancestor` to `child`; `verify_state` checks the result.
 
-    Raises:
-        StateMismatch: another run or layout, or an order that goes back.
+    Raises StateMismatch for another run or layout, or an order that goes back.
     """
     if child.run_id != ancestor.run_id:
         raise StateMismatch(f"version {child.version} belongs to run {child.run_id}, not {ancestor.run_id}")
@@ -83,28 +81,20 @@ def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
 
 
 def verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
-    """Check that a merged delta leads from one version to the other; see `verify_descendant`.
-
-    Raises:
-        StateMismatch: it leads elsewhere, or there is nothing before it.
-    """
+    """Check that a merged delta leads from one version to the other, see `verify_descendant`; raises StateMismatch."""
     if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
         raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
     verify_descendant(ancestor=before, child=after)
 
 
 def verify_snapshot(payload: PayloadRef, manifest: Manifest) -> None:
-    """Check that a snapshot says to be of this version; what it holds is for `verify_state` to say.
-
-    Raises:
-        StateMismatch: it is of another version.
-    """
+    """Check that a snapshot states this version; `verify_state` checks its content. Raises StateMismatch."""
     if (payload.from_version, payload.to_version) != (NO_VERSION, manifest.version):
         raise StateMismatch(f"a snapshot of version {payload.to_version} is not one of version {manifest.version}")
 
 
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
-    """The chunks of a version's state, from the sizes that its manifest states: no tensor table is needed.
+    """The chunks of a version's state, from the sizes in its manifest, without a tensor table.
 
     With n1 stated, n1 + n2 + n4 = num_elements and n1 + 2 n2 + 4 n4 = full_bytes, the widths have
     n4 = (full_bytes + n1) / 2 - num_elements and n2 = num_elements - n1 - n4 elements.
@@ -118,18 +108,14 @@ def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
     lengths = {2: manifest.num_elements - narrow - wide, 4: wide, 1: narrow}
     num_chunks = sum(-(-length // chunk_length(width, chunk_elements)) for width, length in lengths.items())
     is_whole = (manifest.full_bytes + narrow) % 2 == 0
-    # Counted before any chunk is made: the sizes are a sender's word.
+    # Before any chunk is made: the sizes are foreign.
     if min(lengths.values()) < 0 or not is_whole or num_chunks != len(manifest.chunk_digests):
         raise MalformedPayload(f"the sizes of version {manifest.version} do not add up")
     return cut(lengths, chunk_elements)
 
 
 def verify_state(manifest: Manifest, arena: Arena, *, threads: int = 1) -> None:
-    """Recompute the whole state and compare it with the manifest.
-
-    Raises:
-        StateMismatch: layout, a chunk or the root differs; names the first chunk.
-    """
+    """Recompute the whole state and compare it with the manifest; raises StateMismatch with the first wrong chunk."""
     if arena.layout.layout_id != manifest.layout_id:
         raise StateMismatch(f"version {manifest.version} has another layout")
     digests = arena.digests(threads=threads)

@@ -1,8 +1,8 @@
-"""A payload: one file that rebuilds a state, or leads from one state to the next.
+"""Payloads: one file that rebuilds a state, or leads from one state to the next.
 
-The file's layout is that of heterorl.common.weights.payload_file. Chunks of a snapshot are coded without a state before
-them. A payload is named by the blake3 of its bytes; a version is named by its state root, never by compressed bytes,
-which may differ between builds of the compressor.
+heterorl.common.weights.payload_file has the layout. Chunks of a snapshot are coded without a state before them. A
+payload is named by the blake3 of its bytes. A version is named by its state root, since compressed bytes may differ
+between builds of the compressor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Chunk, Layout, state_root
 from heterorl.common.weights.codec import apply_chunk, encode_chunk
 from heterorl.common.weights.payload_file import (
-    MAGIC,
     NO_ROOT,
     Header,
-    file_digest,
     read_chunk,
     read_header,
     write_chunks,
@@ -30,25 +28,13 @@ from heterorl.common.weights.payload_file import (
     write_header,
 )
 
-__all__ = [
-    "MAGIC",
-    "NO_ROOT",
-    "CodedChunk",
-    "PayloadChunks",
-    "PayloadInfo",
-    "apply_payload",
-    "file_digest",
-    "write_coded",
-    "write_delta",
-    "write_snapshot",
-]
 CodedChunk = tuple[int, bytes, int, bytes]
-"""Method, coded bytes, elements that changed, and the digest of the chunk as it then is."""
+"""Method, coded bytes, changed elements, and the digest of the new chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadInfo:
-    """What was written: its name, its size, how much of the state it changes, and the state it leads to."""
+    """A written payload: name, size, changes, and the state it leads to."""
 
     digest: Digest
     num_bytes: int
@@ -64,16 +50,9 @@ def write_snapshot(path: Path, arena: Arena, *, threads: int = 1) -> PayloadInfo
 
 
 def write_delta(path: Path, old: Arena, new: Arena, *, threads: int = 1) -> PayloadInfo:
-    """Write a payload that leads from `old` to `new`; durable when it returns.
+    """Write a payload that leads from `old` to `new`, of the same layout; durable when it returns.
 
-    Args:
-        path: the file; its bytes do not depend on the number of threads.
-        old: the state before.
-        new: the state after, of the same layout.
-        threads: chunks coded at once, each with at most 20 MB beside the arenas.
-
-    Raises:
-        ValueError: the layouts differ; a new layout needs a snapshot.
+    The bytes do not depend on `threads`. Each thread needs at most 20 MB besides the arenas.
     """
     if old.layout.layout_id != new.layout.layout_id:
         raise ValueError("a delta cannot change the layout; write a snapshot")
@@ -81,10 +60,10 @@ def write_delta(path: Path, old: Arena, new: Arena, *, threads: int = 1) -> Payl
 
 
 def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None, threads: int = 1) -> None:
-    """Apply a payload to a staging arena that nobody generates with.
+    """Apply a payload to a staging arena that no engine uses.
 
-    Every check that needs no decoding happens before the first write; on any error the staging arena is to be thrown
-    away. Memory: for each thread one coded chunk and the temporaries of its decoding, at most 20 MB.
+    Every check that needs no decoding happens before the first write; after an error, discard the staging arena. Each
+    thread needs one coded chunk and at most 20 MB.
 
     Args:
         path: the payload.
@@ -109,7 +88,7 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None,
             number, method, data = item
             apply_chunk(method, memoryview(data), staging.chunk(number))
 
-        # Read and checked again: between the two passes the file may have changed under us.
+        # Read and checked again: the file may have changed between the two passes.
         coded = (
             (number, record.method, read_chunk(file, record, number=number))
             for number, record in enumerate(header.records)
@@ -119,14 +98,10 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None,
 
 
 class PayloadChunks:
-    """A payload's chunks one at a time, in any order; the file stays as it is and is not kept open."""
+    """A payload's chunks one at a time, in any order; the file is not kept open."""
 
     def __init__(self, path: Path, *, layout_id: str, chunks: Sequence[Chunk], expected_from_root: str | None) -> None:
-        """Read and check the index.
-
-        Raises:
-            MalformedPayload, LimitExceeded, StateMismatch: as `apply_payload`.
-        """
+        """Read and check the index; raises as `apply_payload`."""
         self._path = path
         with path.open("rb") as file:
             header = read_header(file, layout_id=layout_id, chunks=chunks)
@@ -135,11 +110,7 @@ class PayloadChunks:
             self._offsets = list(accumulate((record.num_bytes for record in self._records), initial=file.tell()))
 
     def read(self, number: int) -> tuple[int, bytes]:
-        """Method and coded bytes of a chunk.
-
-        Raises:
-            MalformedPayload: the bytes fail their checksum.
-        """
+        """Return method and coded bytes of a chunk; raises MalformedPayload if the bytes fail their checksum."""
         record = self._records[number]
         with self._path.open("rb") as file:
             file.seek(self._offsets[number])
@@ -147,9 +118,9 @@ class PayloadChunks:
 
 
 def write_coded(path: Path, coded: Iterable[CodedChunk], *, layout: Layout, from_root: str) -> PayloadInfo:
-    """Write a payload of chunks that are coded already, in the layout's order; durable when it returns.
+    """Write a payload of coded chunks, in the layout's order; durable when it returns.
 
-    Equal chunks give the same file, whoever coded them. `from_root` is NO_ROOT for a snapshot.
+    Equal chunks give the same file on every machine. `from_root` is NO_ROOT for a snapshot.
     """
     digests: list[bytes] = []
     num_changed = 0

@@ -12,9 +12,9 @@ Layout of the file, little-endian, with n chunks:
 112 + 20 n   8  u64 xxh3-64 of the header
 120 + 20 n      the chunks' bytes, in order, to the end of the file
 
-The index stands in front, so that every size is checked before any chunk is read. A payload is named by the blake3 of
-its bytes. Nothing here trusts a number before it has been held against the file's size and the chunks that the caller
-expects; a file has its name only when all of it is durable.
+The index is at the front, so every size is checked before any chunk is read. A payload is named by the blake3 of its
+bytes. Each number is checked against the file's size and the caller's chunks before use. A file gets its name only when
+all of it is durable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One chunk in the file: how it is coded, the size of its bytes and the xxh3-64 of them."""
+    """One chunk in the file: its method, the size of its bytes and their xxh3-64."""
 
     method: int
     num_bytes: int
@@ -57,13 +57,12 @@ class Record:
 
     @classmethod
     def of(cls, method: int, coded: bytes) -> Record:
-        """The record of a coded chunk."""
         return cls(method=method, num_bytes=len(coded), checksum=xxhash.xxh3_64_intdigest(coded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a payload states about itself; `from_root` is NO_ROOT for a snapshot."""
+    """A payload's header; `from_root` is NO_ROOT for a snapshot."""
 
     layout_id: Digest
     from_root: str
@@ -72,12 +71,11 @@ class Header:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether the payload starts from nothing."""
         return self.from_root == NO_ROOT
 
 
 def max_file_bytes(chunks: Sequence[Chunk]) -> int:
-    """The largest file of these chunks: no chunk is coded in more bytes than it has, see `read_header`."""
+    """The largest file of these chunks: no chunk is coded in more bytes than it has."""
     fixed = _HEAD.size + _FIXED.size + _CHECKSUM.size
     return fixed + len(chunks) * _RECORD.size + sum(chunk.num_bytes for chunk in chunks)
 
@@ -97,7 +95,7 @@ def read_header(file: BinaryIO, *, layout_id: str, chunks: Sequence[Chunk]) -> H
     magic, size = _HEAD.unpack(head)
     if magic != MAGIC:
         raise MalformedPayload("not a payload")
-    # The file's own length bounds what is read, whatever the stated size.
+    # The file's own length bounds the read.
     if size < _FIXED.size or _HEAD.size + size + _CHECKSUM.size > num_file_bytes:
         raise MalformedPayload(f"a header of {size} bytes is cut")
     data = file.read(size)
@@ -124,11 +122,7 @@ def read_header(file: BinaryIO, *, layout_id: str, chunks: Sequence[Chunk]) -> H
 
 
 def read_roots(path: Path) -> tuple[str, str]:
-    """The states that a payload starts from and leads to, as it says; enough to tell whether it may be the one meant.
-
-    Raises:
-        MalformedPayload: not a payload.
-    """
+    """The two states in a payload's header, unverified; raises MalformedPayload if it is not a payload."""
     with path.open("rb") as file:
         data = file.read(_HEAD.size + _FIXED.size)
     if len(data) != _HEAD.size + _FIXED.size or not data.startswith(MAGIC):
@@ -138,11 +132,7 @@ def read_roots(path: Path) -> tuple[str, str]:
 
 
 def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
-    """Read the next chunk's bytes and check them.
-
-    Raises:
-        MalformedPayload: they fail their checksum.
-    """
+    """Read the next chunk's bytes and check them; raises MalformedPayload if they fail their checksum."""
     data = file.read(record.num_bytes)
     if xxhash.xxh3_64_intdigest(data) != record.checksum:
         raise MalformedPayload(f"chunk {number} fails its checksum")
@@ -150,7 +140,7 @@ def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
 
 
 def write_chunks(file: BinaryIO, coded: Iterable[tuple[int, bytes]], *, num_chunks: int) -> tuple[Record, ...]:
-    """Write the chunks' bytes behind the place of the header, which `write_header` fills once it is known."""
+    """Write the chunks' bytes behind the place of the header, which `write_header` fills later."""
     file.seek(_HEAD.size + _FIXED.size + num_chunks * _RECORD.size + _CHECKSUM.size)
     records: list[Record] = []
     for method, data in coded:
@@ -170,7 +160,7 @@ def write_header(file: BinaryIO, header: Header) -> None:
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[ResultT, Digest, int]:
-    """Write a file that has its name only once it is whole and durable; returns (result, blake3, size in bytes)."""
+    """Write a file that gets its name once it is whole and durable; returns (result, blake3, size in bytes)."""
     with replacing(path) as file:
         result = write(file)
         file.flush()
@@ -181,7 +171,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[Res
 
 def file_digest(path: Path) -> Digest:
     """blake3 of a file's bytes, hex."""
-    # Not mapped: pages of a map count as this process's memory, all 4 GB of a snapshot.
+    # Not mapped: mapped pages count as this process's memory, 4 GB for a snapshot.
     hasher = blake3.blake3()
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:

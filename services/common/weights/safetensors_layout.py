@@ -1,6 +1,6 @@
-"""A safetensors file that is laid out before it is written, so that its parts may come in any order, from anywhere.
+"""Layout of a safetensors file, known before it is written, so that its parts may be written in any order.
 
-The file is: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape", "data_offsets":
+The file: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape", "data_offsets":
 [begin, end]}}, padded with spaces to a multiple of 8; the tensors' little-endian bytes back to back.
 """
 
@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 _SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
 Entry = tuple[str, str, tuple[int, ...]]
-"""Name, type as the format calls it, and shape of a tensor."""
+"""Name, type in the format's words, and shape of a tensor."""
 
 
 class SafetensorsLayout:
-    """Where everything is in a safetensors file that is yet to be written."""
+    """Header, size and tensor places of a safetensors file."""
 
     def __init__(self, table: Sequence[Entry], *, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
         self.table = table
@@ -31,10 +31,10 @@ class SafetensorsLayout:
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
-        """What the file begins with."""
+        """The first bytes of the file."""
         self.num_bytes = len(self.header) + end
         self._starts = starts
 
     def place(self, name: str) -> int:
-        """First byte of a tensor."""
+        """First byte of a tensor in the file."""
         return len(self.header) + self._starts[name]

@@ -35,10 +35,10 @@ MAX_WINDOW_BYTES = 8 << 20
 
 
 class _Contexts(threading.local):
-    """Zstandard contexts of one thread: they are dear to make and cannot be shared."""
+    """Zstandard contexts of one thread: slow to make, and not shareable."""
 
     def __init__(self) -> None:
-        # Zstandard only serves as an entropy coder here, so levels above 1 gain nothing.
+        # Only the entropy coder matters here, so levels above 1 gain nothing.
         self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
@@ -47,7 +47,7 @@ _contexts = _Contexts()
 
 
 def compress(data: bytes | memoryview) -> bytes:
-    """One frame that states its size, or nothing for nothing."""
+    """One zstandard frame that states its size; empty for no bytes."""
     if not len(data):
         return b""
     result: bytes = _contexts.compressor.compress(data)
@@ -55,12 +55,11 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
-    """Undo `compress`, allocating no more than `num_bytes` and a window: nothing on a sender's word alone.
+    """Undo `compress`, allocating no more than `num_bytes` and a window, whatever the sender states.
 
-    The library is bounded only where a frame states its size: a frame without one grows as far as its blocks say
-    (64 KiB can become 2 GiB in one call), a stated one is allocated before it is believed, and a second frame is
-    dropped in silence. So a frame must state exactly the size that the caller expects, must not ask for a large window,
-    and must be all there is.
+    The library bounds only frames that state their size: a frame without one grows with its blocks (64 KiB can become 2
+    GiB in one call), a stated size is allocated unchecked, and a second frame is dropped silently. So a frame must
+    state exactly the expected size, ask for no large window, and be the only one.
 
     Args:
         data: what `compress` returned.
@@ -80,8 +79,7 @@ def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
             raise LimitExceeded(f"a zstd frame states {frame.content_size} bytes, {num_bytes} are expected")
         if frame.window_size > MAX_WINDOW_BYTES:
             raise LimitExceeded(f"a zstd frame asks for a window of {frame.window_size} bytes")
-        # One shot is bounded now: the library allocates the stated size and refuses blocks that exceed it, fall short
-        # of it, or are not the end of the data.
+        # Bounded now: the library allocates the stated size and refuses blocks that do not fill it exactly.
         content: bytes = _contexts.decompressor.decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise MalformedPayload(f"zstd: {error}") from error
@@ -96,9 +94,9 @@ ESCAPE = 255
 SCAN_ELEMENTS = 1 << 17
 """Elements compared at once; their flags stay in the second-level cache."""
 MAX_WIDE_SHARE = 4
-"""An encoder codes no steps when more than one in so many elements takes a wide one: little is gained then."""
+"""If more than one in so many elements needs a wide step, steps save too little."""
 BATCH_CHANGES = 1 << 16
-"""Changes turned into streams at once; calls cost little beside them."""
+"""Changes coded at once, so that call overhead does not count."""
 
 
 def changes(old: IntArray | None, new: IntArray) -> Iterator[tuple[int, IndexArray, IntArray]]:
@@ -127,7 +125,7 @@ def count_changes(old: IntArray | None, new: IntArray) -> int:
 
 
 class StepWriter:
-    """Collects changes in ascending order, then gives the bytes; the bytes depend on the changes alone."""
+    """Collects changes in ascending order, then returns the bytes, which depend on the changes only."""
 
     def __init__(self) -> None:
         self.num_changed = 0
@@ -153,7 +151,6 @@ class StepWriter:
             self._flush(is_last=False)
 
     def finish(self) -> bytes:
-        """The bytes of all changes, at least one."""
         self._flush(is_last=True)
         num_gaps, num_escapes = (sum(part.size for part in parts) for parts in (self._gaps, self._escapes))
         # One stream after another, each given up once it is compressed.
@@ -241,11 +238,11 @@ _THREES = (_FOUR_CODES.view(np.uint8).reshape(-1, 4) == 3).sum(axis=1).astype(np
 class StepReader:
     """The changes of one chunk, or of `num_elements` places of it; `blocks` can be walked more than once.
 
-    Everything is checked before the first element is given out: sizes are held against the chunk before anything is
-    allocated; the sum of the gaps, which is the last position, before any position is made. Memory is the decoded
-    streams, at most a few bytes a change, and one block of changes.
+    Everything is checked before the first element is returned: sizes against the chunk before an allocation; the sum of
+    the gaps, which is the last position, before any position is made. Memory is the decoded streams, a few bytes a
+    change, and one block of changes.
 
-    Raises (when made):
+    Raises (in the constructor):
         MalformedPayload: the bytes break the format.
         LimitExceeded: a frame states another size than the header.
     """
@@ -358,7 +355,7 @@ class StepReader:
 
 
 def from_planes(data: bytes, unsigned: np.dtype[np.unsignedinteger]) -> UnsignedArray:
-    """Undo `steps.to_planes`."""
+    """Undo `to_planes`."""
     planes = np.frombuffer(data, np.uint8).reshape(unsigned.itemsize, -1)
     little: UnsignedArray = np.ascontiguousarray(planes.T).reshape(-1).view(unsigned.newbyteorder("<"))
     return little.astype(unsigned, copy=False)

@@ -1,9 +1,9 @@
-"""A group's numbers as flat arrays over all its rollouts, read of the message's columns and written to them.
+"""Columns of a group: its numbers as flat arrays over all rollouts, to and from the message.
 
-No token, log-prob, span or part of a reward becomes an object of its own: each column is one numpy array.
+No token, log-prob, span or reward part becomes a Python object: each column is one numpy array.
 
-Guarantees: what `columns_of` returns agrees with itself: lengths and counts add up to the entries that there are, each
-ending is a FinishReason, each part has a name. It takes memory in proportion to the message.
+Guarantees: the columns agree: lengths and counts add up, each ending is a FinishReason, each part has a name. Memory is
+in proportion to the message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ID_BYTES = 4
 _NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 FINISH = {reason: getattr(rollout_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 FIRST_LOST = 16
-"""From this value on a rollout is a lost member."""
+"""First value of lost members."""
 assert all((pb < FIRST_LOST) == value.is_trainable for value, pb in FINISH.items())
 FINISH_OF: dict[int, FinishReason] = {pb: value for value, pb in FINISH.items()}
 _U1, _U2, _U4, _I8, _F4, _F8 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i8", "<f4", "<f8"))
@@ -51,11 +51,11 @@ class Columns:
     span_counts: Int64Array
     """[G]."""
     span_versions: Int64Array
-    """[S]: GIVEN where no policy drew the tokens."""
+    """[S]: GIVEN for tokens that no policy drew."""
     span_lengths: Int64Array
     """[S]."""
     span_keeps: Int64Array
-    """[S]: see Span; -1 where it goes on."""
+    """[S]: see Span; -1 continues."""
     rewards: Float64Array
     """[G]."""
     part_counts: Int64Array
@@ -76,16 +76,12 @@ class Columns:
 
 
 def columns_of(message: rollout_pb2.Group) -> Columns:
-    """The columns of a message.
-
-    Raises:
-        MalformedPayload: a column has bytes left over, or two columns disagree; it names the column.
-    """
+    """Read the columns of a message; raises MalformedPayload with the column that has another length."""
     lengths = _counts(message.lengths, "lengths")
     ids = _read_ids(message.token_ids, message.id_bytes)
     _agree("token_ids", ids.size, "lengths", int(lengths.sum()))
     num_prompt, lengths = int(lengths[0]) if lengths.size else 0, lengths[1:]
-    # Of a bytearray: readers of rollouts may write to their arrays.
+    # A bytearray, because readers may write to their arrays.
     logprobs: Float32Array = _numbers(bytearray(message.logprobs), _F4, "logprobs")
     size = lengths.size
 
@@ -106,7 +102,7 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
     _agree("span_lengths", span_lengths.size, "span_counts", num_spans)
     _agree("span_versions", span_versions.size, "span_counts", num_spans)
     _agree("logprobs", logprobs.size, "span_lengths", int(span_lengths[span_versions != GIVEN].sum()))
-    # On the wire a place is one more, and 0 goes on.
+    # On the wire a place is one more, and 0 continues.
     span_keeps = _counts(message.span_keeps, "span_keeps") - 1
     if not span_keeps.size:
         span_keeps = np.full(num_spans, -1)
@@ -157,20 +153,12 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
 
 
 def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
-    """The policy versions of a message's drawn spans, each once, ascending; without its other columns.
-
-    Raises:
-        MalformedPayload: bytes are left over.
-    """
+    """The policy versions of a message's drawn spans, each once, ascending; other columns are not read."""
     return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist()) - {GIVEN}))
 
 
 def write_columns(group: Group, message: rollout_pb2.Group) -> None:
-    """Write a group's numbers to the columns of a message.
-
-    Raises:
-        ValueError: a token id is negative, a part's name has a line feed, or a signature another length: defects.
-    """
+    """Write a group's numbers to the columns of a message."""
     rollouts = group.rollouts
     parts = [part for rollout in rollouts for part in rollout.reward_parts]
     spans = [span for rollout in rollouts for span in rollout.spans]

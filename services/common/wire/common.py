@@ -1,4 +1,4 @@
-"""Protobuf <-> the values of all columns: the contract, the report of a step, series; fields by name; limits."""
+"""Copies of fields by name, the contract, step reports, metric series, and limits of numbers."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
-    """The message of a dataclass: fields of one name are copied, `changed` states the others; None leaves one unset.
+    """The message of a dataclass: fields of one name are copied, `changed` sets the others; None leaves one unset.
 
     Raises:
-        ValueError: the value has a field that the message lacks, and `without` does not name it: a defect.
+        ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
     """
     names = [name for name in _names(type(value)) if name not in changed and name not in without]
     return kind(**{name: getattr(value, name) for name in names}, **changed)
 
 
 def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
-    """The dataclass of a message: fields of one name are copied, `changed` states the others.
+    """The dataclass of a message: fields of one name are copied, `changed` sets the others.
 
-    A repeated field becomes a tuple, an optional one that is unset None. Nothing is judged here: what a peer may have
-    written wrong, the caller states in `changed`.
+    A repeated field becomes a tuple, an unset optional one None. Nothing is checked here: the caller checks foreign
+    values and passes them in `changed`.
 
     Raises:
         KeyError: the message has no such field.
-        TypeError: it holds a message, and `changed` does not state it: a defect.
+        TypeError: a defect: the field holds a message, and `changed` does not set it.
     """
     copied = [name for name in _names(kind) if name not in changed]
     return kind(**{name: _read(message, name) for name in copied}, **changed)
@@ -83,7 +83,7 @@ def _is_optional(descriptor: Descriptor, name: str) -> bool:
 
 
 def bytes_digest(data: bytes) -> Digest:
-    """Blake3 of bytes, lower-case hex."""
+    """blake3 of bytes, lower-case hex."""
     return Digest(blake3.blake3(data).hexdigest())
 
 
@@ -93,7 +93,7 @@ def contract_to_bytes(value: Contract) -> bytes:
 
 
 def contract_from_bytes(data: bytes) -> Contract:
-    """Read what `contract_to_bytes` wrote."""
+    """Read the bytes of `contract_to_bytes`."""
     return contract_from_pb(common_pb2.Contract.FromString(data))
 
 
@@ -109,8 +109,8 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
         sampling=sampling,
         # Absent where there are no adapters.
         lora=to_message(common_pb2.LoraSettings, value.lora) if value.lora.rank else None,
-        # One alone as programs that know no others state it: the bytes are theirs. Where there are several
-        # those are told none, so that a coordinator among them judges no ending instead of refusing what is right.
+        # A single token goes into the old field, so earlier programs read equal bytes. Of several they see none, so
+        # an earlier coordinator judges no ending instead of refusing right ones.
         eos_token_id=value.end_token_ids[0] if len(value.end_token_ids) == 1 else None,
         end_token_ids=value.end_token_ids if len(value.end_token_ids) > 1 else (),
     )
@@ -119,14 +119,13 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
 def contract_from_pb(message: common_pb2.Contract) -> Contract:
     """Convert a contract; those of earlier programs state no adapters, turns or several end tokens.
 
-    Raises:
-        InvalidRequest: the log-prob mode is not stated, or a duration is none.
+    Raises InvalidRequest if the log-prob mode is not stated, or a duration is not finite.
     """
     mode = _MODE_OF.get(message.sampling.logprob_mode)
     if mode is None:
         raise InvalidRequest("contract.sampling.logprob_mode: not stated")
     if not 0 <= message.trajectory_s < math.inf:
-        raise InvalidRequest(f"contract.trajectory_s: {message.trajectory_s} is no number of seconds")
+        raise InvalidRequest(f"contract.trajectory_s: {message.trajectory_s} is not a number of seconds")
     only = [message.eos_token_id] if message.HasField("eos_token_id") else []
     return to_value(
         Contract,
@@ -182,12 +181,11 @@ _PHASE_OF = {pb: phase for phase, pb in _PHASE.items()}
 
 
 def progress_to_pb(value: LearnerProgress | None) -> common_pb2.LearnerProgress | None:
-    """Convert a learner's progress; None, an absent field, where there is none."""
     return None if value is None else to_message(common_pb2.LearnerProgress, value, phase=_PHASE[value.phase])
 
 
 def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | None:
-    """Convert a learner's progress; one in a phase that this program does not know is none."""
+    """Convert a learner's progress; None for a phase that this program does not know."""
     phase = _PHASE_OF.get(message.phase)
     return None if phase is None else to_value(LearnerProgress, message, phase=phase)
 
@@ -197,5 +195,5 @@ def series_to_pb(series: Sequence[Series]) -> list[metrics_pb2.MetricSeries]:
 
 
 def series_from_pb(messages: Iterable[metrics_pb2.MetricSeries]) -> list[Series]:
-    """Convert series; whether they are a node's own measurements, their reader judges."""
+    """Convert series; their reader checks them."""
     return [to_value(Series, one) for one in messages]

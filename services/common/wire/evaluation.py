@@ -1,4 +1,4 @@
-"""Protobuf <-> evaluations: what held-out prompts are drawn with, what came of them, what is known of versions."""
+"""Protobuf <-> evaluations: draws of held-out prompts, results, a version's evaluations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def draws_to_pb(value: EvaluationDraws) -> evaluation_pb2.EvaluationDraws:
 
 
 def draws_from_pb(message: evaluation_pb2.EvaluationDraws) -> EvaluationDraws:
-    """Convert draws.
-
-    Raises:
-        InvalidRequest: they cannot be drawn.
-    """
+    """Convert draws; raises InvalidRequest if a number is out of bounds."""
     value = to_value(EvaluationDraws, message)
     is_sound = (
         0 <= value.temperature < math.inf
@@ -64,16 +60,12 @@ def spec_to_pb(value: EvaluationSpec) -> evaluation_pb2.EvaluationSpec:
 
 
 def spec_from_pb(message: evaluation_pb2.EvaluationSpec) -> EvaluationSpec:
-    """Convert what held-out prompts are drawn with.
-
-    Raises:
-        InvalidRequest: they cannot be drawn.
-    """
+    """Convert the spec of held-out prompts; raises InvalidRequest if the draws are invalid."""
     return to_value(EvaluationSpec, message, draws=draws_from_pb(message.draws))
 
 
 def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptResult]:
-    """Convert results; texts are cut."""
+    """Convert results; texts are cut to MAX_TEXT."""
     return [
         to_message(
             evaluation_pb2.PromptResult,
@@ -89,11 +81,7 @@ def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptR
 
 
 def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[PromptResult, ...]:
-    """Convert results.
-
-    Raises:
-        InvalidRequest: a reward is not a number.
-    """
+    """Convert results; raises InvalidRequest if a reward is not a number."""
     return tuple(
         to_value(
             PromptResult,
@@ -125,11 +113,7 @@ def evaluation_to_pb(value: Evaluation) -> evaluation_pb2.Evaluation:
 
 
 def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
-    """Convert an evaluation.
-
-    Raises:
-        InvalidRequest: its state is not stated, or its draws cannot be.
-    """
+    """Convert an evaluation; raises InvalidRequest if its state is not stated, or its draws are invalid."""
     state = _STATE_OF.get(message.state)
     if state is None:
         raise InvalidRequest("evaluation.state: not stated")
@@ -150,7 +134,7 @@ def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
 
 
 def _cut(text: str) -> str:
-    # Half a surrogate pair, which a tokenizer may decode to, is no text on the wire.
+    # A tokenizer may decode to a lone surrogate, which has no UTF-8.
     return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
 
 

@@ -38,17 +38,13 @@ def payload_to_pb(value: PayloadRef) -> policy_pb2.PayloadRef:
 
 
 def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
-    """Convert a payload's reference.
-
-    Raises:
-        InvalidRequest: the kind is not stated, the digest is none, or the size is beyond a file's.
-    """
+    """Convert a payload's reference; raises InvalidRequest for an unstated kind, a bad digest or size."""
     kind = _PAYLOAD_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest("payload.kind: not stated")
     if message.num_bytes > MAX_INT64:
         raise InvalidRequest(f"payload.num_bytes: {message.num_bytes} is beyond any file")
-    # The one place where a payload's name enters: it becomes a file's name.
+    # The only place where a payload's name enters; it becomes a file name.
     return to_value(PayloadRef, message, kind=kind, digest=digest_field("payload.digest", message.digest))
 
 
@@ -59,15 +55,11 @@ def manifest_to_bytes(value: Manifest) -> bytes:
 
 
 def manifest_from_bytes(data: bytes) -> Manifest:
-    """Read the exact bytes of a manifest.
-
-    Raises:
-        MalformedPayload: the bytes are not a manifest, or a digest in it is none.
-    """
+    """Read the exact bytes of a manifest; raises MalformedPayload if they are not one, or a digest is bad."""
     try:
         message = policy_pb2.Manifest.FromString(data)
         if len(message.run_id) > MAX_RUN_ID:
-            # Written down with each version that is used.
+            # Recorded with each version that is used.
             raise InvalidRequest(f"run_id: {len(message.run_id)} characters, at most {MAX_RUN_ID}")
         return to_value(
             Manifest,
@@ -91,12 +83,12 @@ _PLAN_OF = {pb: value for value, pb in _PLAN.items()}
 
 
 def frame_checksum(frame: bytes) -> int:
-    """XXH3-64 of a frame: tells damage on the way at the frame it happened to, long before the payload's digest."""
+    """XXH3-64 of a frame: finds damage on the way at its frame, before the payload's digest does."""
     return xxhash.xxh3_64_intdigest(frame)
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
-    """Convert a lease: the answer to the first request states bounds, that to a renewal an order to go back."""
+    """Convert a lease: the first answer states bounds, the answer to a renewal a rollback order."""
     stated = {
         "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
     }
@@ -114,11 +106,7 @@ def plan_to_pb(value: PullPlan) -> policy_pb2.PlanPullResponse:
 
 
 def plan_from_pb(message: policy_pb2.PlanPullResponse) -> PullPlan:
-    """Convert a pull plan.
-
-    Raises:
-        InvalidRequest: the kind is unknown.
-    """
+    """Convert a pull plan; raises InvalidRequest if the kind is unknown."""
     kind = _PLAN_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"plan.kind: {message.kind} is not a kind")

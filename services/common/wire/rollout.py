@@ -30,11 +30,11 @@ from heterorl.v1 import common_pb2, rollout_pb2
 
 _LOG = logging.getLogger(__name__)
 TOGETHER_BYTES = 1 << 18
-"""Most bytes of several groups in one message; a larger group travels alone."""
+"""Most bytes of several groups in one message; a larger group has its own."""
 FRAME_BYTES = 16
-"""Of a message around its groups: two tags and lengths."""
+"""Overhead of a message: two tags and lengths."""
 SIZE_BYTES = 4
-"""Of a group's own size in the message."""
+"""Bytes of a group's size in the message."""
 
 
 def group_id_to_pb(value: GroupId) -> common_pb2.GroupId:
@@ -71,7 +71,7 @@ def outcome_to_pb(value: PushOutcome) -> rollout_pb2.GroupOutcome:
 
 
 def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
-    """Convert the outcome of one group; a status of a newer peer reads as RETRY, so that nothing is forgotten."""
+    """Convert a group's outcome; a newer peer's status reads as RETRY, so no group is forgotten."""
     status = _STATUS_OF.get(message.status, PushStatus.RETRY)
     reason = _REASON_OF.get(message.reason)
     return to_value(PushOutcome, message, id=group_id_from_pb(message.id), status=status, reason=reason)
@@ -82,7 +82,7 @@ def reason_to_pb(value: DropReason) -> rollout_pb2.DropReason.ValueType:
 
 
 def reason_from_pb(message: rollout_pb2.DropReason.ValueType) -> DropReason | None:
-    """Convert a drop reason; None when it is not stated or newer than this program."""
+    """Convert a drop reason; None if it is not stated or newer than this program."""
     return _REASON_OF.get(message)
 
 
@@ -91,26 +91,22 @@ def return_reason_to_pb(value: ReturnReason | None) -> rollout_pb2.ReturnReason.
 
 
 def return_reason_from_pb(message: rollout_pb2.ReturnReason.ValueType) -> ReturnReason | None:
-    """Convert a reason for which a row gives no group; None when it is not stated or newer than this program."""
+    """Convert a return reason; None if it is not stated or newer than this program."""
     return _RETURN_REASON_OF.get(message)
 
 
 def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
-    """Group on its way to the learner -> message, around the bytes as they are."""
+    """Leased group -> message, around its sealed bytes."""
     return to_message(rollout_pb2.StreamGroupsResponse, value, without={"sealed"}, group=value.sealed.data)
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
-    """Message -> group as the learner has it.
-
-    Raises:
-        MalformedPayload: its bytes are not a group.
-    """
+    """Message -> group in the learner's form; raises MalformedPayload if its bytes are not a group."""
     return to_value(QueuedGroup, message, group=open_group(read_sealed(message.group)), source="")
 
 
 def opened(value: LeasedGroup) -> QueuedGroup:
-    """What the learner would have of it, without a wire between."""
+    """The learner's form of a leased group, without a wire."""
     return QueuedGroup(
         group=open_group(value.sealed),
         policy_age_s=value.policy_age_s,
@@ -128,11 +124,7 @@ def work_grant_to_pb(value: WorkGrant) -> rollout_pb2.LeaseWorkResponse:
 
 
 def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
-    """Convert a grant of work.
-
-    Raises:
-        InvalidRequest: held-out prompts cannot be drawn so.
-    """
+    """Convert a grant of work; raises InvalidRequest if the draws of its held-out prompts are invalid."""
     assignments = tuple(to_value(WorkAssignment, assignment) for assignment in message.assignments)
     evaluation = spec_from_pb(message.evaluation) if message.HasField("evaluation") else None
     return to_value(WorkGrant, message, assignments=assignments, evaluation=evaluation)
@@ -151,11 +143,7 @@ def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.Rej
 
 
 def rejections_from_pb(message: rollout_pb2.RejectGroupsRequest) -> list[Rejection]:
-    """Convert groups that failed a check.
-
-    Raises:
-        InvalidRequest: a reason is not stated.
-    """
+    """Convert rejections; raises InvalidRequest if a reason is not stated."""
     rejections = []
     for entry in message.rejections:
         reason = reason_from_pb(entry.reason)
@@ -168,11 +156,10 @@ def rejections_from_pb(message: rollout_pb2.RejectGroupsRequest) -> list[Rejecti
 def pushes_to_pb(
     groups: Sequence[SealedGroup], *, limit_bytes: int, limit_groups: int = 1
 ) -> list[tuple[rollout_pb2.PushGroupsRequest, int]]:
-    """The messages of groups, in order, each with how many it carries; small groups go together.
+    """Messages of groups in order, each with its number of groups; small groups share a message.
 
-    A group larger than any message is sent as its shell, which has no rollouts: the coordinator refuses it for good and
-    counts it. Were it never sent, everything behind it in the outbox would wait for ever; were it dropped here, its
-    sequence would be missing for ever.
+    A group larger than any message is sent as its shell, without rollouts: the coordinator refuses it for good and
+    counts its sequence. Otherwise it would block the outbox, or its sequence would be missing for ever.
     """
     pushed: list[tuple[rollout_pb2.PushGroupsRequest, int]] = []
     together: list[bytes] = []
@@ -203,11 +190,7 @@ def _push_of(groups: Sequence[bytes]) -> tuple[rollout_pb2.PushGroupsRequest, in
 
 
 def pushed_from_pb(message: rollout_pb2.PushGroupsRequest, *, limit_groups: int) -> list[rollout_pb2.Group]:
-    """The groups of a push, in order.
-
-    Raises:
-        InvalidRequest: the sizes are not those of its groups, there are too many, or one is no group.
-    """
+    """The groups of a push, in order; raises InvalidRequest for wrong sizes, too many groups, or no group."""
     if len(message.sizes) % SIZE_BYTES:
         raise InvalidRequest(f"sizes: {len(message.sizes)} bytes, {SIZE_BYTES} for each group")
     sizes = np.frombuffer(message.sizes, "<u4").tolist()

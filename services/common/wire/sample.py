@@ -1,7 +1,7 @@
-"""Protobuf <-> kept samples: what is said of them, lines and pages of a list, and whole samples.
+"""Protobuf <-> kept samples: notes, lines and pages of a list, and whole samples.
 
-What is kept is bytes: of a group its canonical ones (heterorl.common.wire.seal), of a note and of an evaluation those
-of their messages. `outline` reads of a group what a list needs.
+The store keeps bytes: a group's canonical ones (heterorl.common.wire.seal), and the messages of notes and evaluations.
+`outline` reads the fields of a list from a group.
 """
 
 from __future__ import annotations
@@ -93,11 +93,7 @@ def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
 
 
 def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample:
-    """Convert an evaluation.
-
-    Raises:
-        InvalidRequest: a reason of an ending is not stated.
-    """
+    """Convert an evaluation; raises InvalidRequest if a finish reason is not stated."""
     return to_value(EvaluationSample, message, rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts))
 
 
@@ -134,12 +130,12 @@ def floats(values: object) -> Float32Array:
 
 
 def ids(values: object) -> Int32Array:
-    """The same, of whole numbers; one beyond int32 is clamped."""
+    """Whole numbers of a message; one beyond int32 is clamped."""
     return np.minimum(np.array(values, np.int64), MAX_INT32).astype(np.int32)
 
 
 def _text(text: str) -> str:
-    # A lone surrogate, which JSON can name, has no UTF-8 and would fail the whole message.
+    # A lone surrogate has no UTF-8 and would fail the whole message.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -149,7 +145,7 @@ _KIND_OF = {pb: value for value, pb in _KIND.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What a list says of completions; rewards are those of no lost member, and None where one is not finite."""
+    """A list's numbers of completions; rewards leave out lost members, and are None if one is not finite."""
 
     num_rollouts: int
     num_truncated: int
@@ -162,7 +158,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSample:
-    """A sample as it lies in the store: `content` of a group or of an evaluation, `note` empty before the learner's."""
+    """A sample in the store: `content` of a group or an evaluation; `note` is empty before the learner's."""
 
     summary: SampleSummary
     content: bytes
@@ -182,7 +178,7 @@ def outline(data: bytes) -> Outline:
 
 
 def outline_of_evaluation(sample: EvaluationSample) -> Outline:
-    """The same of an evaluation."""
+    """The outline of an evaluation."""
     return _outline(
         [rollout.reward for rollout in sample.rollouts if not rollout.is_lost],
         num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in sample.rollouts),
@@ -211,7 +207,7 @@ def kind_to_pb(value: SampleKind | None) -> sample_pb2.SampleKind.ValueType:
 
 
 def kind_from_pb(message: sample_pb2.SampleKind.ValueType) -> SampleKind | None:
-    """Convert a kind; None where it is not stated or newer than this program."""
+    """Convert a kind; None if it is not stated or newer than this program."""
     return _KIND_OF.get(message)
 
 
@@ -221,11 +217,7 @@ def summary_to_pb(value: SampleSummary) -> sample_pb2.SampleSummary:
 
 
 def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
-    """Convert a line of a list.
-
-    Raises:
-        InvalidRequest: its kind is newer than this program.
-    """
+    """Convert a line of a list; raises InvalidRequest if its kind is newer than this program."""
     kind = _KIND_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"summary.kind: {message.kind} is not a kind")
@@ -234,7 +226,7 @@ def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
 
 
 def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
-    """A stored sample -> message."""
+    """Stored sample -> message."""
     message = sample_pb2.GetSampleResponse(summary=summary_to_pb(value.summary))
     if value.summary.kind is SampleKind.EVALUATION:
         message.evaluation.MergeFromString(value.content)
@@ -246,11 +238,7 @@ def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
 
 
 def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
-    """A message -> sample.
-
-    Raises:
-        InvalidRequest: an enum value is newer than this program.
-    """
+    """Message -> sample; raises InvalidRequest if an enum value is newer than this program."""
     summary = summary_from_pb(message.summary)
     if message.HasField("evaluation"):
         evaluation = evaluation_from_pb(message.evaluation)
@@ -260,11 +248,7 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
 
 
 def sample_of(value: StoredSample) -> Sample:
-    """What a reader would have of it, without a wire between.
-
-    Raises:
-        MalformedPayload: the store's bytes are not what they were.
-    """
+    """A reader's form of a stored sample, without a wire; raises MalformedPayload if the store's bytes changed."""
     try:
         return sample_from_pb(stored_to_pb(value))
     except DecodeError as error:
@@ -284,7 +268,7 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
                 completion="" if said is None else said.completion,
                 token_ids=rollout.token_ids,
                 sampler_logprobs=rollout.sampler_logprobs,
-                # One entry a token or none: whatever else was said is no use to anybody.
+                # One entry a token or none; other lengths are dropped.
                 log_ratios=said.log_ratios if said is not None and has_ratios else floats(()),
                 token_ends=said.token_ends if said is not None and has_ends else ids(()),
                 spans=rollout.spans,
@@ -309,11 +293,7 @@ def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.Lis
 
 
 def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[SampleFilter, SamplePage]:
-    """Convert what is asked for.
-
-    Raises:
-        InvalidRequest: the kind is newer than this program, a number is none, or the page is too long.
-    """
+    """Convert a request of a list; raises InvalidRequest for an unknown kind, NaN, or an invalid limit."""
     kind = kind_from_pb(message.kind)
     if kind is None and message.kind:
         raise InvalidRequest(f"kind: {message.kind} is not a kind")
@@ -326,11 +306,7 @@ def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[Sample
 
 
 def check_limit(limit: int) -> None:
-    """Refuse a page that is too long, or none.
-
-    Raises:
-        InvalidRequest: it is.
-    """
+    """Refuse a page of 0 samples, or of more than MAX_PAGE; raises InvalidRequest if the limit is out of bounds."""
     if not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest(f"limit: {limit} is not in 1..{MAX_PAGE}")
 

@@ -1,12 +1,12 @@
-"""A group as bytes: sealed once where it is made, opened by those that read its numbers, unopened in between.
+"""Sealing of groups: canonical bytes made once by the sampler, opened only by readers of its numbers.
 
     seal          group -> its canonical bytes        the sampler's outbox
-    read_sealed   bytes of a store of ours            the outbox again, the coordinator's lease
+    read_sealed   bytes of our own store              the outbox again, the coordinator's lease
     canonical     a peer's message -> its bytes       the coordinator's intake
     open_group    sealed -> group                     the learner
 
-Canonical are the bytes that protobuf writes deterministically: of fields that this program knows, with whole numbers
-within int64. A group that is pushed twice has the same digest.
+Canonical bytes are protobuf's deterministic ones, of fields that this program knows, with whole numbers within int64. A
+group that is pushed twice has the same digest.
 """
 
 from __future__ import annotations
@@ -46,16 +46,12 @@ def seal(group: Group) -> SealedGroup:
 
 
 def sealed(group: Group | SealedGroup) -> SealedGroup:
-    """The same, of a group that may be sealed already."""
+    """Seal a group, unless it is sealed already."""
     return group if isinstance(group, SealedGroup) else seal(group)
 
 
 def read_sealed(data: bytes) -> SealedGroup:
-    """Take canonical bytes as they are.
-
-    Raises:
-        MalformedPayload: they are not a group.
-    """
+    """Take canonical bytes as they are; raises MalformedPayload if they are not a group."""
     return _sealed(group_message(data), data)
 
 
@@ -70,11 +66,7 @@ def canonical(message: rollout_pb2.Group) -> SealedGroup:
 
 
 def open_group(sealed: SealedGroup) -> Group:
-    """Make a group of its bytes.
-
-    Raises:
-        MalformedPayload: the bytes are not a group.
-    """
+    """Read a group from its bytes; raises MalformedPayload if the bytes are not a group."""
     message = group_message(sealed.data)
     columns = columns_of(message)
     return Group(
@@ -101,11 +93,7 @@ def shell_of(sealed: SealedGroup) -> bytes:
 
 
 def group_message(data: bytes) -> rollout_pb2.Group:
-    """The message of a group's bytes.
-
-    Raises:
-        MalformedPayload: they are not a group.
-    """
+    """The message of a group's bytes; raises MalformedPayload if they are not a group."""
     try:
         return rollout_pb2.Group.FromString(data)
     except DecodeError as error:

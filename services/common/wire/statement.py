@@ -1,7 +1,7 @@
-"""The configuration behind a contract as bytes: canonical JSON that a learner states and a joining sampler adopts.
+"""The configuration behind a contract as canonical JSON, which a learner states and a joining sampler adopts.
 
-Guarantees: the length is checked before anything is parsed; what is read has known keys, no numbers that are not
-finite, and one form only. Whether a node follows a statement is for its own file to say (heterorl.sampler.adoption).
+Guarantees: the length is checked before parsing; a statement has only known keys, finite numbers, and one form. The
+sampler's own file decides whether it follows a statement (heterorl.sampler.adoption).
 """
 
 from __future__ import annotations
@@ -16,33 +16,29 @@ from heterorl.common.types.common import Contract
 from heterorl.common.wire.common import bytes_digest, contract_to_bytes
 
 MAX_STATEMENT_BYTES = 48 << 10
-"""Below what a coordinator of an earlier program takes of fields that it does not know."""
+"""Below an earlier coordinator's limit of unknown fields."""
 MAX_DEPTH = 12
 TABLES = ("task", "sampling", "lora", "chat_template_arguments")
 KEYS = (*TABLES, "group_size", "use_chat_template")
-"""Of a configuration, which all nodes of a run have alike."""
+"""Keys of a configuration that are equal on all nodes of a run."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """`contract` is the digest of the contract that came of `settings`, which has each key of KEYS."""
+    """`contract` is the digest of the contract made from `settings`, which has each key of KEYS."""
 
     contract: str
     settings: Mapping[str, Any]
 
 
 def contract_digest(contract: Contract) -> str:
-    """Name of a contract."""
+    """Digest of a contract."""
     return str(bytes_digest(contract_to_bytes(contract)))
 
 
 def statement_to_bytes(value: Statement) -> bytes:
-    """The one form of a statement.
-
-    Raises:
-        InvalidRequest: it is too long, or holds what JSON has no form for.
-    """
+    """The canonical form of a statement; raises InvalidRequest if it is too long or not JSON."""
     try:
         data = _canonical({"contract": value.contract, **value.settings})
     except (ValueError, TypeError) as error:
@@ -52,11 +48,7 @@ def statement_to_bytes(value: Statement) -> bytes:
 
 
 def statement_from_bytes(data: bytes) -> Statement:
-    """Read a statement; the bytes are foreign.
-
-    Raises:
-        InvalidRequest: it is too long, or not what `statement_to_bytes` writes.
-    """
+    """Read a statement from foreign bytes; raises InvalidRequest unless it has the canonical form."""
     _check_length(data)
     try:
         table = json.loads(data)
@@ -78,11 +70,7 @@ def statement_from_bytes(data: bytes) -> Statement:
 
 
 def check_statement(data: bytes, contract: Contract) -> Statement:
-    """Read a statement and see that it belongs to a contract, as far as one can tell without data and model.
-
-    Raises:
-        InvalidRequest: it does not; names the key.
-    """
+    """Read a statement and compare it with its contract, without data and model; InvalidRequest names the key."""
     statement = statement_from_bytes(data)
     settings, sampling = statement.settings, contract.sampling
     if statement.contract != contract_digest(contract):
@@ -107,7 +95,7 @@ def leaves(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def statement_difference(stated: Statement, offered: Statement) -> str:
-    """The first key in which two statements differ, with both values; empty when they agree."""
+    """The first key in which two statements differ, with both values; empty if they agree."""
     mine, theirs = leaves(stated.settings), leaves(offered.settings)
     for key in sorted({*mine, *theirs}):
         if mine.get(key) != theirs.get(key):

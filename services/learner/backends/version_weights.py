@@ -6,7 +6,8 @@ from pathlib import Path
 
 from heterorl.common.weights import payload
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, PayloadInfo
+from heterorl.common.weights.payload import PayloadChunks, PayloadInfo
+from heterorl.common.weights.payload_file import NO_ROOT
 from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine, source_of
 from heterorl.learner.backends.train_backend import TrainBackend

@@ -120,7 +120,7 @@ class Rollback:
         )
         if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
             raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
-        fetcher.check_way(plan.payloads)
+        fetcher.check_sizes(plan.payloads)
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
         try:

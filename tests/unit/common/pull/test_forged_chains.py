@@ -88,7 +88,7 @@ async def test_what_was_built_is_compared_with_what_was_judged(world, monkeypatc
     monkeypatch.setattr(ManifestChain, "manifests", forged)
     with pytest.raises(StateMismatch) as refused:
         await trusting(api, run, path).pull(HEAD, held=held)
-    assert "not the manifest that was judged" in caplog.text + str(refused.value)
+    assert "not have the manifest that was judged" in caplog.text + str(refused.value)
 
 
 class SameForger(Forger):
@@ -124,9 +124,9 @@ async def test_base_model_is_no_version_by_a_plan_that_has_payloads(same, caplog
     way = [dataclasses.replace(api.payloads[1], from_version=HEAD)]
     api.plan = lambda signed: api.same(signed, payloads=tuple(way), manifests=(signed.data,))
 
-    with pytest.raises(StateMismatch, match="held already"):
+    with pytest.raises(StateMismatch, match="is held"):
         await pull()
-    assert "held already, and has payloads" in caplog.text
+    assert "is held, and has payloads" in caplog.text
 
 
 async def test_base_model_is_judged_by_the_manifest_that_it_was_compared_with(same):
@@ -148,4 +148,4 @@ async def test_base_model_is_compared_with_what_was_judged(same, monkeypatch, ca
 
     with pytest.raises(CorruptData):
         await pull()
-    assert "not the manifest that was judged" in caplog.text
+    assert "not have the manifest that was judged" in caplog.text

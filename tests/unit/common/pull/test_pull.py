@@ -324,7 +324,7 @@ async def test_way_that_is_not_shown_ends_and_a_snapshot_is_tried(world):
     held = await puller.pull(held=None, want_version=0)
     _bare(api, [], page=0)
 
-    with pytest.raises(StateMismatch, match="does not show the manifest of version 2"):
+    with pytest.raises(StateMismatch, match="does not list the manifest of version 2"):
         await puller.pull(held=held, want_version=3)
     api.list_manifests = api._core.list_manifests
     assert (await puller.pull(held=held, want_version=3)).arena.state_root() == run.roots[3]

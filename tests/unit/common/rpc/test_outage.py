@@ -34,7 +34,7 @@ def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog)
     assert times[:6] == [2, 12, 32, 72, 152, 312]
     assert max(later - sooner for sooner, later in itertools.pairwise(times)) == 600
     assert len(times) < 50
-    assert said(caplog)[0].startswith("the coordinator at host:1 has not answered for 2 s, going on: Register: UNAVAIL")
+    assert said(caplog)[0].startswith("the coordinator at host:1 has not answered for 2 s, retrying: Register: UNAVAIL")
     assert "\n" not in said(caplog)[0]
     assert said(caplog)[-1] == "the coordinator at host:1 answers again, after 21600 s"
 

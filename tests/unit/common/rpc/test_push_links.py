@@ -122,5 +122,5 @@ async def test_fetch_waits_longer_for_a_frame_where_its_own_cap_holds_it_back(tm
 @pytest.mark.parametrize(("stated", "used"), [(1, 1 << 20), (2 << 20, 2 << 20), (1 << 40, 512 << 20)])
 async def test_limit_that_a_coordinator_states_never_silences_this_end(stated, used):
     async with CoordinatorClient("127.0.0.1:1", tls=TlsConfig(insecure=True)) as api:
-        await api._link.send_up_to(stated)
-        assert api._link.send_bytes == used
+        await api._channel.send_up_to(stated)
+        assert api._channel.send_bytes == used

@@ -65,5 +65,5 @@ def test_contract_states_them_in_order_and_refuses_what_the_model_has_not(tmp_pa
 
     assert prompter.end_token_ids == contract(prompter).end_token_ids == (1,)
     assert contract(prompter, end_token_ids=(7, 1, 7)).end_token_ids == (1, 7)
-    with pytest.raises(ConfigError, match="sampling.end_token_ids: 19 is no token of a model that has 19"):
+    with pytest.raises(ConfigError, match="sampling.end_token_ids: 19 is not a token of the model, which has 19"):
         contract(prompter, end_token_ids=(19,))

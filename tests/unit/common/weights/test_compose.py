@@ -11,8 +11,15 @@ from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatc
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
-from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import Header, read_header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.common.weights.payload_file import (
+    Header,
+    file_digest,
+    read_header,
+    write_chunks,
+    write_durably,
+    write_header,
+)
 from tests.support.arenas import changed_arena, random_arena, random_bits, small_layout
 
 LAYOUT = small_layout()

@@ -133,7 +133,7 @@ def test_only_what_waiting_can_change_is_repeated(error, expected):
     ("error", "said"),
     [
         (Unreachable("no answer in 30 s"), "the coordinator does not answer"),
-        (TimeoutError(), "the coordinator does not answer, going on: TimeoutError"),
+        (TimeoutError(), "the coordinator does not answer, retrying: TimeoutError"),
         (StoreFull("the coordinator's disk is full", retry_after_s=5.0), "the coordinator cannot write"),
         (Draining("the coordinator is stopping"), "the coordinator takes no calls now"),
         (LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9), "waiting for the lease: other holds"),

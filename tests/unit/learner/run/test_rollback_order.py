@@ -13,8 +13,7 @@ from heterorl.common.pull.fetcher import MAX_COPIES
 from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose, negate
-from heterorl.common.weights.payload import file_digest
-from heterorl.common.weights.payload_file import max_file_bytes
+from heterorl.common.weights.payload_file import file_digest, max_file_bytes
 from heterorl.common.wire.policy import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,

@@ -187,7 +187,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
         for step in range(BURN_IN):
             _step(backend, maker, recipe, step=step)
             progress.advance(bar)
-        backend.save(state)
+        backend.freeze(state)()
         for lr, steps in recipe.steps:
             run = directory / f"{lr:g}"
             run.mkdir()

@@ -182,7 +182,7 @@ def _operate(backend: Any, name: str, directory: str = "") -> Any:
         backend.load_published(arena)
     elif name == "save":
         Path(directory).mkdir()
-        backend.save(Path(directory))
+        backend.freeze(Path(directory))()
     else:
         backend.restore(Path(directory))
     return None

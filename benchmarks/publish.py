@@ -222,7 +222,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
         grant = await client.acquire_lease(holder="bench", contract=contract, request_id="bench")
         publisher = Publisher(
             client, run_id="bench", epoch=grant.epoch, layout=backend.layout, directory=directory / "payloads",
-            store=store, journal=TrainingLog(directory), backoff=backoff, snapshot_every_versions=1000,
+            store=store, training_log=TrainingLog(directory), backoff=backoff, snapshot_every_versions=1000,
             checkpoint_every_versions=1000,
         )  # fmt: skip
         publisher.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)

@@ -98,7 +98,7 @@ class LearnerConfig(Config):
     variants: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
     """Quantised forms in which every version is published too, for samplers on slow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
-    """Versions between snapshots, published beside the delta; bounds what a new sampler downloads."""
+    """Versions between snapshots, published in addition to the delta; bounds what a new sampler downloads."""
     overlap_publication: bool = True
     """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
     checkpoint_every_versions: int = Field(default=0, ge=0)

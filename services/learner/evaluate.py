@@ -1,4 +1,4 @@
-"""Held-out accuracy of a version, generated with its published weights. Runs in a thread."""
+"""Held-out accuracy of a version's published weights. Runs in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: what samplers generate with, bit for bit.
+"""A trained model as a Hugging Face directory, bit for bit.
 
 transformers may store tensors under other names or in other pieces than the model has them, as experts. It is asked for
 the form of tensors without values. In memory are one tensor of the model, or those that become one together, and a
@@ -176,7 +176,7 @@ def _written(
     model: nn.Module, form: _Form, names: Sequence[str], read: Read, state: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of files that a part becomes, by their names there."""
-    # What is no floating number is never published: it is the model's own.
+    # Tensors that are not floating are never published; they are the model's own.
     held = {
         name: _converted(read(name), form.types[name], name) if name in form.types else state[name] for name in names
     }
@@ -223,7 +223,7 @@ def _parts(
         else:
             rest.append(name)
     if rest:
-        # Several of the model's tensors make one of a file: they are held together.
+        # Several of the model's tensors make one tensor of a file.
         yield rest
 
 
@@ -371,7 +371,7 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
     model = empty_model(str(model_dir))
     layout = _layout_for(model, layout_id)
     if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
-        # What is tied, and what is no weight, the files decide.
+        # Ties and integer tensors are read from the files.
         model = open_model(model_dir).model
         layout = _layout_for(model, layout_id)
     if layout is None:
@@ -404,7 +404,7 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, mode
 
     network: Any = model
     with suppress(OSError):
-        # A directory without one leaves what the model's configuration says.
+        # Without the file, the model's configuration stays.
         network.generation_config = GenerationConfig.from_pretrained(model_dir)
     network.config.dtype = str(dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
@@ -444,7 +444,7 @@ def _newest(state_dir: Path) -> Path:
 
 
 def _layout_for(model: nn.Module, layout_id: str) -> Layout | None:
-    # A layout's id covers its type, so the type need not be told.
+    # A layout's id covers its type.
     layouts = (tensors.layout_of(model, dtype) for dtype in _DTYPES)
     return next((layout for layout in layouts if layout.layout_id == layout_id), None)
 

@@ -46,8 +46,7 @@ from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.run.learner_lease import hold_directory
-from heterorl.learner.run.restorer import PublishedVersions, Restorer
-from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
 from heterorl.learner.run.rollback_order import Rollback
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.learner.run.training_run import RunResult, TrainingRun
@@ -61,7 +60,7 @@ _LOG = logging.getLogger(__name__)
 async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> int:
     """Train until max_steps or a signal; returns the exit code 0.
 
-    `rank_env` is that of rank 0, where a launcher has started the processes.
+    `rank_env` is rank 0's, where a launcher has started the processes.
     """
     stop = asyncio.Event()
     clock = SystemClock()
@@ -108,7 +107,7 @@ async def _train(
         learner = join(config, parts, api=client, clock=clock, rng=random.Random())
 
         def begin() -> None:
-            # Only now is the directory this learner's.
+            # Only now does this learner hold the directory.
             write_run_file(config)
             notifier.ready(f"run {config.run_id}, holder {config.holder}")
 
@@ -130,7 +129,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
     progress = new_step_timer(clock, parts.passes)
-    leader = TrainingRun(
+    training_run = TrainingRun(
         config=config,
         api=api,
         contract=parts.contract,
@@ -144,14 +143,14 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         progress=progress,
         statement=parts.statement,
     )
-    return Learner(leader=leader, state_dir=config.state_dir)
+    return Learner(training_run=training_run, state_dir=config.state_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """The joined parts of one learner; one process at a time may use the state directory."""
 
-    leader: TrainingRun
+    training_run: TrainingRun
     state_dir: Path
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
@@ -166,15 +165,15 @@ class Learner:
         with hold_directory(self.state_dir):
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    leading = tasks.create_task(self.leader.lead())
+                    training = tasks.create_task(self.training_run.lead())
                     stopped = tasks.create_task(stop.wait())
                     on_ready()
-                    await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
-                    leading.cancel()
+                    await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
+                    training.cancel()
                     stopped.cancel()
             except BaseExceptionGroup as group:
                 raise cause_of(group) from group
-        return self.leader.result
+        return self.training_run.result
 
 
 def _verifier(
@@ -193,7 +192,7 @@ def _verifier(
             num_kept=config.verification.kept_versions,
             threads=num_threads(config.backend.threads),
         )
-    # Of the operating system: no site may foresee which of its groups are checked.
+    # Randomness of the operating system: no site may foresee which groups are checked.
     return Verifier(verification=parts.verification, versions=versions, rng=secrets.SystemRandom(), busy=busy)
 
 
@@ -211,7 +210,7 @@ def _begin_term(
     payloads = directory / "payloads"
     backend = parts.backend
     store = CheckpointStore(directory / "checkpoints")
-    journal = TrainingLog(directory)
+    training_log = TrainingLog(directory)
     threads = num_threads(config.backend.threads)
     variants = Variants(
         api,
@@ -231,7 +230,7 @@ def _begin_term(
         layout=backend.layout,
         directory=payloads,
         store=store,
-        journal=journal,
+        training_log=training_log,
         backoff=backoff(),
         snapshot_every_versions=config.snapshot_every_versions,
         checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
@@ -252,7 +251,7 @@ def _begin_term(
         store=store,
         restorer=restorer,
         published=published,
-        journal=journal,
+        training_log=training_log,
         backoff=waits,
         run_id=config.run_id,
         epoch=grant.epoch,

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a learner: task, tokenizer, backend, contract, evaluator. Loads models."""
+"""The parts of a learner, built from its configuration. Loads models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Parts:
 def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> Parts:
     """Load the model and everything that goes with it; start the other ranks, if there are to be any.
 
-    `rank_env` is that of rank 0, where a launcher has started all ranks.
+    `rank_env` is rank 0's, where a launcher has started all ranks.
 
     Raises:
         ConfigError: key, model, tokenizer, task or custom loss cannot be loaded.
@@ -72,7 +72,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
     check_custom_loss(config.loss)
-    # First, so that the others do not wait for a task, and a machine with another model is known at once.
+    # First: other ranks do not wait for the task, and a machine with another model is found at once.
     rank_group = None if rank_env is None else _join_launched(config, rank_env)
     prompter = Prompter(
         config.model_dir,
@@ -90,7 +90,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
-        # Otherwise every group would be given up, one after another.
+        # Otherwise every group would be abandoned, one after another.
         try_answers(task)
         if conversations:
             conversations.try_episodes()
@@ -115,7 +115,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
-    # In ZeRO stage 3 and FSDP2 no rank alone has the weights, and versions are published without a canary.
+    # In ZeRO stage 3 and FSDP2 no rank has all weights, and versions are published without a canary.
     options = config.backend
     is_whole = isinstance(options, TorchBackendConfig) or (
         isinstance(options, DeepSpeedBackendConfig) and options.stage < 3
@@ -220,7 +220,7 @@ def _check_divided(config: LearnerConfig) -> None:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
         from heterorl.learner.backends.zero import import_deepspeed
 
-        # Before the other ranks begin, which would all miss it.
+        # Before the other ranks start, which would all lack it.
         import_deepspeed(config.backend.device)
     for name in LIBRARIES:
         check_package(name)
@@ -230,23 +230,23 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
     """This rank's part of a backend that all ranks build together."""
     options, sampling = config.backend, config.drawn_semantics()
     if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
-        # Nothing computes meanwhile: the copy would be for nothing.
+        # No step computes meanwhile, so a copy would be useless.
         options = options.model_copy(update={"overlap_checkpoint": False})
-    division: Sharding
+    sharding: Sharding
     # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
     if isinstance(options, Fsdp2BackendConfig):
         from heterorl.learner.backends.fsdp2 import Fsdp2Sharding
 
-        division = Fsdp2Sharding(
+        sharding = Fsdp2Sharding(
             config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks, lora=config.lora
         )
     else:
         assert isinstance(options, DeepSpeedBackendConfig)
         from heterorl.learner.backends.zero import ZeroSharding
 
-        division = ZeroSharding(config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks)
+        sharding = ZeroSharding(config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks)
     return ShardedBackend(
-        division=division,
+        sharding=sharding,
         config=options,
         loss=config.loss,
         sampling=sampling,

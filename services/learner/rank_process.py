@@ -1,4 +1,6 @@
-"""A rank of a learner other than rank 0, started by `ranks.local_ranks` or by torchrun.
+"""The process of a rank other than rank 0.
+
+`ranks.local_ranks` or torchrun starts it.
 
 Guarantees: it obeys rank 0, reads no configuration of its own, talks to no coordinator, and ends when rank 0 does. An
 error that rank 0 does not meet ends it after `rank_timeout_s`, and then the others. It ignores signals that stop a
@@ -32,7 +34,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--rendezvous", type=Path, required=True)
     arguments = parser.parse_args()
-    # Before what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
+    # Before the slow imports: rank 0 may end at any moment, and the thread sees it.
     threading.Thread(target=_end_with_input, daemon=True).start()
     logs.configure_as_parent()
     rank_env = local_rank_env(arguments.rank, num_ranks=arguments.world_size, file=arguments.rendezvous)
@@ -43,12 +45,8 @@ def follow(rank_env: RankEnv) -> int:
     """Follow rank 0 through one backend after another; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # As rank 0 does: without it a rank keeps half as much again of blocks that it has freed.
+    # As rank 0 does: otherwise a rank keeps 1.5 times the memory of freed blocks.
     keep_freed_frames()
-    return _obey(rank_env)
-
-
-def _obey(rank_env: RankEnv) -> int:
     from heterorl.learner.backends.ranks.rank_group import RankGroup
     from heterorl.learner.config import LearnerConfig
     from heterorl.learner.learner_parts import build_divided
@@ -63,14 +61,14 @@ def _obey(rank_env: RankEnv) -> int:
                 build_divided(config, rank_group.join(config)).follow()
             except HeterorlError as error:
                 _LOG.warning("rank %d: %s", rank_env.rank, error)
-                # Rank 0 meets the same, and ends or says what is next; otherwise it waits for this one.
+                # Rank 0 meets the same, and ends or sends a configuration; otherwise it waits for this rank.
                 patience_s = rank_group.rendezvous.timeout_s
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-        # Of torch, mostly: a rank is gone, and the connection with it.
+    except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
+        # Mostly of torch: a rank is gone, and its connection.
         own = None if isinstance(error, HeterorlError | RuntimeError) else error
         _LOG.error("rank %d ends: %s", rank_env.rank, (str(error).splitlines() or [repr(error)])[0], exc_info=own)
         logging.shutdown()
-        # The group cannot be left in order any more.
+        # The process group can no longer be left in order.
         os._exit(EXIT_CODE)
     rank_group.leave()
     return 0

@@ -1,4 +1,4 @@
-"""Notes of groups that are kept as samples: texts and log-ratios, sent in parallel to the training.
+"""Notes of sampled groups: texts and log-ratios, sent while training continues.
 
     trained     remembers a group whose note is wanted, until its version is out     training loop
     published   puts its note into the queue, and that of a rejected group           training loop, feed
@@ -74,7 +74,7 @@ class NoteReader:
     def _asked(self, group: Group) -> tuple[str, str]:
         """A group's prompt and expected answer."""
         answer = ""
-        # A prompt that the task does not have was rejected, and its group is kept to be read.
+        # A rejected prompt that the task does not have is kept to be read.
         with contextlib.suppress(LookupError, PromptRefused):
             asked = self._task.prompt(group.prompt_index)
             answer = shown_answer(asked.answer)
@@ -198,15 +198,15 @@ class SampleNotes:
                 await self.api.note_samples(epoch=self.epoch, notes=[note])
             else:
                 await self.api.note_samples(epoch=self.epoch, notes=[], evaluations=entry)
-        except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a link says, the run goes on without a note
-            # Of a tokenizer's words the name alone: they may hold what it read.
+        except Exception as error:  # noqa: BLE001 - the run goes on without a note
+            # A tokenizer's message may hold a completion: log its type only.
             self._gave_up(str(error) if isinstance(error, HeterorlError) else type(error).__name__)
         else:
             SAMPLE_NOTES.labels("sent").inc()
 
     def _gave_up(self, why: str) -> None:
         SAMPLE_NOTES.labels("given_up").inc()
-        # The first alone: an earlier coordinator refuses each.
+        # Only the first: a coordinator of an earlier release refuses each.
         _LOG.log(logging.DEBUG if self._is_said else logging.WARNING, "a sample stays without its text: %s", why)
         self._is_said = True
 

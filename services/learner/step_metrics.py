@@ -35,7 +35,7 @@ def observe_step(
     Staleness counts from the coordinator's head, so that a restart cannot inflate it. `held_s` are seconds since each
     group arrived here; they are added to its age on arrival.
     """
-    # Without a token there was nothing to apply.
+    # A step without tokens has nothing to apply.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
     metrics.STEP_SECONDS.observe(report.step_s)
     metrics.TOKENS.inc(report.num_tokens)
@@ -105,7 +105,7 @@ def _observe_completions(numbers: CompletionNumbers) -> None:
         metrics.COMPLETION_TOKENS.labels(stat).set(math.nan if length is None else length)
     metrics.TRUNCATED_RATIO.set(numbers.truncated_fraction)
     metrics.UNIFORM_RATIO.set(numbers.uniform_fraction)
-    # A part that is gone is not shown with its last value.
+    # Drop parts that no longer exist.
     metrics.REWARD_PART.clear()
     for part in numbers.reward_parts:
         metrics.REWARD_PART.labels(part.name).set(part.mean)

@@ -189,7 +189,7 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
 
     assert received() - before == 2 * SIZE
     assert handler.asked == 1, "a store that failed is left alone for a while"
-    assert caplog.text.count("goes through the coordinator, nothing is lost: it could not be put into the bucket") == 1
+    assert caplog.text.count("through the coordinator: it could not be put into the bucket") == 1
     assert "5ec4e7" not in caplog.text
 
 

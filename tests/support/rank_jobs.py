@@ -127,7 +127,7 @@ def _load(backend: Any, path: str) -> str:
 
 def _save(backend: Any, directory: str) -> str:
     Path(directory).mkdir()
-    backend.save(Path(directory))
+    backend.freeze(Path(directory))()
     return ""
 
 

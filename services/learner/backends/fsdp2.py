@@ -101,7 +101,7 @@ def shard(
     included; None for fp32. After a pass of a frozen model nothing stays gathered.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # Rows in pinned memory travel to a GPU beside its computing.
+    # Copies from pinned memory overlap with a GPU's computing.
     is_offloaded, is_pinned = config.offload_optimizer, device.type == "cuda"
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -114,7 +114,7 @@ def shard(
 
     coming = replace_parameters(model, without_content)
     for block in blocks_of(model):
-        # In the order of the model's names, in which a block is of one piece.
+        # In the order of the model's names, in which blocks are contiguous.
         while any(parameter.is_meta for parameter in block.parameters()):
             next(coming)
         compile_block(block, config)
@@ -124,7 +124,7 @@ def shard(
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=None)
-    # With a backward pass to come the root would be gathered again at once.
+    # Before a backward pass the root would be gathered again at once.
     fully_shard(wrapped, reshard_after_forward=is_frozen, **options)
     return Fsdp2Engine(wrapped)
 
@@ -199,7 +199,7 @@ class Fsdp2State(ShardedState):
     def rounded(self, types: Mapping[str, torch.dtype]) -> Iterator[None]:
         """A context in which passes gather masters as they would be published; costs a copy of this rank's part.
 
-        Afterwards the masters are back, bit for bit, whatever was raised. `types` are those of the layout by name.
+        Afterwards the masters are back, bit for bit, also after an error. `types` are the layout's by name.
         """
         kept = {name: local.detach().clone() for name, local in self._locals.items() if types[name] != torch.float32}
         try:
@@ -319,8 +319,8 @@ class Fsdp2Sharding(Sharding):
         choose_attention(self.model, config)
         frozen: OpenedModel | None = None
         if loss_spec.needs_reference:
-            # Before this model's own names are those of divided tensors; and before Liger, whose classes for GPUs alone
-            # models of the same kind would have that are opened later, and checked on the CPU.
+            # Before the parameters are sharded; and before Liger replaces transformers' classes by its own for GPUs,
+            # which later models of the kind would have, and models are checked on the CPU.
             frozen = open_reference(config.reference_model_dir or model_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
         self.layout = tensors.layout_of(self.model, config.published_dtype)

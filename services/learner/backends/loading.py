@@ -1,4 +1,4 @@
-"""An opened model directory: the model without weights, and its weights by the model's own names.
+"""An opened model directory: a model without weights, and its weights by name.
 
 A rank reads one tensor at a time, or block by block while a model computes, and keeps only its part.
 
@@ -81,7 +81,7 @@ def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # One that is on meta already is tied to another: it must stay that object.
+        # A parameter on meta is tied to another: it must stay that object.
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -134,7 +134,7 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 
 def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
     """Give the model all weights as fp32 masters on a device, in memory of their own; returns it."""
-    # What is mapped is the file's; what was read whole is nobody else's.
+    # Mapped tensors are the file's: copy them. Held ones belong to this model.
     names = replace_parameters(
         opened.model,
         lambda name, meta: opened.flat(name).to(device, torch.float32, copy=not opened.is_held).view(meta.shape),
@@ -188,7 +188,7 @@ def _by_name(model_dir: str) -> OpenedModel:
             raise _NotByName("it has no safetensors")
         model = empty_model(model_dir)
     except (ConfigError, OSError, ValueError) as error:
-        # The model's own code may not expect tensors without values; what is wrong with the files, reading them says.
+        # The model's code may fail on tensors without values. Reading the files reports their errors.
         raise _NotByName(first_line(error)) from error
     network: Any = model
     if getattr(network.config, "quantization_config", None) is not None:
@@ -209,9 +209,9 @@ def _by_name(model_dir: str) -> OpenedModel:
 
 
 def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
-    _LOG.warning("%s is read whole before it is divided: %s", model_dir, reason)
+    _LOG.warning("reading all of %s before sharding: %s", model_dir, reason)
     model = load_model(model_dir)
-    # transformers trains all that it loads, what the model's own code freezes too.
+    # transformers also trains parameters that the model's own code freezes.
     with contextlib.suppress(ConfigError):
         like = dict(empty_model(str(model_dir)).named_parameters())
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The optimizers, and trainable state as files: safetensors for tensors, JSON for counters, no pickle.
+"""The optimizers, and trainable state as safetensors and JSON files.
 
     adamw       two moments as large as the parameter: 8 bytes of each element; works on any piece of a parameter
     adafactor   arXiv 1804.04235, without a first moment: mean squares of each row and column of a matrix, and of each
@@ -126,13 +126,13 @@ def read_state(
     parameters = trainable(model)
     weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
     random = moments.flat("random/cpu").clone()
-    # All of them are mapped before one is copied: a file that is gone by now has changed nothing.
+    # Map all files before the first copy: a missing file then changes nothing.
     mapped = {name: weights.flat(name) for name in parameters}
     states = {name: moments.flat(name) for name in moments.tensors}
     for name, parameter in parameters.items():
         parameter.copy_(mapped.pop(name).view(parameter.shape))
         if f"step/{name}" in states:
-            # The count is kept on the CPU whatever the device.
+            # The count is on the CPU for every device.
             optimizer.state[parameter] = {
                 key: states.pop(stored).view(moments.tensors[stored].shape).to(place, copy=True)
                 for key in (*moments_of(kind, parameter.shape), STEP)
@@ -160,7 +160,7 @@ def open_state(
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
     applied_steps = _check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
     try:
-        # Here, where it does no harm: torch looks into it when it is set.
+        # Torch checks it when it is set: set it in a throw-away generator.
         torch.Generator().set_state(moments.flat("random/cpu").clone())
     except RuntimeError as error:
         raise CorruptStore(f"checkpoint {directory}: random/cpu is not a random state: {error}") from error
@@ -222,7 +222,7 @@ def _check_state(
     if "random/cpu" not in moments:
         raise CorruptStore(f"checkpoint {directory}: the random state is missing")
     for name in ("random/cpu", "random/cuda"):
-        # Torch takes bytes only; how many, `open_state` asks it.
+        # Torch takes bytes only; `open_state` checks their number.
         state = moments.get(name)
         if state is not None and state.dtype != torch.uint8:
             raise CorruptStore(f"checkpoint {directory}: {name} is not a random state")

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses): ranks that share one micro-batch compute a slice of its positions each.
+"""Sequence parallelism (Ulysses): ranks compute slices of one micro-batch's positions.
 
 Embeddings, norms, gated layers, output embedding and log-probs see this rank's columns only. Attention crosses slices,
 under a name of its own in transformers' table of attention functions. A rank exchanges its columns of all heads for all
@@ -42,7 +42,7 @@ KEY = "backend.sequence_parallel"
 NAME = "heterorl_slices"
 """Prefix of the attention function's name; each model of a process has its own number."""
 _ACTION = "set it to 1, or train another model"
-# What models hand to an attention function beside queries, keys and values, and changes its result.
+# Other arguments of attention functions that change the result.
 _UNKNOWN = ("position_bias", "softcap", "s_aux")
 _NUMBERS = itertools.count()
 _LOW_TOLERANCE = 0.1
@@ -123,7 +123,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_n: torch.Tensor, places: Sequence[torch.Tensor], group: SliceGroup) -> torch.Tensor:
         ctx.save_for_backward(places[group.index])
-        # Of one length, because no two slices have as many completion tokens.
+        # Padded to one length: slices differ in completion tokens.
         own = own_n.new_zeros(max(place.numel() for place in places))
         own[: own_n.numel()] = own_n
         whole_N = own_n.new_empty(sum(place.numel() for place in places))
@@ -162,7 +162,7 @@ def cut(
     size: int,
     index: int,
 ) -> Slice:
-    """Slice `index` of `size`; the arguments are those of a micro-batch."""
+    """Slice `index` of `size`; the arguments are a micro-batch's."""
     width = input_ids_RS.shape[1]
     own_width = -(-width // size)
     columns = slice(index * own_width, (index + 1) * own_width)

@@ -33,7 +33,7 @@ class TensorFile:
         self._path = path
         try:
             with safe_open(path, "pt") as file:
-                # Meta tensors: what is checked is type and shape.
+                # Meta tensors: only type and shape are checked.
                 self.tensors = {
                     name: torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
                     for name in file.keys()  # noqa: SIM118 - not a dictionary
@@ -68,7 +68,7 @@ class TensorFile:
 
 
 def _dtype(name: str) -> torch.dtype:
-    # Any other type is wrong here; float64 stands for it and is refused with its name.
+    # float64 stands for all other types, and is refused by name.
     return TYPES[name] if TYPES.get(name) in _STORED else torch.float64
 
 

@@ -66,7 +66,7 @@ class TorchBackend:
             self._model = fill(opened, device=config.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
-        # What was read whole stays in memory no longer than that.
+        # Free a model that was read whole.
         del opened
         self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))
         if self.lora.rank:
@@ -167,10 +167,6 @@ class TorchBackend:
             lora=self.lora,
         )
         return lambda: copy.write(directory)
-
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; the caller makes them durable."""
-        self.freeze(directory)()
 
     def restore(self, directory: Path) -> None:
         optimizer = self._new_optimizer()

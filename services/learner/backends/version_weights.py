@@ -1,4 +1,4 @@
-"""A version's weights, in an arena of this process or sharded among the ranks."""
+"""A version's weights, in an arena or sharded among the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import PayloadChunks, PayloadInfo
 from heterorl.common.weights.payload_file import NO_ROOT
 from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine, source_of
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine
 from heterorl.learner.backends.train_backend import TrainBackend
 
 Weights = Arena | ShardedArena
@@ -56,17 +56,12 @@ def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> We
     return maker.divide(chunks.read)
 
 
-def divided(arena: Arena, maker: VersionEngine) -> ShardedArena:
-    """Weights of this process, sharded among a backend's ranks."""
-    return maker.divide(source_of(arena))
-
-
 def _write(path: Path, old: ShardedArena | None, new: ShardedArena, *, threads: int) -> PayloadInfo:
     coded = new.code(old, threads=threads)
     try:
         from_root = NO_ROOT if old is None else old.state_root()
         return payload.write_coded(path, coded, layout=new.layout, from_root=from_root)
     finally:
-        # A full disk ends the writing, and the other ranks are to be through all the same.
+        # Also after a full disk the other ranks must be through.
         for _ in coded:
             pass

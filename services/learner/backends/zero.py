@@ -1,4 +1,4 @@
-"""The backend on DeepSpeed's ZeRO, with fp32 masters: the parts that differ from `ranks.sharded_backend`.
+"""The backend on DeepSpeed's ZeRO, with fp32 masters.
 
 Pieces of masters and AdamW moments, by parameter name:
 
@@ -61,7 +61,7 @@ class ZeroState(ShardedState):
         self.shapes = shapes
         self._ranks = ranks
         self._own = {name: self._piece(name) for name in parameters}
-        # In stage 0 every rank has all, and rank 0 needs nothing of the others.
+        # In stage 0 rank 0 has everything.
         speaks = stage > 0 or ranks.rank == 0
         own = self._own if speaks else dict.fromkeys(parameters, Piece(start=0, size=0))
         self.pieces = Pieces(own, shapes=shapes, ranks=ranks)
@@ -189,9 +189,9 @@ def import_deepspeed(device: str = "cpu") -> Any:
     except ImportError as error:
         raise DependencyMissing("deepspeed", "deepspeed") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It calls torch by names that torch is about to drop, at every step.
+    # It calls deprecated names of torch at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    # A shared-memory all-reduce that DeepSpeed would compile at each first start, behind a lock that a kill leaves.
+    # DeepSpeed would compile a shared-memory all-reduce, behind a lock that a kill leaves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -205,7 +205,7 @@ def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[st
     is_low = config.compute_dtype == "bf16" and config.stage > 0
     zero: dict[str, Any] = {"stage": config.stage, "contiguous_gradients": True, "overlap_comm": False}
     if config.stage == 3:
-        # Small parameters are cut like all others, so that there is one rule for where a parameter is.
+        # Cut small parameters like all others, so that one rule places them.
         zero["stage3_param_persistence_threshold"] = 0
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
@@ -346,7 +346,7 @@ class ZeroSharding(Sharding):
             compile_block(block, config)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:
-            # Without the dead band, which counts from an arena that rank 0 alone has: ranks must compute alike.
+            # Without the dead band, whose arena only rank 0 has: ranks must compute alike.
             self._rounding = Rounding(self.model, self.layout, dead_band_ulp=0.0)
 
     def computing(self) -> AbstractContextManager[None]:

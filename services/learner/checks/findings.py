@@ -1,4 +1,4 @@
-"""Findings about a group: which groups are checked, and what the numbers of a check mean. Pure.
+"""Findings of checks, and the share of groups that are checked. Pure.
 
 Guarantees: a site's first groups are all checked. Later the share halves with each `full_groups` that passed, down to a
 floor; one failure resets it to 1. A site that always cheats passes k groups unseen with probability (1 - floor)^k.

@@ -44,7 +44,7 @@ def judge(group: Group, limits: Limits) -> Finding:
     parts = [part for rollout in group.rollouts for part in rollout.reward_parts]
     absurd_parts = [part for part in parts if not abs(part.value) <= MAX_PART_VALUE]
     if absurd_parts:
-        # Of weight 0, too: its mean is reported with the step.
+        # Also of weight 0: its mean is reported with the step.
         name, value = peer_words(absurd_parts[0].name), absurd_parts[0].value
         return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):

@@ -1,4 +1,4 @@
-"""Log-probs, margins of repeated draws, and log-ratios of a group, computed by one forward pass.
+"""Log-probs, margins of repeated draws and log-ratios of a group.
 
 Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.

@@ -1,4 +1,4 @@
-"""Rewards computed again by the learner, from the prompt's number and the tokens only.
+"""Rewards computed again from the prompt's number and the tokens.
 
 Trajectories of several turns are stepped again: given ids and rewards must be the environment's. With a deterministic
 environment a site can invent neither. A failure of a machine is not held against its site; the group is not trained on.
@@ -131,7 +131,7 @@ def _believed(
             return f"the signature of {part.name} is of none of its signed_by", ()
         if not is_proven and not is_trusted:
             raise RewardError(
-                f"nobody can compute {part.name} again, no key of its signed_by signed it, and its site is not named in"
+                f"{part.name} cannot be computed again, no key of its signed_by signed it, and its site is not named in"
                 " verification.trust_rewards_of"
             )
         parts.append(replace(part, value=said.value))
@@ -251,7 +251,7 @@ def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float
 
 def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Episode, *, tolerance: float) -> str:
     if any(span.keeps is not None for span in rollout.spans):
-        return "its history is written anew, and its environment writes none anew"
+        return "its history was rewritten, which its environment does not do"
     turns = turns_of(rollout)
     given = None
     for number, (start, end) in enumerate(turns):

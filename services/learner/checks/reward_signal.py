@@ -1,4 +1,4 @@
-"""Groups whose rewards are all equal: replacing them in a step, and a warning when no reward differs.
+"""Groups whose rewards are all equal: their replacement, and a warning.
 
 Guarantees: at most `max_replaced_per_step` are replaced, in the order of arrival, after the verifier. The others are
 trained on, so a run whose prompts are all solved, or all too hard, goes on.

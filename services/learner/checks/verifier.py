@@ -1,4 +1,4 @@
-"""Checks of leased groups before they may train: rewards of all groups, log-probs and draws of some.
+"""The verifier: rewards of all leased groups, log-probs and draws of some.
 
     score      computes rewards, as many groups at once as the task has workers
     conclude   counts, and replays some groups: one at a time, in the order of arrival
@@ -98,7 +98,7 @@ class RecentVersions:
             puller = self._pullers.get(variant) or self._add_puller(variant)
             pulled = await puller.pull(version, held=held)
             self._kept[key] = pulled
-            _LOG.debug("version %d%s is here for checks", version, f" in variant {variant}" if variant else "")
+            _LOG.debug("pulled version %d%s for checks", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)
         while len(self._kept) > self.num_kept:
             self._kept.popitem(last=False)
@@ -173,12 +173,8 @@ class Verifier:
         num_workers = max(1, int(getattr(self.verification.task, "num_workers", 1)))
         # A pool of its own: rewards that hang must not keep a step from its thread.
         self._scorers = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="examine")
-        # Beside the pool's own queue, which a cancelled caller could not leave.
+        # The pool's own queue could not be left by a cancelled caller.
         self._room = asyncio.Semaphore(num_workers)
-
-    async def examine(self, queued: QueuedGroup) -> Finding:
-        """Check one group."""
-        return await self.conclude(queued, await self.score(queued))
 
     def labelled(self, queued: QueuedGroup) -> QueuedGroup:
         """The group with the label of its prompt's source."""
@@ -250,11 +246,11 @@ class Verifier:
             key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
         elif group.id.site not in self.unseeded:
             self.unseeded.add(group.id.site)
-            _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
+            _LOG.warning("site %s: draws cannot be repeated, only log-probs are checked", group.id.site)
         replays: list[Replay] = []
         versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
         if len(versions) > config.max_versions:
-            # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
+            # Each costs a pull and a pass: a site that names hundreds would block the checks of others.
             _count(group, "logprob", "skipped")
             return Finding(
                 detail=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
@@ -268,7 +264,7 @@ class Verifier:
             await in_thread(self.verification.replayer.load, arena, version, queued.variant)
             found = await in_thread(self.verification.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
-        # Of trainable rollouts alone: tokens that nobody trains on would make the mean over the group better.
+        # Only of trainable rollouts: untrained tokens would lower the mean over the group.
         stated = [rollout.sampler_logprobs if rollout.is_trainable else _NONE for rollout in group.rollouts]
         finding = judge_logprobs(stated, replays, config)
         _count(group, "logprob", "passed" if finding.is_sound else "failed")

@@ -1,4 +1,4 @@
-"""Custom losses: what the user's function is given, what it returns, and how that enters the step's loss.
+"""Custom losses: the user's function, its input and its result.
 
 The loss of a step is sum_it c_it l_it over the drawn tokens of all its rollouts. The function returns l; c are
 `LossBatch.coefficients_BT`, made by `loss.aggregation` from the counts of the whole step. l of a rollout may depend on
@@ -31,7 +31,7 @@ _METRIC = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _ACTION = "correct the function and start again"
 _EXAMPLE = "for example mylosses:loss, a function loss(batch, **options) in mylosses.py"
 _PLACES = (
-    "put the package or module beside the configuration file, name its directory in loss.directory, or install it into "
+    "put the package or module next to the configuration file, name its directory in loss.directory, or install it in "
     "this environment"
 )
 _OWN = ("batch", "step")
@@ -133,12 +133,12 @@ class CustomLoss:
             raise self.error(f"returned a {type(output).__name__}, not LossOutput(losses=...)")
         losses = self._numbers("losses", output.losses, batch).double()
         if batch.learner_BT.requires_grad and not losses.requires_grad:
-            # The rollouts of a pass may all be ones that the function leaves out.
+            # The function may leave out all rollouts of a pass.
             losses = losses + 0.0 * batch.learner_BT.sum()
         weights = torch.ones_like(batch.lengths_B) if output.weights is None else output.weights
         is_clipped = torch.zeros_like(weights, dtype=torch.bool) if output.is_clipped is None else output.is_clipped
         if not _is_tensor(is_clipped) or is_clipped.dtype != torch.bool:
-            raise self.error("returned is_clipped that is no tensor of true and false")
+            raise self.error("returned is_clipped that is not a tensor of bool")
         if len(output.metrics) > MAX_METRICS:
             raise self.error(f"returned {len(output.metrics)} metrics, {MAX_METRICS} are allowed")
         for name in output.metrics:
@@ -181,7 +181,7 @@ def batch_of(
         lengths_B=mask_BT.sum(1).double(),
         advantages_B=inputs.advantages_B.detach(),
         centred_rewards_B=inputs.centred_rewards_B.detach(),
-        # Of a rule whose rollouts each have their own denominator.
+        # With `denominator = "own"`, these are the rollouts' own means.
         sampler_means_B=inputs.log_denominators_B.detach(),
         log_expectations_B=inputs.log_expectations_B.detach(),
         ages_BT=inputs.staleness_BT.detach(),
@@ -196,7 +196,7 @@ def batch_of(
 def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> LossTerms:
     """The terms of a checked output; tokens that a mask left out add nothing."""
     losses = output.losses if output.losses.dim() == 2 else output.losses[:, None]
-    # Of what stands in padding or was left out neither a value nor a gradient counts, NaN included.
+    # Padding and left-out tokens add neither value nor gradient, NaN included.
     losses_BT = torch.where(is_kept_BT, losses, 0.0)
     weights, is_clipped = output.weights, output.is_clipped
     assert weights is not None

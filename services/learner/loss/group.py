@@ -88,7 +88,7 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64
     if rewards_G.numel() < 2:
-        return torch.zeros_like(rewards_G)  # a single rollout has nothing to compare with; its deviation is 0 / 0
+        return torch.zeros_like(rewards_G)
     centred_G = rewards_G - rewards_G.mean()
     return centred_G / (rewards_G.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred_G
 

@@ -1,4 +1,4 @@
-"""Importance weights as logarithms, and masks of rollouts and tokens: pure functions of log-probs.
+"""Importance weights as logarithms, and masks of rollouts and tokens.
 
 Guarantees: gradient reaches the learner's log-probs only; finite for finite log-probs; every function except
 `within_second_moment` is separable over rollouts, so splits do not matter. Suffixes: B sequences, T completion tokens,

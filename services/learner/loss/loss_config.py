@@ -1,4 +1,4 @@
-"""Configuration of the loss: a union on `kind`, whose members have the keys that mean something to them.
+"""Configuration of the loss: a union on `kind`.
 
 `loss_spec_of` turns any kind into the same parts. Shared keys come first, so "GEPO with the sequence mask of OPSM" is
 `kind = "gepo"` with `opsm_threshold`; then losses with one ratio per rollout, with one per token, with a constant
@@ -41,9 +41,8 @@ class LossOptions(Config):
     m2_budget: float = Field(default=0.0, ge=0.0)
     """Leaves out harmful tokens with the largest log ratios until their mean square is at most this; 0 is off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
-    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
-    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 gives the published algorithms, uncapped.
-    """
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient, so that no log-probs of a site
+    make a rollout or token count for more than e^3 = 20 of its peers. 20 gives the published algorithms, uncapped."""
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
     """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 is off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
@@ -254,7 +253,7 @@ class MoisConfig(RatioLossConfig):
 
 
 class ReinforceConfig(LossOptions):
-    """The policy gradient without correction, Williams 1992: A log p, whoever sampled."""
+    """The policy gradient without correction, Williams 1992: A log p, for any sampler."""
 
     kind: Literal["reinforce"] = "reinforce"
     advantage: Advantage = "mean"
@@ -275,7 +274,7 @@ class CispoConfig(LossOptions):
     kind: Literal["cispo"] = "cispo"
     aggregation: Aggregation = "token_mean"
     eps_low: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Weights are raised to 1 - eps_low; 1 leaves the lower side alone."""
+    """Weights are raised to 1 - eps_low; 1 does not bound the lower side."""
     eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
     """Weights are lowered to 1 + eps_high."""
 

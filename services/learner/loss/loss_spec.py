@@ -1,4 +1,4 @@
-"""A loss as a value of its parts, made from the configuration; only this module looks at a loss's `kind`."""
+"""A loss as a value of its parts; only this module reads `kind`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class LossSpec:
     """A loss: weight x clip x advantage x aggregation x masks x KL x step size.
 
-    Example: LossSpec(level="sequence", denominator="contraharmonic")
+    Parts without a description are keys of `loss_config`, where they are described. Example: LossSpec(level="sequence",
+    denominator="contraharmonic")
     """
 
     custom: CustomLoss | None = None
@@ -28,22 +29,16 @@ class LossSpec:
     denominator: Denominator | Literal["own", "expected_learner"] = "own"
     """D: the sampler's own probability, a mean of the group's, or sum_j q^_j p_j with its gradient."""
     normalisation: Literal["length", "raw"] = "length"
-    """Rollout probabilities from the mean or from the sum of token log-probs."""
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
-    """Rollouts of the group's mean: those of one prompt, or those of one pass."""
     kl_threshold: float = 0.0
-    """Rollouts with a mean k3 below this use their own denominator; 0 turns it off."""
     defensive_fraction: float = 0.0
-    """a of D <- (1 - a) D + a sg(p)."""
     mixture_slope: float = 0.0
     """D <- a p + (1 - a) q with a = 1 / (1 + exp(slope (staleness - mixture_age))); 0 turns it off."""
     mixture_age: float = 0.0
     mixture_gradient: Literal["none", "full"] = "none"
-    """Whether the denominator is a constant or differentiated."""
     proximal: Literal["none", "step_start", "loglinear"] = "none"
     """Policy around which decoupled PPO clips: none, the learner at the start of the step, or an estimate from ages."""
     behaviour_cap: float = 1.0
-    """Largest ratio of that policy to the sampler's; larger ones are capped without gradient."""
 
     # How the weight enters the loss.
     clip: Literal["zero", "preserve", "none", "truncate", "drop", "token_log"] = "zero"
@@ -54,15 +49,11 @@ class LossSpec:
     high: float = float("inf")
     """Upper end of the range, in the unit of `low`."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """Weight that decides whether a rollout is clipped: the loss's own, or that of another algorithm."""
     dual_clip: float = 0.0
-    """Largest weight for A < 0; 0 turns it off."""
     trace_cap: float = 0.0
     """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
-    """Weight of rollouts with A > 0: the loss's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
     negative_weight: Literal["own", "one", "product"] = "own"
-    """Weight of rollouts with A < 0: the loss's own, or of plain likelihood 1 or min(1, prod_t p / q) (TOPR)."""
 
     # What is averaged, and how.
     advantage: Advantage = "mean"
@@ -74,9 +65,7 @@ class LossSpec:
     drop_uniform_groups: bool = False
     kl_coefficient: float = 0.0
     reference_kl: float = 0.0
-    """Weight of the penalty for leaving the reference model."""
     max_log_weight: float = 20.0
-    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
 
     @property
@@ -223,7 +212,7 @@ def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
             " by length, such as gepo_1s, or watch mask_share_bad (docs/losses.md#long-completions)"
         )
     if spec.has_group_denominator and spec.normalisation == "raw":
-        notes.append("loss.normalisation = raw: the denominator is that of the shortest rollout of each group")
+        notes.append("loss.normalisation = raw: the shortest rollout of each group sets the denominator")
     if spec.scope == "microbatch":
         notes.append("loss.scope = microbatch: the loss depends on micro_batch_tokens; for reproduction only")
     return tuple(notes)

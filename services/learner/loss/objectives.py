@@ -250,6 +250,6 @@ def reference_kl_estimates(
 
 
 def _k3(log_ratios_BT: torch.Tensor, max_log_ratio: float) -> torch.Tensor:
-    # Capping inside exp alone would leave -log r: a gradient that pushes p further away from what it is compared with.
+    # Capping only inside exp would leave -log r: a gradient that pushes p further away from what it is compared with.
     capped_BT = log_ratios_BT.clamp(max=max_log_ratio)
     return torch.expm1(capped_BT) - capped_BT

@@ -1,6 +1,6 @@
 """A loss spec applied to one micro-batch: importance weight, clip, masks, average.
 
-Guarantees: gradient reaches learner log-probs only; contributions of micro-batches add up to those of the whole; values
+Guarantees: gradient reaches learner log-probs only; contributions of micro-batches add up to the whole; values
 in padding, NaN included, change nothing. Suffixes: B sequences, T completion tokens.
 """
 
@@ -133,7 +133,7 @@ def _trace_objective(
     objective = score_objective(
         log_weights_BT, learner_BT, advantages_B1, low=0.0, high=float("inf"), max_log_weight=spec.max_log_weight
     )
-    # What was truncated is a factor, not the product.
+    # A factor was truncated, not the product.
     is_truncated_BT = ratios_BT.detach() > math.log(spec.high)
     return Objective(values=objective.values, weights=objective.weights, is_clipped=is_truncated_BT)
 

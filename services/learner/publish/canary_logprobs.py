@@ -39,6 +39,6 @@ class Canary:
             with arena_weights(self._model, weights):
                 logprobs_N, _ = learner_logprobs(self._model, batch, temperature=self._temperature)
         except torch.OutOfMemoryError:
-            _LOG.warning("no canary: the published weights do not fit beside the model")
+            _LOG.warning("skipped the canary: the published weights do not fit into memory with the model")
             return ()
         return tuple(logprobs_N.float().cpu().tolist())

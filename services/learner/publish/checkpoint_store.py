@@ -66,7 +66,7 @@ class Cursor:
 
     `step` optimizer steps are in the weights. The publication has the key `step_id`, makes `version` from
     `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
-    abandoned). `consumed` and `reports` are those of the steps since the parent.
+    abandoned). `consumed` and `reports` are of the steps since the parent.
     """
 
     run_id: str
@@ -113,18 +113,10 @@ def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> 
 
 def cursor_to_bytes(cursor: Cursor) -> bytes:
     """Write as JSON."""
-    table = {
+    table = dataclasses.asdict(cursor) | {
         "format": CURSOR_FORMAT,
-        "run_id": cursor.run_id,
-        "step": cursor.step,
-        "step_id": cursor.step_id,
-        "version": cursor.version,
-        "parent_version": cursor.parent_version,
-        "lineage_version": cursor.lineage_version,
-        "state_root": cursor.state_root,
         "manifest": cursor.manifest.hex(),
         "consumed": [[entry.site, entry.incarnation, entry.sequence] for entry in cursor.consumed],
-        "reports": [dataclasses.asdict(report) for report in cursor.reports],
     }
     return json.dumps(table, indent=1).encode()
 
@@ -331,7 +323,7 @@ def read_all_scales(path: Path, layouts: Mapping[Variant, Layout]) -> dict[str, 
 
 
 def _files(root: Path) -> list[str]:
-    # Not by glob, which passes over directories that may not be read.
+    # Not by glob, which skips unreadable directories.
     found = [Path(place) / name for place, _, names in os.walk(root, onerror=_refuse) for name in names]
     return sorted(str(path.relative_to(root)) for path in found)
 
@@ -341,7 +333,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _remove(path: Path) -> None:
-    # DONE goes first: what a crash leaves behind is then no checkpoint.
+    # DONE goes first: a crash then leaves no valid checkpoint.
     (path / DONE_FILE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

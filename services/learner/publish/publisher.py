@@ -1,4 +1,4 @@
-"""Publishing a version, in an order that survives a crash between any two lines of it.
+"""Publication of a version, safe against a crash between any two lines.
 
     1 stage       weights rounded into an arena that is not the shadow; the rest of a `draft`
     2 encode      delta against the shadow (or snapshot), manifest, variants; sharded weights are encoded in the draft
@@ -34,9 +34,9 @@ from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
 from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, divided, maker_of, whole_of
+from heterorl.learner.backends.version_weights import Weights, maker_of, whole_of
 from heterorl.learner.publish.canary_logprobs import Canary
 from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
@@ -77,7 +77,7 @@ class Publisher:
     layout: Layout
     directory: Path
     store: CheckpointStore
-    journal: TrainingLog
+    training_log: TrainingLog
     backoff: Backoff
     snapshot_every_versions: int
     checkpoint_every_versions: int
@@ -109,7 +109,7 @@ class Publisher:
         await self.variants.align(self.position)
         shadow = self.position.shadow
         if shadow is not None and self.variants.are_to_begin:
-            _LOG.info("version %d repeats the head, so that a variant begins", self.position.head_version + 1)
+            _LOG.info("publishing version %d, a repeat of the head, to start a variant", self.position.head_version + 1)
             await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
@@ -118,7 +118,7 @@ class Publisher:
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
-                shadow = await in_thread(divided, shadow, maker)
+                shadow = await in_thread(maker.divide, source_of(shadow))
                 self.position = replace(self.position, shadow=shadow)
             return await in_thread(maker.stage, published=shadow)
         assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"
@@ -147,7 +147,7 @@ class Publisher:
         """Take from the backend all that the next version needs; the backend may go on afterwards.
 
         `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; `is_last` writes
-        one whatever the cadence.
+        one at any cadence.
 
         Raises:
             DiskFull: there is no room for a checkpoint; nothing has changed.
@@ -167,7 +167,7 @@ class Publisher:
         canary = () if scorer is None else await in_thread(lambda: scorer.score(whole_of(arena)))
         encoded = None
         if isinstance(arena, ShardedArena):
-            # With all ranks, so before the next step begins.
+            # All ranks take part, so before the next step begins.
             encoded = await in_thread(self._encode, arena, step)
             if begun is not None and encoded.snapshot is None:
                 await in_thread(self.store.write_published, begun, arena)
@@ -233,7 +233,7 @@ class Publisher:
             self.variants.advance(forms)
         _remove(files)
         observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
-        self.journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
+        self.training_log.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
             "version %d is published: step %d, %d of %d values changed, %d bytes",
             draft.version,

@@ -1,4 +1,4 @@
-"""Quantised variants of versions, with frozen scales, each coded against the variant's version before.
+"""Quantised variants of versions, with frozen scales and deltas of their own.
 
     align    bring each variant to the version that the next one follows: from memory; quantised again with the scales
              of the checkpoint and compared with the variant's manifest; or pulled from the coordinator
@@ -221,7 +221,7 @@ class Variants:
             raise StateMismatch(f"version {version} of variant {name} is of another version or layout")
         digest, scales = manifest_digest(signed.data), self._offered.get(name)
         if position.shadow is None:
-            # Versions are abandoned: nobody may start from the state, but the scales stay.
+            # Versions are abandoned: no delta may start from the state, but the scales stay.
             scales = scales or await self._pulled_scales(name, version, digest)
             return Form(version=version, digest=digest, shadow=None, scales=scales)
         if scales is not None:
@@ -244,7 +244,7 @@ class Variants:
             return None
 
     async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
-        _LOG.info("rebuilding version %d of variant %s from nothing", version, name)
+        _LOG.info("pulling version %d of variant %s", version, name)
         puller = TrustedPuller(
             api=self._api,
             spool=self._directory / name / "incoming",

@@ -35,14 +35,10 @@ class TrainingLog:
         make_directory(directory)
         for name in (VERSIONS_FILE, STEPS_FILE, EVALUATIONS_FILE):
             _cut_torn_line(directory / name)
-        self._last_version = max(
+        self.last_version: int = max(
             (row.get("version", NO_VERSION) for row in read_rows(directory / VERSIONS_FILE)), default=NO_VERSION
         )
-
-    @property
-    def last_version(self) -> int:
         """Newest version that has a row; -1 for none."""
-        return self._last_version
 
     def note_version(
         self,
@@ -66,7 +62,7 @@ class TrainingLog:
         }
         self._append(VERSIONS_FILE, [row])
         self._append(STEPS_FILE, [dataclasses.asdict(report) for report in reports])
-        self._last_version = manifest.version
+        self.last_version = manifest.version
 
     def note_rejected_step(self, report: StepReport) -> None:
         self._append(STEPS_FILE, [dataclasses.asdict(report)])
@@ -88,12 +84,12 @@ def read_rows(path: Path) -> list[dict[str, int]]:
         try:
             row = json.loads(line)
         except ValueError:
-            # What a disk made of a row is lost; no weights hang on it.
+            # A damaged row is dropped; no weights depend on it.
             row = None
         if isinstance(row, dict):
             rows.append(row)
         else:
-            _LOG.warning("%s has a line that is no row: %.40r", path, line)
+            _LOG.warning("dropped a damaged line of %s: %.40r", path, line)
     return rows
 
 

@@ -52,18 +52,18 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
         durable = await backoff.retry(lambda: api.query_upload(digest=payload.digest))
         if durable >= payload.num_bytes:
             return
-        # What was streamed in part is gone on with.
+        # A partly streamed payload continues by stream.
         if may_put and not durable:
             may_put = False
             durable = await _put(api, payload, path, epoch=epoch, backoff=backoff)
             if durable >= payload.num_bytes:
                 return
         if durable == before:
-            # An upload that was answered and brought nothing: never as fast as the link allows, again and again.
+            # An answered upload that brought nothing must not repeat without a wait.
             await backoff.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
         before = durable
         try:
-            # Closed also where the call ends in the middle: a file stays open for as long as its generator does.
+            # Also when the call ends early: the generator holds an open file.
             async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
                 await api.upload_payload(
                     epoch=epoch,
@@ -90,7 +90,7 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
         raise
     except (RemoteError, TimeoutError) as error:
         _tell(payload, "could not be put into the bucket", error)
-        # What arrived there need not be sent again.
+        # The part that arrived need not be sent again.
         await _take(api, how, backoff, tries=1)
     else:
         failure = await _take(api, how, backoff, tries=MAX_TAKES)
@@ -113,7 +113,7 @@ async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries
             left -= 1
             if not is_transient(error) or (tries == 1):
                 return error
-            # Also when the coordinator was away meanwhile: what was put is still there, and what it had taken too.
+            # Also after an outage of the coordinator: the bucket and the taken part are still there.
             durable = await backoff.retry(lambda: api.query_upload(digest=how["digest"]))
             left = tries if durable > before else left
             before = max(before, durable)
@@ -123,9 +123,7 @@ async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries
 
 
 def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
-    _LOG.warning(
-        "payload %s goes through the coordinator, nothing is lost: it %s: %s", payload.digest[:12], what, error
-    )
+    _LOG.warning("sending payload %s through the coordinator: it %s: %s", payload.digest[:12], what, error)
 
 
 async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> AsyncGenerator[bytes, None]:
@@ -151,7 +149,7 @@ async def commit(
         try:
             await api.publish_version(request)
         except (PayloadMissing, DigestMismatch):
-            # Wrong is as good as missing: the coordinator removed what it found, and the files are still here.
+            # The coordinator removed a wrong payload, and the files are still here.
             num_repairs += 1
             if num_repairs > MAX_REPAIRS * len(files):
                 raise

@@ -57,11 +57,11 @@ def encode_version(
     """Encode `arena` as the successor of a position.
 
     A delta starts from the shadow, as samplers have it, never from the masters. A snapshot is written where no delta
-    can be (no shadow, another layout, abandoned versions), and beside it `with_snapshot`. It replaces a delta that is
+    can be (no shadow, another layout, abandoned versions), and also `with_snapshot`. It replaces a delta that is
     not smaller, since it leads to the version from anywhere. A delta of less than half the weights needs no comparison:
     a snapshot's coding saves about a third.
     """
-    # Not the run's clock: what is measured is the machine's work, for which a simulated clock stands still.
+    # Not the run's clock, which may be simulated: this measures the machine's work.
     started = time.perf_counter()
     version = position.head_version + 1
     shadow = position.shadow
@@ -87,7 +87,7 @@ def encode_version(
         parent_digest=position.lineage_digest,
         arena=arena,
         step=step,
-        # Of the delta also where it is not published: it counts what changed.
+        # Also of an unpublished delta: it counts what changed.
         info=infos[0],
         payloads=tuple(ref for ref, _ in files),
     )

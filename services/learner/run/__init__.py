@@ -1,4 +1,4 @@
-"""A learner from its start to its end: the lease, where to go on, the loop of steps, an order to go back.
+"""A learner's run: lease, resumption, training loop, rollback.
 
 Open `training_run` first, then `training_loop`; `resume` is the start after a crash, by a table.
 """

@@ -1,4 +1,4 @@
-"""The choice of a step's groups: fresh, with rewards that differ, within the envelope of log-ratios.
+"""The choice of a step's groups: fresh, with a reward signal, within the envelope.
 
 Guarantees: the step has as many groups as it asked for, or none where the inbox closed. The coordinator hears of every
 other group, with the reason, before the next one is waited for. A group that is given up twice, because an answer was
@@ -100,7 +100,7 @@ class GroupSelection:
         if not old:
             return groups
         if self.publisher.position.head_version < head:
-            # Were that version refused, they would not be too old.
+            # If that version is refused, they are not too old.
             self._outgrown += old
         else:
             await self._give_up_old(old)
@@ -112,7 +112,7 @@ class GroupSelection:
             return
         age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
         reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
-        _LOG.info("%d groups are given up before they are trained on: %s", len(groups), reason)
+        _LOG.info("abandoned %d groups before training: %s", len(groups), reason)
         await self.abandon([group.id for group in groups], reason)
 
     async def _useful(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
@@ -145,7 +145,7 @@ class GroupSelection:
             if finding.reason is not None
         }
         if rejected:
-            _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejected))
+            _LOG.warning("rejected %d groups outside the envelope of log-ratios", len(rejected))
             rejections = list(rejected.values())
             await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
             self.inbox.settle(rejected)

@@ -1,4 +1,4 @@
-"""The inbox of leased groups, and the loop that fills it across broken links.
+"""The inbox of leased groups, and the loop that fills it.
 
     who       waits for                                             unblocked by
     reader    a group of the stream, within the credits             the coordinator; the end of the stream
@@ -152,12 +152,12 @@ async def feed(
             return
         if finding.reason is not None:
             rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-            _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
+            _LOG.warning("rejected group %s: %s", queued.group.id, finding.detail)
             await api.reject_groups(epoch=epoch, rejections=[rejection])
             if notes is not None:
                 notes.rejected([queued.group])
         else:
-            _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
+            _LOG.warning("abandoned group %s: %s", queued.group.id, finding.detail)
             await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
             if notes is not None:
                 notes.abandoned([queued])
@@ -194,7 +194,7 @@ async def _examine(
     most: int,
 ) -> None:
     """Score several groups at once and hand them on in their order; then raise the error that ended the arrivals."""
-    # Credits bound what comes; this bounds what a coordinator sends that heeds none.
+    # Credits bound what comes; this bounds a coordinator that ignores them.
     arrived: _Arrivals = asyncio.Queue(most)
     scores: set[asyncio.Task[Scored]] = set()
     reading = asyncio.create_task(_read(arrivals, verifier, arrived, scores))
@@ -202,7 +202,7 @@ async def _examine(
         while (entry := await arrived.get()) is not None:
             queued, finding, scoring = entry
             if scoring is not None:
-                # Not awaited itself: a cancellation would go to it alone, and others would begin meanwhile.
+                # Not awaited directly: a cancellation would cancel it only, and others would begin.
                 await asyncio.wait([scoring])
                 scores.discard(scoring)
                 finding = await verifier.conclude(queued, scoring.result())
@@ -213,7 +213,7 @@ async def _examine(
         left = [reading, *scores]
         for task in left:
             task.cancel()
-        # Threads are waited for, as everywhere.
+        # Wait for their threads.
         await asyncio.wait(left)
 
 

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +25,6 @@ from heterorl.common.errors import ConfigError, DiskFull
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, replacing, try_lock
-from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.step_timing import StepTimer
 
@@ -66,7 +65,7 @@ def read_incarnation(directory: Path) -> str:
     except FileNotFoundError:
         pass
     except ValueError:
-        # Bytes that are no ASCII: what a disk made of it is nobody's name.
+        # A damaged file has no valid name.
         pass
     return _make(path)
 
@@ -88,43 +87,8 @@ def _inode(file: IO[bytes] | IO[str]) -> int:
     return os.fstat(file.fileno()).st_ino
 
 
-async def acquire(
-    api: LearnerApi,
-    *,
-    holder: str,
-    contract: Contract,
-    request_id: str,
-    backoff: Backoff,
-    variants: Sequence[str] = (),
-    incarnation: str = "",
-    groups_per_version: int = 0,
-    statement: bytes = b"",
-) -> LeaseGrant:
-    """Become the run's learner, waiting while another one is.
-
-    `request_id` is fresh for every process, so that a repeated request is one request. `statement` is the configuration
-    behind the contract, for sites that join with a short file.
-
-    Raises:
-        ContractMismatch: this learner disagrees with the run.
-    """
-    grant = await backoff.retry(
-        lambda: api.acquire_lease(
-            holder=holder,
-            contract=contract,
-            request_id=request_id,
-            variants=variants,
-            incarnation=incarnation,
-            groups_per_version=groups_per_version,
-            statement=statement,
-        )
-    )
-    _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
-    return grant
-
-
 def renewal_s(ttl_s: float) -> float:
-    """Seconds until the next renewal, within bounds whatever term the coordinator states."""
+    """Seconds until the next renewal, within bounds for any term of the coordinator."""
     wait_s = ttl_s / RENEWALS_PER_TERM
     return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
 

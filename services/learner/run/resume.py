@@ -1,4 +1,4 @@
-"""Resumption: from the checkpoints on disk, newest first, by the state of their publications at the coordinator.
+"""Resumption from a checkpoint, by the state of its publication.
 
     the checkpoint's publication      plan        action
     is the head                       CONTINUE    its state becomes the masters; nothing is published
@@ -22,32 +22,45 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import (
     ConfigError,
     CorruptData,
+    CorruptStore,
     GroupNotAvailable,
     OperatorError,
     StateMismatch,
     UnknownPayload,
     UnknownVersion,
 )
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION
+from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, maker_of
-from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, find_published
+from heterorl.learner.backends.version_weights import Weights, maker_of, read_snapshot
+from heterorl.learner.publish.checkpoint_store import (
+    PUBLISHED_FILE,
+    CheckpointStore,
+    Cursor,
+    find_published,
+    read_all_scales,
+    read_checkpoint,
+)
 from heterorl.learner.publish.publisher import Publisher
+from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import Position
-from heterorl.learner.run.restorer import PublishedVersions, Restorer
 
 _LOG = logging.getLogger(__name__)
+NUM_READS = 3
+"""Reads of a checkpoint that the disk does not give, before the one before it is taken."""
 
 
 class ResumePlan(enum.Enum):
@@ -91,20 +104,114 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
     if num_checkpoints:
         raise OperatorError(
             f"{state_dir} has checkpoints of run {run_id}, the coordinator has no version of it",
-            action="restore the coordinator's data_dir, or choose another state_dir to start anew",
+            action="restore the coordinator's data_dir, or choose another state_dir for a new run",
         )
     return ResumePlan.START
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Found:
-    """A restored checkpoint; `committed` is its version, None where it has none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restorer:
+    """Fills a backend from a store of checkpoints, and the variants with their scales."""
 
-    path: Path
-    cursor: Cursor
-    arena: Weights
-    committed: int | None
-    head: int
+    backend: TrainBackend
+    store: CheckpointStore
+    backoff: Backoff
+    variants: Variants | None = None
+
+    async def read(self, path: Path) -> Cursor | None:
+        """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
+        for number in range(NUM_READS):
+            if number:
+                await self.backoff.clock.sleep(self.backoff.base_s)
+            try:
+                return await in_thread(read_checkpoint, path)
+            except CorruptStore as error:
+                _LOG.warning("%s", error)
+                return None
+            except OSError as error:
+                problem = error
+        _LOG.error(
+            "CHECKPOINT %s CANNOT BE READ and is left as it is; the one before it is tried: %s (compare its owner and"
+            " mode with this process's; an input/output error is the disk's)",
+            path,
+            problem,
+        )
+        self.store.keep_unreadable(path)
+        return None
+
+    async def restore(self, path: Path, cursor: Cursor) -> Weights:
+        """Restore masters and optimizer of a checkpoint; returns the published weights.
+
+        Raises:
+            CorruptData: it restores to another state.
+            OSError: the disk does not give it.
+        """
+        await in_thread(self.backend.restore, self.store.backend_directory(path))
+        maker = maker_of(self.backend, with_variants=self.variants is not None)
+        published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
+        if self.variants is not None:
+            self.variants.offer_scales(await in_thread(read_all_scales, path, self.variants.layouts))
+        # On top of the published weights: a dead band would look like damage.
+        if isinstance(published, Arena):
+            await in_thread(self.backend.store, published, published=published)
+        elif maker is not None:
+            published = await in_thread(maker.stage, published=published)
+        root = await in_thread(published.state_root)
+        if root != cursor.state_root:
+            raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
+        return published
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersions:
+    """Versions from the coordinator; fetched payloads lie in `spool`, which is its own."""
+
+    api: LearnerApi
+    layout: Layout
+    spool: Path
+    backoff: Backoff
+    trust: Trust = field(default_factory=Trust)
+    threads: int = 1
+
+    async def manifest(self, version: int) -> bytes:
+        """The manifest of a version, which the next one will name as its parent.
+
+        Raises:
+            UntrustedVersion: no trusted key signed it.
+            StateMismatch: it is another version's.
+        """
+        signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version))
+        self.trust.check(signed.data, signed.signature, version=version)
+        stated = manifest_from_bytes(signed.data).version
+        if stated != version:
+            raise StateMismatch(f"the manifest of version {version} is that of version {stated}")
+        return signed.data
+
+    async def digest(self, version: int) -> str:
+        """Digest of a version's manifest; empty for NO_VERSION."""
+        return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
+
+    async def rebuild(self, data: bytes) -> Arena:
+        """The weights of a version as samplers have them, from the coordinator only; `data` is its manifest.
+
+        Raises:
+            StateMismatch: the coordinator leads to another signed version of this number.
+        """
+        version = manifest_from_bytes(data).version
+        _LOG.info("pulling version %d", version)
+        puller = TrustedPuller(
+            api=self.api,
+            spool=self.spool,
+            layout=self.layout,
+            backoff=self.backoff,
+            trust=self.trust,
+            threads=self.threads,
+        )
+        pulled = await puller.pull(version)
+        # A key may have signed two histories: the next delta starts from these weights and names this manifest.
+        if pulled.manifest_digest != manifest_digest(data):
+            raise StateMismatch(f"version {version} was rebuilt with another manifest than was shown")
+        return pulled.arena
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +224,7 @@ class Resumption:
     store: CheckpointStore
     restorer: Restorer
     published: PublishedVersions
-    journal: TrainingLog
+    training_log: TrainingLog
     backoff: Backoff
     run_id: str
     epoch: int
@@ -142,47 +249,43 @@ class Resumption:
             step = await self._try(path, head)
             if step is not None:
                 return step
-        way = decide_without(
+        plan = decide_without(
             head_version=head, num_checkpoints=len(paths), state_dir=self.state_dir, run_id=self.run_id
         )
-        return await (self._start(head) if way is ResumePlan.START else self._adopt(head))
+        return await (self._start(head) if plan is ResumePlan.START else self._adopt(head))
 
     async def _try(self, path: Path, head: int) -> int | None:
         """The steps in the weights; None: the checkpoint is skipped."""
-        way, found = await self._look(path, head)
-        if found is None:
-            return None
-        if way is ResumePlan.CONTINUE:
-            return await self._continue(found)
-        return await (self._republish(found) if way is ResumePlan.REPUBLISH else self._roll_back(found))
-
-    async def _look(self, path: Path, head: int) -> tuple[ResumePlan, _Found | None]:
-        """The plan for a checkpoint, and the checkpoint restored; None where it is skipped."""
         cursor = await self.restorer.read(path)
         if cursor is None:
-            return ResumePlan.SKIP, None
+            return None
         if cursor.run_id != self.run_id:
             raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
         committed = await self.backoff.retry(lambda: self.api.get_step(step_id=cursor.step_id))
-        way, reason = decide(
+        plan, reason = decide(
             cursor,
             head_version=head,
             committed_version=committed,
             is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
         )
-        _LOG.info("checkpoint %s: %s, %s", path.name, way.value, reason)
-        if way is ResumePlan.SKIP:
-            return way, None
+        _LOG.info("checkpoint %s: %s, %s", path.name, plan.value, reason)
+        if plan is ResumePlan.SKIP:
+            return None
         try:
             arena = await self.restorer.restore(path, cursor)
         except (CorruptData, OSError) as error:
-            _LOG.error("%s cannot be restored and is left as it is: %s", path, error)
+            _LOG.error("cannot restore %s; left it as it is: %s", path, error)
             self.store.keep_unreadable(path)
-            return ResumePlan.SKIP, None
-        return way, _Found(path=path, cursor=cursor, arena=arena, committed=committed, head=head)
+            return None
+        if plan is ResumePlan.REPUBLISH:
+            return await self._republish(path, cursor, arena)
+        assert committed is not None, "the other plans are of a committed version"
+        if plan is ResumePlan.CONTINUE:
+            return await self._continue(cursor, arena, head)
+        return await self._roll_back(cursor, arena, committed, head)
 
     async def _is_in_lineage(self, version: int, state_root: str) -> bool:
-        # Planned from itself: an old version is in the lineage also when nothing leads to it any more.
+        # Planned from itself: an old version stays in the lineage when no payload leads to it any more.
         try:
             await self.backoff.retry(
                 lambda: self.api.plan_pull(have_version=version, have_root=state_root, want_version=version)
@@ -201,18 +304,16 @@ class Resumption:
             )
         return data
 
-    async def _continue(self, found: _Found) -> int | None:
-        cursor, head = found.cursor, found.head
+    async def _continue(self, cursor: Cursor, arena: Weights, head: int) -> int:
         data = await self._own_manifest(head, cursor)
         self.publisher.position = Position(
-            head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=found.arena
+            head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
-        if self.journal.last_version < head:
-            self.journal.note_version(manifest_from_bytes(data), cursor.reports)
+        if self.training_log.last_version < head:
+            self.training_log.note_version(manifest_from_bytes(data), cursor.reports)
         return cursor.step
 
-    async def _republish(self, found: _Found) -> int | None:
-        cursor, path = found.cursor, found.path
+    async def _republish(self, path: Path, cursor: Cursor, arena: Weights) -> int | None:
         is_rollback = cursor.lineage_version != cursor.parent_version
         shadow = (
             None if is_rollback or cursor.parent_version == NO_VERSION else await self._shadow_of(cursor.parent_version)
@@ -225,17 +326,15 @@ class Resumption:
         )
         try:
             await self.publisher.publish(
-                found.arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
+                arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
             )
         except GroupNotAvailable as error:
-            _LOG.warning("checkpoint %s is discarded: %s", path.name, error)
+            _LOG.warning("discarded checkpoint %s: %s", path.name, error)
             await in_thread(self.store.discard, path)
             return None
         return cursor.step
 
-    async def _roll_back(self, found: _Found) -> int | None:
-        cursor, committed, head = found.cursor, found.committed, found.head
-        assert committed is not None, "only a committed version is rolled back to"
+    async def _roll_back(self, cursor: Cursor, arena: Weights, committed: int, head: int) -> int:
         _LOG.warning(
             "ROLLING BACK from version %d to version %d, the newest that has a usable checkpoint: versions %d to %d are"
             " abandoned and their groups handed out again",
@@ -250,8 +349,8 @@ class Resumption:
             lineage_digest=manifest_digest(await self._own_manifest(committed, cursor)),
             shadow=None,
         )
-        # At once, without a step: samplers are to leave the abandoned versions now.
-        await self.publisher.publish(found.arena, step=cursor.step, saved_by=self.backend)
+        # At once, without a step: samplers should leave the abandoned versions now.
+        await self.publisher.publish(arena, step=cursor.step, saved_by=self.backend)
         return cursor.step
 
     async def _start(self, head: int) -> int:
@@ -269,7 +368,7 @@ class Resumption:
         paths = self.store.paths()
         arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
         if arena is not None:
-            _LOG.info("version %d is taken from its checkpoint", version)
+            _LOG.info("took version %d from its checkpoint", version)
             return arena
         try:
             return await self.published.rebuild(data)
@@ -284,12 +383,12 @@ class Resumption:
             problem = f"{self.state_dir} has no usable checkpoint of run {self.run_id}, which stands at version {head}"
             raise ConfigError(
                 "adopt_without_optimizer",
-                f"{problem}, step {step}: to go on from its published weights alone throws the optimizer's state away",
+                f"{problem}, step {step}: going on from its published weights discards the optimizer's state",
                 action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
                 " set adopt_without_optimizer = true for one start",
             )
         _LOG.warning(
-            "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
+            "NO USABLE CHECKPOINT for version %d: its published weights become the masters; the optimizer is new",
             head,
         )
         arena = await self.published.rebuild(data)

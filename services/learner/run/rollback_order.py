@@ -1,4 +1,4 @@
-"""An operator's order to go back: the head's weights minus the steps since an earlier version.
+"""An operator's order to go back to an earlier version.
 
 The steps from version k to the head n are fetched, merged and negated; applied to the shadow they give the state of k,
 which is compared with k's manifest chunk by chunk. Where steps cannot be undone, k is rebuilt from a snapshot. Its
@@ -64,10 +64,10 @@ class Rollback:
         Returns the number of optimizer steps, which is the head's.
         """
         parts = self.resumption
-        # Asked now: an order heard of before may be carried out or taken back.
+        # Asked now: an earlier order may be carried out or withdrawn.
         version = (await parts.backoff.retry(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
         if not self.is_due(version):
-            # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
+            # Whole copies of the weights that a dead process left.
             await in_thread(_remove_leftovers, self.directory)
             return None
         position = parts.publisher.position
@@ -78,16 +78,16 @@ class Rollback:
             arena = await self._content(await parts.published.manifest(version))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
-            _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
+            _LOG.error("cannot go back to version %d; training continues: %s", version, error)
             return None
         _LOG.warning(
-            "GOING BACK by order: version %d holds what version %d held; the optimizer starts anew",
+            "GOING BACK by order: version %d has the weights of version %d; the optimizer is new",
             position.head_version + 1,
             version,
         )
         await in_thread(parts.backend.load_published, arena)
         step = manifest_from_bytes(head).step
-        # With a checkpoint, whatever the cadence: one of before would lead back to the weights that were left.
+        # With a checkpoint, at any cadence: an older one would lead back to the weights that were left.
         await parts.publisher.publish(arena, step=step, saved_by=parts.backend, is_last=True)
         return step
 
@@ -127,7 +127,7 @@ class Rollback:
             paths = [await parts.backoff.retry(fetch) for fetch in fetches]
             arena = await in_thread(_undone, paths, shadow, target, self.directory)
         except (CorruptData, NotReversible, UnknownPayload):
-            # A later order must not meet a damaged one again; what a stop cut off is gone on with.
+            # A later order must not meet a damaged file again; an interrupted download continues.
             fetcher.keep_only(())
             raise
         fetcher.keep_only(())
@@ -165,7 +165,7 @@ async def undo(parts: Resumption) -> int:
     """
     position, restorer = parts.publisher.position, parts.restorer
     shadow = position.shadow
-    assert shadow is not None, "a session begins with a published version"
+    assert shadow is not None, "a training loop begins with a published version"
     root = await in_thread(shadow.state_root)
     keep_optimizer, why = True, "has no checkpoint"
     for path in await in_thread(restorer.store.paths):
@@ -174,7 +174,7 @@ async def undo(parts: Resumption) -> int:
             try:
                 await restorer.restore(path, cursor)
             except (CorruptData, OSError) as error:
-                _LOG.error("%s cannot be restored: %s", path, error)
+                _LOG.error("cannot restore %s: %s", path, error)
                 keep_optimizer, why = False, "has no checkpoint that can be restored"
             else:
                 _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
@@ -183,7 +183,7 @@ async def undo(parts: Resumption) -> int:
         "version %d %s: its published weights become the masters, any later step is gone, the optimizer %s",
         position.head_version,
         why,
-        "keeps its moments" if keep_optimizer else "starts anew",
+        "keeps its moments" if keep_optimizer else "is new",
     )
     await in_thread(parts.backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
     return manifest_from_bytes(await parts.published.manifest(position.head_version)).step

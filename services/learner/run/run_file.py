@@ -1,4 +1,4 @@
-"""run.json of the state directory: the release and configuration that the learner runs with."""
+"""run.json of the state directory: release and configuration of the learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_run_file(config: LearnerConfig) -> None:
     """
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
-        _LOG.warning("since the start before: %s", line)
+        _LOG.warning("changed since the last start: %s", line)
     with replacing(path, is_durable=False) as file:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
@@ -44,7 +44,7 @@ async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, ba
         try:
             await api.describe_run(epoch=epoch, facts=facts)
         except RemoteError as error:
-            # Whoever does not know the question has no name for its refusal, and will not know it later.
+            # A server of an earlier release refuses with an unnamed error, now and later.
             if type(error) is not RemoteError:
                 raise
             _warn(error)
@@ -79,7 +79,7 @@ def _leaves(table: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _warn(error: RemoteError) -> None:
-    _LOG.warning("the coordinator does not take what is said of the run, going on: %s", error)
+    _LOG.warning("the coordinator refused the description of the run; continuing: %s", error)
 
 
 def _run(config: LearnerConfig) -> dict[str, Any]:

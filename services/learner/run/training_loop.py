@@ -71,7 +71,7 @@ class TrainingLoop:
     backend: TrainBackend
     publisher: Publisher
     inbox: Inbox
-    journal: TrainingLog
+    training_log: TrainingLog
     evaluator: Evaluator | None
     progress: StepTimer
     step: int
@@ -88,15 +88,15 @@ class TrainingLoop:
         """Train until `max_steps`, a refusal, or the end of the inbox."""
         self.progress.begin(self.step)
         if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
-            # The baseline; version 0 is out already, so no sampler waits for it.
+            # The baseline; version 0 is published, so no sampler waits.
             version, shadow = self._head()
             await self._evaluate(shadow, version)
         ready: _Ready | None = None
         while True:
             try:
-                trained = await self._train_beside(ready)
+                trained = await self._train_and_publish(ready)
             except GroupNotAvailable as error:
-                _LOG.warning("steps since version %d are undone: %s", self.publisher.position.head_version, error)
+                _LOG.warning("undoing the steps since version %d: %s", self.publisher.position.head_version, error)
                 return Outcome.REFUSED
             if trained is None:
                 return Outcome.CLOSED
@@ -104,7 +104,7 @@ class TrainingLoop:
                 return Outcome.FINISHED
             ready = await self._prepare(trained)
 
-    async def _train_beside(self, ready: _Ready | None) -> _Trained | None:
+    async def _train_and_publish(self, ready: _Ready | None) -> _Trained | None:
         """Publish a version and take the steps of the next one; returns when both have ended."""
         if ready is None:
             return await self._train_version()
@@ -119,7 +119,7 @@ class TrainingLoop:
                 try:
                     trained = await self._train_version()
                 except OperatorError as error:
-                    # It ends the run, not the version under way, which is sound.
+                    # It ends the run after the sound version under way.
                     problem = error
                 with self.progress.phase(LearnerPhase.PUBLISHING):
                     await asyncio.wait([publication])
@@ -194,8 +194,8 @@ class TrainingLoop:
         reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
         if is_empty:
             reason = f"step {report.step} has nothing to learn from: the rewards of each group are equal"
-        _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
-        self.journal.note_rejected_step(report)
+        _LOG.warning("abandoned %d groups: %s", len(ids), reason)
+        self.training_log.note_rejected_step(report)
         counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
         await self.selection.abandon(ids, reason, counted_as=counted_as)
         self.notes.abandoned(groups)
@@ -218,7 +218,7 @@ class TrainingLoop:
         with self.progress.phase(LearnerPhase.EVALUATING):
             evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
         self.notes.evaluated(self.evaluator.last_samples)
-        self.journal.note_evaluation(dataclasses.asdict(evaluation))
+        self.training_log.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)

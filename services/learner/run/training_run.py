@@ -1,4 +1,4 @@
-"""One learner's run: the lease, its renewal, training loops with rollbacks and resumptions between, the result."""
+"""One learner's run: lease, renewal, training loops, rollbacks, result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.run.group_selection import GroupSelection
 from heterorl.learner.run.inbox import Inbox, feed
-from heterorl.learner.run.learner_lease import acquire, check_groups, check_messages, read_incarnation, renew
+from heterorl.learner.run.learner_lease import check_groups, check_messages, read_incarnation, renew
 from heterorl.learner.run.rollback_order import Rollback
 from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.training_loop import Outcome, TrainingLoop
@@ -93,23 +93,27 @@ class TrainingRun:
     statement: bytes = b""
     """Statement of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
-    _session: TrainingLoop | None = None
+    _loop: TrainingLoop | None = None
     _rollback: Rollback | None = None
 
     async def lead(self) -> None:
         """Hold the lease and train under it."""
         groups_per_version = self.config.groups_per_step * self.config.steps_per_version
-        grant = await acquire(
-            self.api,
-            holder=self.config.holder,
-            contract=self.contract,
-            request_id=secrets.token_hex(8),
-            backoff=self.backoff(),
-            variants=self.config.variants,
-            incarnation=await in_thread(read_incarnation, self.config.state_dir),
-            groups_per_version=groups_per_version,
-            statement=self.statement,
+        incarnation = await in_thread(read_incarnation, self.config.state_dir)
+        # Of this process: a repeated request is one request.
+        request_id = secrets.token_hex(8)
+        grant = await self.backoff().retry(
+            lambda: self.api.acquire_lease(
+                holder=self.config.holder,
+                contract=self.contract,
+                request_id=request_id,
+                variants=self.config.variants,
+                incarnation=incarnation,
+                groups_per_version=groups_per_version,
+                statement=self.statement,
+            )
         )
+        _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:
@@ -134,7 +138,7 @@ class TrainingRun:
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:
-            # Whatever ended it, this process does nothing more under the lease: the next one need not wait.
+            # This process does nothing more under the lease: the next learner need not wait.
             if not is_superseded(error):
                 await self.release(grant)
             raise
@@ -143,12 +147,12 @@ class TrainingRun:
     async def hear(self, grant: LeaseGrant) -> None:
         """Note the coordinator's bound; end the loop at its next step boundary when there is a rollback order."""
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
-        if self._session is None:
+        if self._loop is None:
             return
-        selection = self._session.selection
+        selection = self._loop.selection
         selection.max_staleness_versions, selection.masks_stale = grant.max_staleness_versions, grant.masks_stale
         if self._rollback and self._rollback.is_due(grant.rollback_to):
-            await self._session.inbox.close()
+            await self._loop.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:
         """Training loops, one after another, until one ends the run."""
@@ -162,7 +166,7 @@ class TrainingRun:
         outcome = None
         while outcome is not Outcome.FINISHED:
             step = await rollback.resume(is_start=outcome is None)
-            # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
+            # A new inbox holds nothing: groups of the last loop return to the queue when the stream opens.
             inbox, backoff = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.backoff()
             selection = GroupSelection(
                 config=self.config,
@@ -177,14 +181,14 @@ class TrainingRun:
                 masks_stale=self.masks_stale,
                 notes=notes,
             )
-            self._session = session = TrainingLoop(
+            self._loop = loop = TrainingLoop(
                 config=self.config,
                 backend=self.backend,
                 publisher=term.publisher,
                 progress=self.progress,
                 inbox=inbox,
                 selection=selection,
-                journal=term.journal,
+                training_log=term.training_log,
                 evaluator=self.evaluator,
                 step=step,
                 signal=self.signal,
@@ -192,14 +196,14 @@ class TrainingRun:
             )
             notes.begin()
             try:
-                outcome = await self._run_session(session)
+                outcome = await self._run_loop(loop)
             finally:
-                self._note(term.publisher, session)
-        reason = f"step {session.step} of {self.config.max_steps} is reached"
+                self._note(term.publisher, loop)
+        reason = f"step {loop.step} of {self.config.max_steps} is reached"
         _LOG.info("%s", reason)
         await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 
-    async def _run_session(self, session: TrainingLoop) -> Outcome:
+    async def _run_loop(self, loop: TrainingLoop) -> Outcome:
         limits = Limits(
             group_size=self.config.group_size,
             min_members=self.contract.min_members,
@@ -212,29 +216,29 @@ class TrainingRun:
             feeding = tasks.create_task(
                 feed(
                     self.api,
-                    session.inbox,
-                    epoch=session.selection.epoch,
+                    loop.inbox,
+                    epoch=loop.selection.epoch,
                     limits=limits,
                     backoff=self.backoff(),
                     verifier=self.verifier,
-                    notes=session.notes,
+                    notes=loop.notes,
                 )
             )
-            noting = tasks.create_task(session.notes.run())
-            outcome = await session.run()
-            await session.inbox.close()
+            noting = tasks.create_task(loop.notes.run())
+            outcome = await loop.run()
+            await loop.inbox.close()
             feeding.cancel()
             if outcome is Outcome.FINISHED:
-                await session.notes.finish()
+                await loop.notes.finish()
             noting.cancel()
         return outcome
 
-    def _note(self, publisher: Publisher, session: TrainingLoop) -> None:
+    def _note(self, publisher: Publisher, loop: TrainingLoop) -> None:
         self.result = RunResult(
-            step=session.step,
+            step=loop.step,
             version=publisher.position.head_version,
-            is_finished=session.step >= self.config.max_steps,
-            num_unpublished=session.num_unpublished,
+            is_finished=loop.step >= self.config.max_steps,
+            num_unpublished=loop.num_unpublished,
             is_undecided=publisher.is_undecided,
         )
 
@@ -245,7 +249,7 @@ class TrainingRun:
                 await self.api.release_lease(epoch=grant.epoch)
         except (RemoteError, TimeoutError) as error:
             problem = str(error) or f"no answer in {RELEASE_TIMEOUT_S:g} s"
-            _LOG.warning("the lease could not be released, it runs out by itself: %s", problem)
+            _LOG.warning("could not release the lease; it will expire: %s", problem)
 
 
 def is_superseded(error: BaseException) -> bool:

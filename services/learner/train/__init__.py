@@ -1,4 +1,4 @@
-"""One optimizer step: groups to sequences, micro-batches, log-probs, the loss, the update, the numbers it leaves.
+"""One optimizer step: batch, micro-batches, log-probs, loss, update, report.
 
 The gradient does not depend on packing, padding, micro-batches or ranks. Open `step` first, then `batch`.
 """

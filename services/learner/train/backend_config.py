@@ -196,7 +196,7 @@ class DeepSpeedBackendConfig(_Ranks):
     offload_optimizer: bool = False
     """Keep masters and moments in host memory and step there; stages 1 to 3."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: type of passes and of the weights that they use, whatever forward_weights says; masters, moments and
+    """bf16: type of passes and of the weights that they use, independent of forward_weights; masters, moments and
     accumulated gradients stay fp32. In stage 0 only matrix products are bf16."""
 
     @model_validator(mode="after")
@@ -217,7 +217,7 @@ class Fsdp2BackendConfig(_Ranks):
 
     kind: Literal["fsdp2"] = "fsdp2"
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: weights are gathered and passes computed in it, whatever forward_weights says; masters, moments and
+    """bf16: weights are gathered and passes computed in it, independent of forward_weights; masters, moments and
     accumulated gradients stay fp32."""
     reference_model_dir: str = ""
     """Frozen model for `loss.reference_kl` and custom losses with `loss.reads_reference`, loaded for them only and
@@ -237,7 +237,7 @@ RanksConfig = DeepSpeedBackendConfig | Fsdp2BackendConfig
 
 
 def _kind(value: Any) -> str:
-    # A table without `kind` is the one process of before.
+    # A table without `kind` is of an earlier release: one process.
     kind = value.get("kind", "torch") if isinstance(value, dict) else getattr(value, "kind", "")
     return str(kind)
 

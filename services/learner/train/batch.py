@@ -19,6 +19,7 @@ from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
+from heterorl.learner.train.completion_stats import has_signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,14 +118,10 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
     sequences = [
         sequence
         for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
-        if not (spec.drop_uniform_groups and _is_uniform(group))
+        if not spec.drop_uniform_groups or has_signal(group)
         for sequence in _sequences(group, spec, number=number, scale=scale, head_version=head_version)
     ]
     return Batch(sequences=tuple(replace(sequence, row=row) for row, sequence in enumerate(sequences)))
-
-
-def _is_uniform(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.trainable}) < 2
 
 
 def _prompt_scales(groups: Sequence[Group]) -> list[float]:

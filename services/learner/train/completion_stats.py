@@ -72,7 +72,7 @@ def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
     """Means by name, sorted by name; of too many, those of most completions."""
-    # By fractions: the sum of huge values is no float although each of them is.
+    # By fractions: a sum of huge floats may overflow.
     values: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         sums: defaultdict[str, float] = defaultdict(float)

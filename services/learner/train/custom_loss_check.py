@@ -1,4 +1,4 @@
-"""A check of a custom loss on made-up rollouts, before a model is loaded."""
+"""A check of a custom loss on made-up rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of the whole step that a loss needs before its first gradient, from a pass without gradient.
+"""Numbers of a whole step from a pass without gradient.
 
 Guarantees: with them the loss is separable: its gradient, summed over any micro-batches, is that of the loss over the
 whole step. Nothing here carries gradient.

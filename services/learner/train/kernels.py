@@ -70,5 +70,5 @@ def compile_block(block: nn.Module, config: BackendConfig) -> None:
     Only the forward method is compiled: hooks around the call gather the block's weights.
     """
     if config.compile:
-        # For any length, because no two micro-batches have the same.
+        # For any length: micro-batches differ in length.
         setattr(block, "forward", torch.compile(block.forward, dynamic=True))  # noqa: B010 - mypy refuses a method

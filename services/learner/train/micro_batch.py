@@ -2,7 +2,7 @@
 
 Guarantees: every sequence is in one micro-batch of one rank, and a group's sequences on one rank. A strip's log-probs
 do not depend on its neighbours. All ranks compute the same division and take the same number of passes, so collective
-operations inside a pass meet. Advantages, denominators and averaging constants are those of the whole step, so
+operations inside a pass meet. Advantages, denominators and averaging constants come from the whole step, so
 gradients of shares only add up.
 
 Padded: one strip a row, padding on the right, where causal attention cannot see it; no mask is needed. Packed: one row;
@@ -90,7 +90,7 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
     rows, width = (1, sum(lengths)) if is_packed else (len(strips), max(lengths))
     starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(rows) * width
     input_ids = np.zeros(rows * width, np.int64)
-    # Padding goes on counting: a jump in the positions would be read as the start of a packed strip.
+    # Positions of padding continue: a jump would start a packed strip.
     position_ids = np.tile(np.arange(width), rows)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     for strip, start, length in zip(strips, starts, lengths, strict=True):
@@ -124,7 +124,7 @@ def _routed(
     sizes = {len(record) // length for record, length in zip(records, lengths, strict=True) if record}
     if not sizes:
         return None
-    # Of one contract all are of one size, as admission has seen to.
+    # `limits` has checked that all records have one size.
     assert len(sizes) == 1, "records of several models"
     ids_NC = np.zeros((num_tokens, sizes.pop()), np.uint8)
     is_recorded_N = np.zeros(num_tokens, np.bool_)

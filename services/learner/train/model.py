@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model as the learner trains it, and a frozen reference model.
+"""A Hugging Face causal language model to train, and a frozen reference.
 
-Guarantees: fp32 masters, no dropout, log-probs equal to those of the model's own logits (`check_forward`). A reference
+Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits' (`check_forward`). A reference
 is never trained or published; from the learner's own directory it computes exactly what the learner computed before its
 first step.
 """
@@ -50,7 +50,7 @@ def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
     network: Any = model
     if gradient_checkpointing:
-        # The second name is that of transformers 5.0.
+        # transformers 5.0 has the second name.
         enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
         try:
             enable({"use_reentrant": False})
@@ -83,7 +83,7 @@ def hidden_states(
 def inner_model(model: nn.Module) -> Any:
     """The model without its output embedding, which gives hidden states."""
     network: Any = model
-    # Some have it under another name than transformers thinks, which then answers the whole model.
+    # For an unexpected attribute name transformers answers the whole model.
     return network.model if network.base_model is network and hasattr(network, "model") else network.base_model
 
 
@@ -141,7 +141,7 @@ def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, diffe
     """Why log-probs of sequences laid out together differ from those of each by itself."""
     name = type(model).__name__
     if not alone.isfinite().all():
-        # Those that are here: blocks that are read from a disk as they compute have none.
+        # Only tensors in memory: streamed blocks have none.
         broken = [one for one, weights in model.named_parameters() if not (weights.is_meta or weights.isfinite().all())]
         where = f"{broken[0]} is not finite" if broken else f"{name} gives log-probs that are not finite"
         return ConfigError("model_dir", where, action="copy the directory again: its weights are damaged")

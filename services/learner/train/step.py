@@ -116,7 +116,7 @@ def accumulate_gradients(
         samples.append(sample)
         note_pass(len(samples), len(parts))
     if replay is not None:
-        # Whoever asks the model next asks about other tokens.
+        # The next caller of the model has other tokens.
         replay.use(None)
     return samples
 
@@ -234,7 +234,7 @@ def micro_batch_loss(
 
 
 def _with_shared_denominator(spec: LossSpec, inputs: LossInputs) -> LossInputs:
-    # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
+    # GEPO's published code takes the mean over all rollouts of the pass, of any prompts.
     assert spec.has_group_denominator
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
     log_probs_B = sampler_BT.sum(1) if spec.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)

@@ -1,4 +1,4 @@
-"""Measurements of one step: per rollout in each micro-batch, for the whole step, and its report.
+"""Measurements of one step, and its report.
 
 Guarantees: the same quantities for every loss; finite whenever the log-probs are; computed from numbers of rollouts and
 tokens, so splits do not matter. Suffixes: B sequences, T completion tokens, N all completion tokens, M importance
@@ -200,7 +200,7 @@ def mean(values: torch.Tensor) -> float:
 class StepEnd:
     """A step after its update.
 
-    `extras` are `step_extras` and the step size `lr`; `metrics` are those of a custom loss.
+    `extras` are `step_extras` and the step size `lr`; `metrics` are a custom loss's.
     """
 
     samples: Sequence[MicroBatchSample]
@@ -268,7 +268,7 @@ def _capped_products(sample: SequenceSample) -> torch.Tensor:
 
 
 def _shifted(logs_B: torch.Tensor) -> torch.Tensor:
-    # By the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
+    # By the largest logarithm, which keeps the share: exp(-20000) would be 0 for every rollout.
     return (logs_B - logs_B.max()).exp() if logs_B.numel() else logs_B
 
 

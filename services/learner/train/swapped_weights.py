@@ -1,10 +1,10 @@
-"""Contexts in which a model computes with other weights: a published version, or its masters rounded as published.
+"""Contexts in which a model computes with other weights.
 
 Samplers draw from the published rounding, which is another policy than the fp32 masters: after a few steps log-probs of
 the two differ by a tenth of a nat per token.
 
 Guarantees: gradients of such a pass arrive at the parameters (straight through); afterwards the model has its own
-tensors, bit for bit, whatever was raised.
+tensors, bit for bit, also after an error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Several processes that train one model: rank 0 is the learner, the others obey its commands.
+"""The ranks of one learner: rank 0 is the learner, the others obey it.
 
-Open `sharded_backend` first. `rank_env` has a rank's number and address, `rendezvous` joins the ranks, `heartbeats`
+Open `sharded_backend` first. `rank_env` has a rank's number and address, `rank_group` joins the ranks, `heartbeats`
 ends all of them when one is gone.
 """

@@ -1,4 +1,4 @@
-"""Reading a checkpoint on all ranks: each reads its pieces, or rank 0 sends one tensor at a time."""
+"""A checkpoint read by all ranks: each its pieces, or rank 0 sends them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RelayedFile:
         """
         meta = self.tensors[name]
         size = meta.numel() * meta.dtype.itemsize
-        # The last byte says that the others are of the file.
+        # The last byte is 1 where the others are of the file.
         data = torch.zeros(size + 1, dtype=torch.uint8)
         problem: Exception | None = None
         if self._own is not None:

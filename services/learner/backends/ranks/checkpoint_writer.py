@@ -1,9 +1,10 @@
-"""Writing a checkpoint of sharded state, by all ranks, in the files of `backends.optimizer_state`.
+"""A checkpoint of sharded state, written by all ranks together.
 
-A piece of a tensor is a run of bytes of its file, so all ranks write into the files of one process, byte for byte.
+A piece of a tensor is a run of bytes of its file, so all ranks write into the files of one process
+(`backends.optimizer_state`), byte for byte.
 Memory: a block of a piece.
 
-`Writing` writes a copy of the rank's share beside the next step: 12 bytes a parameter in the host's memory, pinned
+`Writing` writes a copy of the rank's share during the next step: 12 bytes a parameter in the host's memory, pinned
 where the share is on a GPU. On one machine each block is freed once it is written; torch keeps pinned memory for the
 next checkpoint.
 
@@ -178,7 +179,7 @@ def _close(file: BinaryIO | None) -> None:
     if file is not None:
         with file:
             file.flush()
-            # Here, because rank 0 makes durable what its own machine has written.
+            # Here, because rank 0 syncs only files of its own machine.
             os.fsync(file.fileno())
 
 
@@ -251,24 +252,20 @@ def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> 
 def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> None:
     """Write the tensors' files on rank 0, which receives them; all ranks call. Raises as `Writing`."""
     if ranks.rank == 0:
-        _LOG.warning("not all ranks can write into %s: rank 0 receives everything and writes it", layout.directory)
-    masters, rest = _masters(state), _moments(state, layout.steps, sorted(state.shapes))
+        _LOG.warning("rank 0 writes the whole checkpoint: not all ranks can write into %s", layout.directory)
+    masters, rest = (tensor for _, tensor in state.gather_all()), _moments(state, layout.steps, sorted(state.shapes))
     problem: OSError | None = None
     try:
         if ranks.rank == 0:
             _write_all(layout.directory / WEIGHTS_FILE, layout.weights, masters)
             _write_all(layout.directory / OPTIMIZER_FILE, layout.moments, rest)
     except OSError as error:
-        # Of the disk, told below. Whatever else fails may leave a tensor unsent that rank 0 waits for: it ends this
+        # Of the disk, raised below. Any other error may leave a tensor unsent that rank 0 waits for: it ends this
         # rank, and by that the others.
         problem = error
     for _ in itertools.chain(masters, rest):
         pass
     raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
-
-
-def _masters(state: ShardedState) -> Iterator[torch.Tensor | None]:
-    return (tensor for _, tensor in state.gather_all())
 
 
 def _moments(state: ShardedState, steps: int, names: list[str]) -> Iterator[torch.Tensor | None]:
@@ -364,7 +361,7 @@ class Writing:
         except (OSError, HeterorlError) as error:
             self._problem = error
         except RuntimeError as error:
-            # Of torch: a rank is gone, which ends this process too.
+            # Of torch: a rank is gone, which will end this process too.
             self._problem = HeterorlError(f"no checkpoint: {(str(error).splitlines() or ['?'])[0]}")
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self._problem = error
@@ -384,7 +381,7 @@ class Writing:
         if not self._overlaps:
             yield from _blocks(self._layout, self._state, self._ranks.rank)
         elif not self._ranks.are_on_one_machine:
-            # It may have to be sent.
+            # Keep the copy: it may have to be sent.
             yield from self._copy
         while self._ranks.are_on_one_machine and self._copy:
             yield self._copy.popleft()
@@ -421,7 +418,7 @@ class Writing:
 
     def _write_alone(self) -> None:
         """Write this rank's values and those that the others send into files that no other rank has written to."""
-        _LOG.warning("%s is not read as the ranks have written it: rank 0 writes all", self._layout.directory)
+        _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
         problem: Exception | None = None
         for rank in range(self._ranks.world_size):
             runs = self._received(rank) if rank else self._values()
@@ -432,7 +429,7 @@ class Writing:
                     write_runs(self._layout.directory, runs, with_digest=False)
             except Exception as error:  # noqa: BLE001 - raised below, when the others have sent
                 problem = error
-            # The others send, whatever became of it.
+            # The others send in any case.
             for _ in runs:
                 pass
         if problem is not None:

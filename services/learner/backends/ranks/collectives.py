@@ -1,7 +1,7 @@
-"""Collective operations of one learner's ranks: bytes and plain tensors over gloo, no pickle.
+"""Collective operations of one learner's ranks over gloo.
 
-A rank that fails alone inside a collective operation cannot tell the others. Work that needs no other rank is therefore
-done before it, and all ranks exchange a result in between (`make_together`).
+A rank that fails by itself inside a collective operation cannot tell the others. Work that needs no other rank is
+therefore done before it, and all ranks exchange a result in between (`make_together`).
 
 Guarantees: only the wait for a command has no limit. A dead rank ends the waits of the others with an error, because
 its sockets close. Everything here runs on the CPU, so gathering weights takes no memory of an accelerator.
@@ -29,95 +29,13 @@ OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
 """Limit of one collective operation inside a step."""
 
 
-class Collectives:
-    """The process group of one learner's ranks; all of them call the same methods in the same order."""
-
-    def __init__(self, *, rank_env: RankEnv, store: Store, device: str) -> None:
-        self.rank_env = rank_env
-        self.rank, self.world_size = rank_env.rank, rank_env.world_size
-        if rank_env.file is not None:
-            # What DeepSpeed reads, and what a launcher would have set. Nothing listens at that port: the group below
-            # exists before DeepSpeed asks. No port is opened but those of gloo on loopback.
-            os.environ.update(
-                RANK=str(rank_env.rank),
-                LOCAL_RANK=str(rank_env.local_rank),
-                WORLD_SIZE=str(rank_env.world_size),
-                LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
-            )
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", "1")
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        if device != "cpu" and rank_env.local_rank < torch.cuda.device_count():
-            # NCCL takes the device that is current where it is told none. One that is missing is told of later.
-            torch.cuda.set_device(rank_env.local_rank)
-        dist.init_process_group(
-            backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=OPERATION_TIMEOUT
-        )
-        self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
-        self.aside = Aside(dist.new_group(backend="gloo", timeout=_FOREVER))
-        """For one thread of each rank, apart from the operations of the others."""
-
-    @property
-    def are_on_one_machine(self) -> bool:
-        return self.rank_env.local_world_size == self.world_size
-
-    def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        """Rank 0's bytes, on every rank."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self._control)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0 and data:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if buffer.numel():
-            dist.broadcast(buffer, src=0, group=self._control)
-        return buffer.numpy().tobytes()
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
-        longest = max(int(size) for size in sizes)
-        own = torch.zeros(max(1, longest), dtype=torch.uint8)
-        if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(everyone, own, group=self._control)
-        return [part.numpy()[: int(size)].tobytes() for part, size in zip(everyone, sizes, strict=True)]
-
-    def broadcast(self, values: torch.Tensor) -> None:
-        """Overwrite `values`, on the CPU, with those of rank 0."""
-        dist.broadcast(values, src=0, group=self._control)
-
-    def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
-        dist.send(values, dst=rank, group=self._control)
-
-    def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        dist.recv(values, src=rank, group=self._control)
-
-    def exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
-        """Send bytes to each rank and receive bytes from each, both in the order of ranks."""
-        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._control)
-        return received
-
-    def all_agree(self, is_fine: bool) -> bool:
-        """Whether `is_fine` is true on every rank."""
-        verdict = torch.tensor([int(is_fine)])
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._control)
-        return bool(verdict)
-
-    def leave(self) -> None:
-        dist.destroy_process_group()
-
-
-class Aside:
-    """Messages between two ranks, for which no other rank waits; values are on the CPU."""
+class Messages:
+    """Messages between two ranks of a group; values are on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def send(self, values: torch.Tensor, *, rank: int) -> None:
+    def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
         dist.send(values, dst=rank, group=self._group)
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
@@ -134,6 +52,82 @@ class Aside:
         data = torch.empty(int(size), dtype=torch.uint8)
         self.receive(data, rank=rank)
         return data.numpy().tobytes()
+
+
+class Collectives(Messages):
+    """The process group of one learner's ranks; all of them call the same methods in the same order."""
+
+    def __init__(self, *, rank_env: RankEnv, store: Store, device: str) -> None:
+        self.rank_env = rank_env
+        self.rank, self.world_size = rank_env.rank, rank_env.world_size
+        if rank_env.file is not None:
+            # DeepSpeed reads what a launcher would set. Nothing listens at that port: the group below
+            # exists before DeepSpeed asks. Only gloo opens ports, on loopback.
+            os.environ.update(
+                RANK=str(rank_env.rank),
+                LOCAL_RANK=str(rank_env.local_rank),
+                WORLD_SIZE=str(rank_env.world_size),
+                LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
+            )
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "1")
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        if device != "cpu" and rank_env.local_rank < torch.cuda.device_count():
+            # NCCL takes the current device. `check_alike` reports a missing one.
+            torch.cuda.set_device(rank_env.local_rank)
+        dist.init_process_group(
+            backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=OPERATION_TIMEOUT
+        )
+        super().__init__(dist.new_group(backend="gloo", timeout=_FOREVER))
+        self.aside = Messages(dist.new_group(backend="gloo", timeout=_FOREVER))
+        """For one thread of each rank, apart from the operations of the others."""
+
+    @property
+    def are_on_one_machine(self) -> bool:
+        return self.rank_env.local_world_size == self.world_size
+
+    def broadcast_bytes(self, data: bytes = b"") -> bytes:
+        """Rank 0's bytes, on every rank."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if buffer.numel():
+            dist.broadcast(buffer, src=0, group=self._group)
+        return buffer.numpy().tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        own = torch.zeros(max(1, longest), dtype=torch.uint8)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(everyone, own, group=self._group)
+        return [part.numpy()[: int(size)].tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Overwrite `values`, on the CPU, with rank 0's."""
+        dist.broadcast(values, src=0, group=self._group)
+
+    def exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        """Send bytes to each rank and receive bytes from each, both in the order of ranks."""
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+        return received
+
+    def all_agree(self, is_fine: bool) -> bool:
+        """Whether `is_fine` is true on every rank."""
+        verdict = torch.tensor([int(is_fine)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(verdict)
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
 
 
 class RanksDiffer(OperatorError):

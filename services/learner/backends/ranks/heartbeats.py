@@ -47,12 +47,12 @@ class Watchdog:
         self._lock = threading.Lock()
         self._timer = ctypes.c_void_p()
         self._library = _library()
-        # `struct sigevent`: 64 bytes on every 64-bit Linux; value, signal, and how it is told.
+        # `struct sigevent`: 64 bytes on every 64-bit Linux: value, signal, kind of notice.
         event = ctypes.create_string_buffer(struct.pack("@Pii48x", 0, int(signal.SIGKILL), _SIGEV_SIGNAL))
         if self._library is not None and self._library.timer_create(
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
         ):
-            _LOG.warning("the kernel gives no timer: a stopped process of the learner does not end")
+            _LOG.warning("no timer from the kernel: a stopped process of the learner will not end")
             self._library = None
         self.postpone()
 
@@ -69,13 +69,13 @@ class Watchdog:
     def _set(self, seconds: float) -> None:
         if self._library is not None:
             whole = int(seconds)
-            # `struct itimerspec`: again after, and first after; seconds and nanoseconds.
+            # `struct itimerspec`: interval and first expiry, in seconds and nanoseconds.
             times = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))
             self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
 
 
 def _library() -> Any:
-    # A package of its own before glibc 2.34.
+    # A library of its own before glibc 2.34.
     for name in (None, "librt.so.1") if sys.platform == "linux" else ():
         try:
             library = ctypes.CDLL(name)
@@ -93,7 +93,7 @@ class RankSilent(OperatorError):
 
 
 def end_process(error: OperatorError) -> None:
-    """Log the error and exit at once, whatever other threads do."""
+    """Log the error and exit at once, in any state of the other threads."""
     _LOG.error("%s", error)
     logging.shutdown()
     os._exit(EXIT_CODE)
@@ -144,7 +144,7 @@ class Heartbeats:
         return [rank for rank in self._others if now - self._heard[rank] > self._timeout_s]
 
     def listen(self, number: int) -> None:
-        """Write this rank's beat, and read those of others.
+        """Write this rank's beat, and read the others'.
 
         Raises:
             RankSilent: rank 0 has lost a rank.
@@ -156,7 +156,7 @@ class Heartbeats:
             raise RankSilent(bytes(store.get(_ENDED)).decode())
         for rank in self._others:
             key = f"beat/{rank}"
-            # `get` would wait for one that has not begun.
+            # `get` would wait for a rank without a beat.
             beat = bytes(store.get(key)) if store.check([key]) else b""
             if beat != self._beats.get(rank, b""):
                 self._beats[rank] = beat
@@ -179,7 +179,7 @@ class Heartbeats:
 
     def _judge(self) -> None:
         while not self._closing.wait(self._period_s):
-            # Here, and not where it speaks: the store may keep that waiting.
+            # Not in `_speak`: the store may block it.
             if self._watchdog is not None:
                 self._watchdog.postpone()
             silent = self.silent()

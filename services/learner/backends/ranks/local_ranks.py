@@ -1,4 +1,4 @@
-"""The child processes of a learner that trains on several devices of one machine.
+"""Child processes of a learner that trains on several devices.
 
     rank 0      the learner itself; only it talks to the coordinator
     rank n      `heterorl.learner.rank_process`; it ends when its standard input closes, which any end of rank 0 does
@@ -12,8 +12,6 @@ others may wait for it inside an operation that nothing can interrupt. A start r
 from __future__ import annotations
 
 import atexit
-import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -24,11 +22,10 @@ from pathlib import Path
 
 from heterorl.common.errors import OperatorError
 from heterorl.common.process.threads import own_command
+from heterorl.learner.backends.ranks.heartbeats import end_process
 from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
 
-_LOG = logging.getLogger(__name__)
 GRACE_S = 10.0
-EXIT_CODE = 1
 BLAME_S = 1.0
 """Time an error waits for the end of a rank that may be its cause."""
 
@@ -44,16 +41,10 @@ class RankFailed(OperatorError):
         super().__init__(f"rank {rank} {_how(code)}; all ranks are stopped")
 
 
-def _end_process(error: RankFailed) -> None:
-    _LOG.error("%s", error)
-    logging.shutdown()
-    os._exit(EXIT_CODE)
-
-
 class LocalRanks:
     """Ranks 1 to n - 1 as child processes."""
 
-    def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
+    def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = end_process) -> None:
         """Start the children; they wait at the rendezvous for a configuration.
 
         `on_failure` is called in a thread when a child ends before `close`.

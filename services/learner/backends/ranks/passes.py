@@ -71,12 +71,12 @@ class LogprobModel(nn.Module):
         targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = self._autocast_dtype
-        # In here, because the engine turns off an autocast around it.
+        # Here, because the engine turns off an autocast around the model.
         with torch.autocast(input_ids_RS.device.type, dtype) if dtype else contextlib.nullcontext():
             hidden_NH = hidden_states(self.model, input_ids_RS, position_ids_RS, sources_N)
             logprobs_N: torch.Tensor
             logprobs_N, entropies_N = self.head(hidden_NH, targets_N)
-        # FSDP2 warns of views, which an operation in place would take its hooks from.
+        # Clones: FSDP2 warns of views, from which an operation in place would take its hooks.
         return logprobs_N.clone(), entropies_N.clone()
 
 
@@ -154,7 +154,7 @@ class Passes:
             self.engine.backward(total * self.ranks.world_size)
         self.note_pass(shares.num_passes, shares.num_passes)
         if self.replay is not None:
-            # Whoever asks the model next asks about other tokens.
+            # The next caller of the model has other tokens.
             self.replay.use(None)
         return everyone
 

@@ -1,4 +1,4 @@
-"""A process's number and address among the ranks of one learner, from the environment variables of torchrun.
+"""A rank's number and address, from torchrun's environment variables.
 
     RANK, WORLD_SIZE                number of this rank, and of all ranks on all machines
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same on this machine; LOCAL_RANK is the number of its GPU. Without
@@ -64,7 +64,7 @@ def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
         return None
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     local_rank = _number(environment, "LOCAL_RANK")
-    # Not every launcher says how many there are here.
+    # Not every launcher sets it.
     local_world_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else 0
     port = _number(environment, "MASTER_PORT")
     for name, value, end in (

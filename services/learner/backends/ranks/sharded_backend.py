@@ -1,10 +1,10 @@
-"""The ranks of a learner behind one `TrainBackend`, with sharded fp32 masters; on one machine or many.
+"""The ranks of a learner behind one `TrainBackend`, with sharded fp32 masters.
 
 Rank 0 has the interface; the other ranks `follow` its commands. Every rank reads all groups of a step and computes
 advantages, denominators, averaging constants and step size for itself. Only the passes through the model are divided,
 group by group.
 
-An error of rank 0 alone is raised after the others are through, so that no rank leaves a collective operation early.
+An error of only rank 0 is raised after the others are through, so that no rank leaves a collective operation early.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShardedBackend:
     def __init__(
         self,
         *,
-        division: Sharding,
+        sharding: Sharding,
         config: RanksConfig,
         loss: LossConfig,
         sampling: SamplingSemantics,
@@ -57,20 +57,20 @@ class ShardedBackend:
         replays_routing: bool = False,
     ) -> None:
         self._loss_spec = loss_spec_of(loss)
-        self._division = division
-        self._layout = division.layout
-        self._state = division.state
-        self._buffers = dict(division.buffers)
-        settle_untrained(division, is_rounded=config.forward_weights == "published")
+        self._sharding = sharding
+        self._layout = sharding.layout
+        self._state = sharding.state
+        self._buffers = dict(sharding.buffers)
+        settle_untrained(sharding, is_rounded=config.forward_weights == "published")
         self._config = config
         self._loss = loss
-        self.lora = division.lora
+        self.lora = sharding.lora
         self._ranks = ranks
         self._clock = SystemClock()
         self._passes = Passes(
-            engine=division.engine,
-            reference=division.reference,
-            device=division.device,
+            engine=sharding.engine,
+            reference=sharding.reference,
+            device=sharding.device,
             ranks=ranks,
             loss_spec=self._loss_spec,
             max_new_tokens=sampling.max_new_tokens,
@@ -78,12 +78,12 @@ class ShardedBackend:
             batching=config.batching,
             note_pass=(passes or step_timing.PassCount()).note,
             sharing=config.sequence_parallel,
-            replay=RouterReplay(division.model) if replays_routing else None,
+            replay=RouterReplay(sharding.model) if replays_routing else None,
         )
-        division.settle()
+        sharding.settle()
         held = ShardedVersions(
-            state=division.state,
-            layout=division.layout,
+            state=sharding.state,
+            layout=sharding.layout,
             buffers=self._buffers,
             ranks=ranks,
             dead_band_ulp=config.dead_band_ulp,
@@ -104,7 +104,7 @@ class ShardedBackend:
     @property
     def torch_model(self) -> nn.Module:
         """For its configuration; its weights may be elsewhere."""
-        return self._division.model
+        return self._sharding.model
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
@@ -124,7 +124,7 @@ class ShardedBackend:
         for name, tensor in self._state.gather_all():
             assert tensor is not None, "rank 0 receives"
             try:
-                # A name may be an alias in the table: what ties two tensors is sorted by the name in the state dict.
+                # A name may be an alias in the layout: ties are sorted by the name in the state dict.
                 tensors.store_tensor(self._layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
             except HeterorlError as error:
                 problem = problem or error
@@ -151,12 +151,8 @@ class ShardedBackend:
             writing.wait()
         return writing.wait
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; the caller makes them durable."""
-        self.freeze(directory)()
-
     def restore(self, directory: Path) -> None:
-        """Read what `save` of this or the torch backend wrote, with any number of ranks.
+        """Read what `freeze` of this or the torch backend wrote, with any number of ranks.
 
         Raises:
             CorruptStore: a file is missing, broken or of another model, and nothing was changed; or a rank could not
@@ -183,13 +179,13 @@ class ShardedBackend:
                 if command.do not in AGREED and not isinstance(error, MetByAll):
                     # Rank 0 may be inside an operation that waits for this rank.
                     raise
-                # Rank 0 has met the same and has told its caller, who may have another way.
+                # Rank 0 has met the same and has raised it to its caller.
                 _LOG.warning("rank %d: %s", self._ranks.rank, error)
 
     def _tell(self, command: Command) -> Command:
         data = command_to_bytes(command)
         self._ranks.broadcast_bytes(data)
-        # Read back, so that what rank 0 trains on is to the bit what the others train on.
+        # Read back, so that all ranks train on the same bits.
         return command_from_bytes(data)
 
     def _obey(self, command: Command) -> None:
@@ -211,7 +207,7 @@ class ShardedBackend:
 
     def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
         batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)
-        with self._division.computing():
+        with self._sharding.computing():
             samples = self._passes.accumulate(batch)
         end = end_step(
             samples,
@@ -219,7 +215,7 @@ class ShardedBackend:
             schedule=self._config.schedule,
             step=step,
             applied_steps=self._applied_steps,
-            update=self._division.update,
+            update=self._sharding.update,
         )
         self._applied_steps += end.is_applied
         self.last_extras, self.last_metrics = end.extras, end.metrics
@@ -232,14 +228,14 @@ class ShardedBackend:
             if arena is None:
                 whole = torch.empty(math.prod(spec.shape), dtype=dtype)
             else:
-                # The arena's own memory, of which the broadcast reads.
+                # The arena's own memory, from which the broadcast reads.
                 whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
             self._ranks.broadcast(whole.view(torch.uint8))
             if name in self._buffers:
                 self._buffers[name].copy_(whole.view(spec.shape))
             else:
                 self._state.put(name, "", whole)
-        self._division.settle()
+        self._sharding.settle()
         if not keep_optimizer:
             self._state.reset(steps=0)
             self._applied_steps = 0
@@ -265,4 +261,4 @@ class ShardedBackend:
     def _restore(self, directory: Path) -> None:
         files = open_together(directory, self._state.shapes, self._ranks)
         self._applied_steps = files.restore(self._state, self._ranks)
-        self._division.settle()
+        self._sharding.settle()

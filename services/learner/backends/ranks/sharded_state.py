@@ -1,6 +1,6 @@
-"""fp32 masters and AdamW moments by parameter name, in pieces on the ranks of a backend.
+"""Sharded fp32 masters and AdamW moments, by parameter name.
 
-Guarantees: a gathered tensor has the bits of its pieces. Beside its own pieces a rank holds nothing, and rank 0 one
+Guarantees: a gathered tensor has the bits of its pieces. In addition to its own pieces rank 0 holds one
 whole parameter at a time.
 """
 

@@ -1,4 +1,4 @@
-"""Published weights sharded among the ranks: rounded, compared and coded by all of them, chunk by chunk.
+"""Published weights sharded among the ranks: rounded, compared and coded by chunk.
 
     tensors     cut by the engine: by rows, or wherever its flat buffers end
     chunks      cut by the layout, regardless of tensors; chunk c belongs to rank c mod (number of ranks)
@@ -10,9 +10,9 @@ All ranks know the pieces of all, so senders are computed, not negotiated. All r
     divide    rank 0 sends coded chunks of a file or arena; their owners decode them
     whole     all chunks on rank 0, for work that cannot be divided
 
-Guarantees: bits, coded bytes and digests are those of one process with an arena. Beside its chunks a rank holds one
-chunk that it receives, its pieces of one chunk of each rank, and one coded chunk. An error on one rank is raised on
-all, when all are through.
+Guarantees: bits, coded bytes and digests are those of one process with an arena. In addition to its chunks a rank holds
+one chunk that it receives, its pieces of one chunk of each rank, and one coded chunk. An error on one rank is raised
+on all, when all are through.
 
 A version has a number, and lives as long as rank 0 holds a `ShardedArena` of it: each command names the live ones, and
 every rank forgets the others before it makes a new one.
@@ -145,7 +145,7 @@ class ShardedVersions:
         broken: list[str] = []
         for first in range(0, len(self.layout.chunks), self._ranks.world_size):
             number = first + self._ranks.rank
-            # Also a rank that has no chunk of the last ones: it sends.
+            # Also without an own chunk among the last ones: this rank sends.
             received = self._exchanged(first)
             if number < len(self.layout.chunks):
                 found[number] = zeros(self.layout.chunks[number])
@@ -271,7 +271,7 @@ class ShardedVersions:
         return values.to(self._sent_dtype(segment.name)).cpu().contiguous().view(torch.uint8)
 
     def _sent_dtype(self, name: str) -> torch.dtype:
-        # Where there is a dead band, the master itself: it is compared where the published value is.
+        # With a dead band send the master: it is compared where the published value is.
         return torch.float32 if self._band else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
 
     def _num_bytes(self, segment: Segment) -> int:
@@ -285,7 +285,7 @@ class ShardedVersions:
     def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
         self._ranks.send(torch.tensor([method, len(data), num_changed]), rank=rank)
         if data:
-            # Torch takes writable memory only, and nothing writes to it.
+            # Torch takes writable memory only.
             self._ranks.send(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), rank=rank)
 
     def _receive(self, *, rank: int) -> tuple[int, bytes, int]:

@@ -1,4 +1,4 @@
-"""Opening one model on all ranks, and the interface of engines that shard it.
+"""Opening one model on all ranks, and the interface of sharding engines.
 
 Each rank reads the tensors that it keeps by name; or rank 0 holds the whole model and sends it tensor by tensor. An
 error of one rank is raised on all, so that no rank leaves while others wait for it.
@@ -41,7 +41,7 @@ def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives
     """
     opened, is_alike = _open(model_dir, config, ranks, may_hold=ranks.rank == 0)
     if not is_alike:
-        # transformers made another model of the files than of the configuration alone.
+        # transformers made another model of the files than of the configuration.
         opened, _ = _open(model_dir, config, ranks, may_hold=True)
         return opened
     if ranks.world_size > 1 and opened.is_held:
@@ -157,18 +157,18 @@ def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tenso
 
 
 @torch.no_grad()
-def settle_untrained(division: Sharding, *, is_rounded: bool) -> None:
+def settle_untrained(sharding: Sharding, *, is_rounded: bool) -> None:
     """Check that every published tensor is written, and round the buffers as samplers have them.
 
     An element that neither state nor buffers write would reach samplers as 0. Buffers are rounded once, since no step
     changes them.
     """
-    layout = division.layout
-    written = {layout.spec(name).name for name in (*division.state.shapes, *division.buffers)}
+    layout = sharding.layout
+    written = {layout.spec(name).name for name in (*sharding.state.shapes, *sharding.buffers)}
     apart = written ^ {spec.name for spec in layout.specs if not spec.alias_of}
     assert not apart, f"published or written, but not both: {sorted(apart)}"
     if is_rounded:
-        for name, buffer in division.buffers.items():
+        for name, buffer in sharding.buffers.items():
             buffer.copy_(buffer.to(tensors.TORCH_DTYPE[layout.spec(name).dtype]))
 
 

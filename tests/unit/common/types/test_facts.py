@@ -87,12 +87,12 @@ def test_changes_are_bounded_and_the_newest_stay():
 
 def test_the_learners_log_names_every_key_that_its_start_changed(tmp_path, caplog):
     write_run_file(LearnerConfig(state_dir=tmp_path))
-    assert "since the start before" not in caplog.text
+    assert "changed since the last start" not in caplog.text
     write_run_file(LearnerConfig(state_dir=tmp_path, group_size=4, backend={"lr": 0.5}))
 
-    assert "since the start before: backend.lr 1e-06 -> 0.5" in caplog.text
-    assert "since the start before: group_size 8 -> 4" in caplog.text
-    assert caplog.text.count("since the start before") == 2
+    assert "changed since the last start: backend.lr 1e-06 -> 0.5" in caplog.text
+    assert "changed since the last start: group_size 8 -> 4" in caplog.text
+    assert caplog.text.count("changed since the last start") == 2
 
 
 class Old:
@@ -117,12 +117,12 @@ async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog
     await describe_run(Earlier(), LearnerConfig(), epoch=1, backoff=backoff)
 
     assert len(asked) == 1
-    assert "going on" in caplog.text
+    assert "continuing" in caplog.text
 
 
 async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
     config = LearnerConfig()
     await describe_run(None, config, epoch=1, backoff=Old(InvalidRequest("UNIMPLEMENTED")))
-    assert "going on" in caplog.text
+    assert "continuing" in caplog.text
     with pytest.raises(StaleEpoch):
         await describe_run(None, config, epoch=1, backoff=Old(StaleEpoch("another")))

@@ -96,7 +96,7 @@ def test_every_node_begins_with_the_same_adapters(model_dir):
 def test_state_is_adapter_sized_and_training_goes_on_bit_for_bit(model_dir, tmp_path):
     backend = backend_of(model_dir)
     backend.train_step(random_groups(seed=1), head_version=1, step=1)
-    backend.save(tmp_path)
+    backend.freeze(tmp_path)()
     resumed = backend_of(model_dir)
     resumed.restore(tmp_path)
     for one in (backend, resumed):

@@ -42,7 +42,7 @@ def test_restored_adafactor_goes_on_bit_for_bit(model_dir, tmp_path, lora):
     backend = _backend(model_dir, lora=lora)
     start = weights(backend.torch_model)
     assert not is_identical(_train(backend, [1, 2]), start)
-    backend.save(tmp_path)
+    backend.freeze(tmp_path)()
     expected = _train(backend, [3])
 
     restored = _backend(model_dir, lora=lora)
@@ -54,7 +54,7 @@ def test_restored_adafactor_goes_on_bit_for_bit(model_dir, tmp_path, lora):
 def test_state_is_rows_and_columns(model_dir, tmp_path):
     backend = _backend(model_dir)
     _train(backend, [1])
-    backend.save(tmp_path)
+    backend.freeze(tmp_path)()
 
     with safe_open(tmp_path / "optimizer.safetensors", "pt") as file:
         sizes = {name: file.get_tensor(name).numel() for name in file.keys() if "var" in name}  # noqa: SIM118
@@ -105,7 +105,7 @@ def test_checkpoint_of_the_other_optimizer_is_refused_and_changes_nothing(model_
     saved.mkdir()
     other = _backend(model_dir, optimizer="adamw")
     _train(other, [1])
-    other.save(saved)
+    other.freeze(saved)()
     backend = _backend(model_dir)
     before = weights(backend.torch_model)
 

@@ -150,7 +150,7 @@ def test_run_restored_from_a_checkpoint_continues_bit_for_bit(model_dir, tmp_pat
     # The checkpoint is inside the warm-up, so a lost step count would show.
     expected = _train(straight, 0, 6)
     _train(stopped, 0, 2)
-    stopped.save(tmp_path)
+    stopped.freeze(tmp_path)()
     expected_draw = torch.rand(3)
     _train(resumed, 7, 9)
     resumed.restore(tmp_path)
@@ -177,7 +177,7 @@ def test_state_that_was_frozen_is_that_of_its_moment_though_steps_follow(model_d
 
 def test_checkpoint_before_the_first_step_restores(model_dir, tmp_path):
     straight, resumed = _backend(model_dir), _backend(model_dir)
-    straight.save(tmp_path)
+    straight.freeze(tmp_path)()
     _train(resumed, 0, 2)
 
     resumed.restore(tmp_path)
@@ -237,7 +237,7 @@ def _change_random_state(change):
 def test_damaged_checkpoint_is_refused_and_changes_nothing(model_dir, tmp_path, name, damage):
     backend = _backend(model_dir)
     _train(backend, 0, 1)
-    backend.save(tmp_path)
+    backend.freeze(tmp_path)()
     damage(tmp_path / name)
     _train(backend, 1, 2)
     before = weights(backend.torch_model)
@@ -251,7 +251,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(model_dir, tmp_path, 
 def test_checkpoint_that_goes_while_it_is_read_changes_nothing(model_dir, tmp_path, monkeypatch):
     backend = _backend(model_dir)
     _train(backend, 0, 1)
-    backend.save(tmp_path)
+    backend.freeze(tmp_path)()
     _train(backend, 1, 2)
     before, flat = weights(backend.torch_model), TensorFile.flat
 
@@ -272,7 +272,7 @@ def test_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
     other_dir, saved = tmp_path / "other", tmp_path / "saved"
     saved.mkdir()
     tiny_model(is_tied=False).save_pretrained(other_dir)
-    _backend(other_dir).save(saved)
+    _backend(other_dir).freeze(saved)()
 
     with pytest.raises(CorruptStore, match="another model"):
         _backend(model_dir).restore(saved)
@@ -328,7 +328,7 @@ def test_warm_up_takes_smaller_steps_first(model_dir, tmp_path):
     _train(warming, 0, 2)
     # The moments do not depend on the step size: half of it for the first step, all of it for the second.
     _train(half, 0, 1)
-    half.save(tmp_path)
+    half.freeze(tmp_path)()
     full.restore(tmp_path)
     _train(full, 1, 2)
 

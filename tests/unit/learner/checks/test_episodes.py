@@ -73,7 +73,7 @@ def test_honest_trajectories_are_sound():
         (_played(reward=1.5), "reward: 1.5, computed 1"),
         (_played(parts=PARTS[:1]), "reward_parts: not "),
         (_played(parts=(dataclasses.replace(PARTS[0], value=0.4), PARTS[1])), "reward_parts: found is 0.4, computed "),
-        (_played(keeps=1), "its history is written anew"),
+        (_played(keeps=1), "its history was rewritten"),
     ],
 )
 def test_what_an_environment_did_not_say_is_a_mismatch(member, problem):

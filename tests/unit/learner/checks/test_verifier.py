@@ -104,9 +104,13 @@ def with_rollout(group, number=0, **changes):
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
+async def examined(verifier, asked):
+    return await verifier.conclude(asked, await verifier.score(asked))
+
+
 async def examine(site, group, *, seed=..., **settings):
     verifier = verifier_of(site, versions=Versions(arena_of(site)), **{**ALWAYS, **settings})
-    return await verifier.examine(queued(group) if seed is ... else queued(group, seed=seed))
+    return await examined(verifier, queued(group) if seed is ... else queued(group, seed=seed))
 
 
 async def test_honest_groups_pass_every_check(site, honest):
@@ -169,7 +173,7 @@ async def test_row_that_the_template_refuses_blames_nobody_and_ends_no_learner(s
 
     verifier = verifier_of(site)
     verifier.verification = dataclasses.replace(verifier.verification, prompter=Refusing())
-    finding = await verifier.examine(queued(honest[0]))
+    finding = await examined(verifier, queued(honest[0]))
 
     assert (finding.reason, "refuses messages" in finding.detail) == (None, True)
 
@@ -187,7 +191,7 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
     verifier = verifier_of(site)
     verifier.verification = dataclasses.replace(verifier.verification, task=FunctionRewardTask(site.task, reward))
 
-    findings = [await verifier.examine(queued(group)) for group in (*honest, *[honest[0]] * 9)]
+    findings = [await examined(verifier, queued(group)) for group in (*honest, *[honest[0]] * 9)]
 
     assert "no answer in 2 s" in findings[0].detail
     assert findings[0].reason is None
@@ -234,17 +238,17 @@ async def test_tokens_are_judged_under_the_version_that_each_names(site, honest)
     mixed = with_rollout(group, spans=spans)
 
     # Both versions have the same weights here, so an honest mixture passes, and both were asked for.
-    assert (await verifier.examine(queued(mixed))).reason is None
+    assert (await examined(verifier, queued(mixed))).reason is None
     assert versions.asked == [0, 1]
     forged = group.rollouts[0].sampler_logprobs.copy()
     forged[-1] -= 1.0
-    finding = await verifier.examine(queued(with_rollout(mixed, spans=spans, sampler_logprobs=forged)))
+    finding = await examined(verifier, queued(with_rollout(mixed, spans=spans, sampler_logprobs=forged)))
     assert finding.reason is DropReason.LOGPROB_MISMATCH
 
 
 async def test_site_of_a_variant_is_judged_by_the_weights_of_its_variant(site, honest):
     versions = Versions(arena_of(site))
-    await verifier_of(site, versions=versions, **ALWAYS).examine(queued(honest[0], variant="int8"))
+    await examined(verifier_of(site, versions=versions, **ALWAYS), queued(honest[0], variant="int8"))
     assert versions.asked == [(0, "int8")]
 
 
@@ -259,10 +263,10 @@ async def test_forms_of_one_version_are_not_taken_for_each_other(site, honest):
 
     verifier = verifier_of(site, versions=Forms(), **ALWAYS)
 
-    assert (await verifier.examine(queued(honest[0]))).reason is None
-    finding = await verifier.examine(queued(honest[0], variant="int8"))
+    assert (await examined(verifier, queued(honest[0]))).reason is None
+    finding = await examined(verifier, queued(honest[0], variant="int8"))
     assert finding.reason is DropReason.LOGPROB_MISMATCH
-    assert (await verifier.examine(queued(honest[0]))).reason is None
+    assert (await examined(verifier, queued(honest[0]))).reason is None
 
 
 @pytest.mark.parametrize("error", [UnknownVersion("version 0 is gone"), UnknownPayload("it went meanwhile")])
@@ -273,7 +277,7 @@ async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, h
 
     verifier = verifier_of(site, versions=Gone(), **ALWAYS)
 
-    finding = await verifier.examine(queued(honest[0]))
+    finding = await examined(verifier, queued(honest[0]))
 
     assert (finding.reason, "version 0 cannot be had" in finding.detail) == (None, True)
     assert verifier.passed[honest[0].id.site] == 0
@@ -294,15 +298,15 @@ async def test_trusted_site_is_checked_rarely_until_it_fails(site, honest):
     me = honest[0].id.site
     verifier.passed[me] = 10_000
     for _ in range(200):
-        assert (await verifier.examine(queued(honest[0]))).reason is None
+        assert (await examined(verifier, queued(honest[0]))).reason is None
     # 200 draws at 5 %: 10 expected, 5 standard deviations are 15.
     assert 0 < len(versions.asked) < 26
 
     bad = with_rollout(honest[0], reward=0.5)
-    assert (await verifier.examine(queued(bad))).reason is DropReason.REWARD_MISMATCH
+    assert (await examined(verifier, queued(bad))).reason is DropReason.REWARD_MISMATCH
     versions.asked.clear()
     for _ in range(4):
-        await verifier.examine(queued(honest[0]))
+        await examined(verifier, queued(honest[0]))
     assert versions.asked == [0] * 4
 
 
@@ -484,7 +488,7 @@ async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_ag
     mixed = with_rollout(honest[0], 0, spans=spans)
     versions = Versions(arena_of(site))
 
-    finding = await verifier_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}).examine(queued(mixed))
+    finding = await examined(verifier_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}), queued(mixed))
 
     assert finding.reason is None
     assert "verification.max_versions" in finding.detail

@@ -106,7 +106,7 @@ def test_a_sound_loss_passes_the_trial(loss):
         ("returning", {"what": "a name with a space"}, "a metric named 'my drift'"),
         ("returning", {"what": "many metrics"}, "17 metrics, 16 are allowed"),
         ("returning", {"what": "wrong weights"}, r"weights of shape \[12, 1\]"),
-        ("returning", {"what": "clips as numbers"}, "is_clipped that is no tensor of true and false"),
+        ("returning", {"what": "clips as numbers"}, "is_clipped that is not a tensor of bool"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(name, options, words):
@@ -121,7 +121,12 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(name, options, wo
     ("function", "options", "key", "words"),
     [
         ("gspo", {}, "loss.function", "'gspo' is not package.module:function"),
-        ("no_such_module:loss", {}, "loss.function", "there is no module no_such_module in .*beside the configuration"),
+        (
+            "no_such_module:loss",
+            {},
+            "loss.function",
+            "there is no module no_such_module in .*next to the configuration",
+        ),
         ("gspo:lost", {}, "loss.function", "has no function lost; did you mean loss"),
         ("gspo:loss", {"eps": 0.1}, "loss.options", "unexpected keyword argument 'eps'; its parameters are eps_low"),
         ("gspo:loss", {"batch": 1}, "loss.options", "batch is given by the learner"),

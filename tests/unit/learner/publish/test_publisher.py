@@ -34,8 +34,7 @@ from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.upload import MAX_REPAIRS
 from heterorl.learner.publish.version_payloads import Position, encode_version
 from heterorl.learner.run.learner_lease import read_incarnation
-from heterorl.learner.run.restorer import PublishedVersions, Restorer
-from heterorl.learner.run.resume import ResumePlan, Resumption, decide
+from heterorl.learner.run.resume import PublishedVersions, Restorer, ResumePlan, Resumption, decide
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
@@ -60,7 +59,7 @@ class World:
         self.core, self.api, self.directory, self.epoch = core, api or core, directory, epoch
         self.backend = backend or NumpyBackend()
         self.store = CheckpointStore(directory / "checkpoints")
-        self.journal = TrainingLog(directory)
+        self.training_log = TrainingLog(directory)
         self.backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
         self.publisher = Publisher(
             self.api,
@@ -69,7 +68,7 @@ class World:
             layout=LAYOUT,
             directory=directory / "payloads",
             store=self.store,
-            journal=self.journal,
+            training_log=self.training_log,
             backoff=self.backoff,
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1),
@@ -91,7 +90,7 @@ class World:
             published=PublishedVersions(
                 api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", backoff=self.backoff
             ),
-            journal=self.journal,
+            training_log=self.training_log,
             backoff=self.backoff,
             run_id="run",
             epoch=self.epoch,
@@ -495,8 +494,8 @@ async def test_refused_pending_checkpoint_gives_way_to_its_parent(coordinator, t
 
 
 async def test_journal_cuts_a_torn_line_and_goes_on(tmp_path):
-    journal = TrainingLog(tmp_path)
-    journal.note_evaluation({"version": 1})
+    training_log = TrainingLog(tmp_path)
+    training_log.note_evaluation({"version": 1})
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"versi')
 

@@ -33,8 +33,7 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.restorer import PublishedVersions, Restorer
-from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
 from heterorl.learner.run.rollback_order import Rollback
 from tests.support.learner_world import (
     FragileApi,
@@ -98,10 +97,10 @@ class World:
         backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
         trust = Trust(() if signer is None else (signer.public_key,))
         shared = {"run_id": "run", "epoch": epoch, "directory": directory / "payloads", "backoff": backoff}
-        store, journal = CheckpointStore(directory / "checkpoints"), TrainingLog(directory)
+        store, training_log = CheckpointStore(directory / "checkpoints"), TrainingLog(directory)
         variants = Variants(api, names=names, layout=LAYOUT, trust=trust, threads=1, **shared)
         self.publisher = Publisher(
-            api, layout=LAYOUT, store=store, journal=journal, signer=signer, variants=variants,
+            api, layout=LAYOUT, store=store, training_log=training_log, signer=signer, variants=variants,
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
         )  # fmt: skip
@@ -111,7 +110,7 @@ class World:
             api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", backoff=backoff, trust=trust
         )
         self.resumption = Resumption(
-            store=store, journal=journal, run_id="run", state_dir=directory,
+            store=store, training_log=training_log, run_id="run", state_dir=directory,
             adopt_without_optimizer=options.get("adopt_without_optimizer", False), **parts,
         )  # fmt: skip
         self.rollback = Rollback(resumption=self.resumption, directory=directory / "payloads")

@@ -232,7 +232,7 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
 
     await filling
     assert (result.step, result.version) == (4, 4)
-    assert caplog.text.count("going back to version 1 is not possible") == 1
+    assert caplog.text.count("cannot go back to version 1") == 1
     assert await ordered(core) == (1, 4)
 
 

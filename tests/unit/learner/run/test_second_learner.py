@@ -15,9 +15,11 @@ from tests.support.learner_world import learner_config
 from tests.support.links import PLAINTEXT
 
 
-async def _start(config, monkeypatch, leader=None):
+async def _start(config, monkeypatch, training_run=None):
     monkeypatch.setattr(
-        learner_app, "join", lambda *args, **options: learner_app.Learner(leader=leader, state_dir=config.state_dir)
+        learner_app,
+        "join",
+        lambda *args, **options: learner_app.Learner(training_run=training_run, state_dir=config.state_dir),
     )
     monkeypatch.setattr(learner_app.metrics, "serve", lambda *args, **options: 0)
     stop = asyncio.Event()

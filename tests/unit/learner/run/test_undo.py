@@ -219,6 +219,6 @@ async def test_checkpoint_that_could_not_be_restored_leaves_no_moments_of_its_ow
     assert seen == [False]
     assert (result.step, result.version) == (3, 3)
     assert "version 1 has no checkpoint that can be restored" in caplog.text
-    assert "the optimizer starts anew" in caplog.text
+    assert "the optimizer is new" in caplog.text
     assert "keeps its moments" not in caplog.text
     await core.close()

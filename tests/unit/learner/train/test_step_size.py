@@ -87,7 +87,7 @@ def test_restored_learner_takes_the_next_step_with_the_size_that_the_killed_one_
 
     backend = start()
     before = rates(backend, [1, 2, 3])
-    backend.save(saved)
+    backend.freeze(saved)()
     expected = rates(backend, [4, 5, 6])
     restored = start()
     restored.restore(saved)

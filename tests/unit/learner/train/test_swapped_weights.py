@@ -140,7 +140,7 @@ def test_dead_band_counts_from_the_checkpoint_after_a_restart(model_dir, tmp_pat
         newer = Arena(straight.layout)
         straight.store(newer, published=published)
         published = newer
-    straight.save(tmp_path)
+    straight.freeze(tmp_path)()
     # As a restart does it: the masters, then the published weights on top of themselves.
     resumed.restore(tmp_path)
     again = published.copy()

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 import heterorl
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.ranks import rendezvous
+from heterorl.learner.backends.ranks import rank_group
 from heterorl.learner.backends.ranks.collectives import RanksDiffer
 from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
-from heterorl.learner.backends.ranks.rendezvous import RanksApart, Rendezvous, enter_round, open_round
+from heterorl.learner.backends.ranks.rank_group import RanksApart, Rendezvous, enter_round, open_round
 
 
 def _place(rank, world_size=3):
@@ -22,7 +22,7 @@ def _place(rank, world_size=3):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """What waits for ever by mistake gives up before the test's own time is over."""
-    monkeypatch.setattr(rendezvous, "CONNECT", rendezvous.datetime.timedelta(seconds=50))
+    monkeypatch.setattr(rank_group, "CONNECT", rank_group.datetime.timedelta(seconds=50))
 
 
 @pytest.fixture
@@ -124,16 +124,16 @@ def test_rank_waits_for_the_end_of_rank_0_no_longer_than_it_is_said_to(places, m
     met = _met(places)
     slept = []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(rank_group, "time", clock)
 
     with pytest.raises(RanksDiffer, match=r"rank 1 in 0\.3 s"):
         met[1].hear(within_s=0.3)
 
-    assert 0.3 < sum(slept) <= 0.3 + 2 * rendezvous.POLL_S
+    assert 0.3 < sum(slept) <= 0.3 + 2 * rank_group.POLL_S
 
 
 def test_rank_that_nobody_welcomes_gives_up(connect, monkeypatch):
-    monkeypatch.setattr(rendezvous, "CONNECT", rendezvous.datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(rank_group, "CONNECT", rank_group.datetime.timedelta(seconds=0.2))
 
     with pytest.raises(RuntimeError, match="nothing is heard of rank 0"):
         enter_round(connect(), _place(1))
@@ -150,7 +150,7 @@ def _versions(monkeypatch, releases):
         def __version__(self):
             return releases[here.rank]
 
-    monkeypatch.setattr(rendezvous, "heterorl", Release())
+    monkeypatch.setattr(rank_group, "heterorl", Release())
 
     def meet(place):
         here.rank = place.rank
@@ -215,7 +215,7 @@ def test_release_that_does_not_say_what_it_is_is_another_one(connect, run, old):
 @pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])
 def test_ranks_without_a_stated_number_of_a_machine_count_equal_names(tmp_path, monkeypatch, names, counted):
     hosts = iter(names)
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: next(hosts))
+    monkeypatch.setattr(rank_group.socket, "gethostname", lambda: next(hosts))
     places = [
         RankEnv(rank=rank, local_rank=0, world_size=2, local_world_size=0, file=tmp_path / "store") for rank in range(2)
     ]

@@ -13,6 +13,25 @@ def key(cell: Cell) -> tuple[str, int]:
     return cell.task.model_dump_json(), cell.seed
 
 
+class MissedTarget(RuntimeError):
+    """A warm start that ended below its target: no rule learns from such weights, and they widen every interval."""
+
+
+def start_of(cell: Cell, *, cache: Path) -> Path:
+    """The directory of the model that a run begins from.
+
+    Raises:
+        MissedTarget: its accuracy is below `warm_start_target`.
+    """
+    directory, accuracy = prepare(cell, cache=cache)
+    if accuracy < cell.task.warm_start_target:
+        raise MissedTarget(
+            f"the warm start of seed {cell.seed} ended at {accuracy:.2f}, and warm_start_target is"
+            f" {cell.task.warm_start_target:g}: take another seed"
+        )
+    return directory
+
+
 def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
     """Return the model's directory and its sampled accuracy; trains only when the cache has no verified copy."""
     return warm_start(

@@ -28,7 +28,7 @@ from heterorl_research.lab.config import ExperimentConfig
 from heterorl_research.lab.fast.batch import run_batch
 from heterorl_research.lab.fast.orders import FAST
 from heterorl_research.lab.results import failure, summarise
-from heterorl_research.lab.warm_starts import prepare
+from heterorl_research.lab.warm_starts import prepare, start_of
 from heterorl_research.lab.world import run_cell
 
 
@@ -43,7 +43,7 @@ def _run(cell: Cell, *, out: Path, cache: Path) -> dict[str, Any]:
     # Its databases and payloads are as durable as ever, on memory where there is such a directory.
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:
-        model_dir, _ = prepare(cell, cache=cache)
+        model_dir = start_of(cell, cache=cache)
         with tempfile.TemporaryDirectory(prefix="heterorl-lab-", dir=base) as directory:
             outcome = run_cell(cell, model_dir=model_dir, directory=Path(directory))
         row = summarise(cell, outcome, wall_s=time.perf_counter() - started)
@@ -65,7 +65,7 @@ def run_together(
             tell({"share": done / steps})
 
     try:
-        model_dirs = [prepare(cell, cache=cache)[0] for cell in cells]
+        model_dirs = [start_of(cell, cache=cache) for cell in cells]
         outcomes = run_batch(cells, model_dirs=model_dirs, device=device, note_step=note_step)
     except (HeterorlError, RuntimeError) as error:
         if len(cells) > 1 and not isinstance(error, ConfigError):

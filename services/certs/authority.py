@@ -1,7 +1,7 @@
-"""What the authority signs: itself, and one certificate per node. Pure but for fresh keys and serial numbers.
+"""Signing of certificates: the authority's own, and one per node. Pure except for fresh keys and serials.
 
-Guarantees: a node's certificate holds exactly one URI; only a coordinator's can prove a server, so no sampler can pose
-as one; none outlives the authority. Keys are ECDSA P-256, which every TLS 1.3 peer speaks.
+A node's certificate holds exactly one URI. Only a coordinator's or relay's proves a server, so no sampler can pose as
+one. None outlives the authority. Keys are ECDSA P-256.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri
 SKEW = datetime.timedelta(minutes=5)
 """How far ahead of the others the authority's clock may be."""
 SERVING = frozenset({Role.COORDINATOR, Role.RELAY})
-"""Roles that others dial."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 ENROLMENT_NAME = "enrolment.heterorl.invalid"
-"""Server name of the desk for joining nodes: none that a coordinator is dialled by, and none that DNS can hold."""
+"""Server name for joining nodes: not a coordinator's, and impossible in DNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +37,7 @@ class Pair:
 
 
 def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
-    """Make an authority that signs itself and may sign nodes only.
-
-    Raises:
-        ConfigError: the run's name is not allowed.
-    """
+    """Make a self-signed authority that may sign nodes only. Raises ConfigError: the run's name is not allowed."""
     _check_name("RUN", run)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"heterorl {run}"[:64])])
@@ -65,13 +60,10 @@ def issue_node(
     now: datetime.datetime,
     lifetime: datetime.timedelta,
 ) -> Pair:
-    """Issue a certificate with a key of its own, from `now` on, at the longest to the authority's own end.
-
-    `hosts` are DNS names and IP addresses that a coordinator or a relay is dialled by.
-
-    Raises:
-        ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the role.
-    """
+    """Issue a certificate and its key, valid from `now` to the authority's end at most; `hosts` are names it is dialled
+    by.
+    Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the
+    role."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = sign_node(
         authority, public_key=key.public_key(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
@@ -91,15 +83,11 @@ def sign_node(
     lifetime: datetime.timedelta,
     serial: int = 0,
 ) -> x509.Certificate:
-    """Sign a certificate for a key that the node keeps; arguments as of `issue_node`, serial 0 draws one.
-
-    Raises:
-        ConfigError: as `issue_node`.
-    """
+    """Sign a certificate for a node's own key; arguments and errors as of `issue_node`, serial 0 draws one."""
     _check_name("RUN", run)
     _check_name("SITE", site)
     if hosts and role not in SERVING:
-        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator and relays have hosts")
+        raise ConfigError("--host", f"a {role} does not serve", action="only the coordinator and relays have hosts")
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if role in SERVING:
@@ -112,11 +100,8 @@ def sign_node(
 
 
 def issue_enrolment_server(authority: Pair, *, now: datetime.datetime) -> Pair:
-    """Issue the certificate of the desk that answers joining nodes: it proves one server name and is no node's.
-
-    Raises:
-        ConfigError: the authority has expired or cannot be read.
-    """
+    """Issue the enrolment server's certificate, which proves ENROLMENT_NAME only.
+    Raises ConfigError: the authority has expired or cannot be read."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(
         authority, subject=ENROLMENT_NAME, public_key=key.public_key(), names=[x509.DNSName(ENROLMENT_NAME)],

@@ -1,13 +1,13 @@
-"""The authority's directory: what was issued, to whom, until when, and what is revoked.
+"""The authority's directory: issued and revoked certificates, tokens.
 
     ca.crt ca.key        the authority; ca.key stays here
     issued/SERIAL.crt    every certificate that it issued
     tokens/NUMBER.json   tokens by which nodes join, without their secrets
     revoked              serial numbers that are no longer accepted; the coordinator's `tls.revoked`
-    ROLE-SITE/           what one node needs: ca.crt, node.crt, node.key; a coordinator also a copy of revoked
+    ROLE-SITE/           one node's files: ca.crt, node.crt, node.key; a coordinator's also a copy of revoked
 
-Guarantees: an operation that fails leaves every file as it was or complete; secret files are never readable by others;
-a revoked certificate is not renewed.
+A failed operation leaves every file complete. Secret files are never readable by others. A revoked certificate is not
+renewed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Issued:
 
     identity: Identity
     hosts: tuple[str, ...]
-    """Names and addresses that it proves, but for those of its own machine."""
+    """Names and addresses that it proves, except those of its own machine."""
     expires: datetime.datetime
     is_revoked: bool
 
@@ -61,11 +61,7 @@ class Authority:
         return self._directory / REVOKED
 
     def init(self, *, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
-        """Make the directory and its authority.
-
-        Raises:
-            ConfigError: there is one already.
-        """
+        """Make the directory and its authority. Raises ConfigError: there is one already."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self._directory):
             if (self._directory / "ca.key").exists():
@@ -89,10 +85,7 @@ class Authority:
         lifetime: datetime.timedelta,
     ) -> Path:
         """Issue a node's files; returns their directory.
-
-        Raises:
-            ConfigError: a name is not allowed, or the node has a certificate there already.
-        """
+        Raises ConfigError: a name is not allowed, or the node already has a certificate there."""
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
             if (target / "node.key").exists():
@@ -109,13 +102,8 @@ class Authority:
     def renew(
         self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
     ) -> Identity:
-        """Replace certificate and key in a node's directory, for the same identity; returns the one that was replaced.
-
-        Without `hosts` the new certificate has those of the old one.
-
-        Raises:
-            ConfigError: there is no certificate of this authority, it is revoked, or hosts do not fit the role.
-        """
+        """Replace certificate and key of a node's directory; returns the replaced identity. Without `hosts` they stay.
+        Raises ConfigError: no certificate of this authority is there, it is revoked, or hosts do not fit the role."""
         with locked(self._existing()):
             if not (target / "node.crt").exists():
                 raise ConfigError(
@@ -142,14 +130,9 @@ class Authority:
             return identity
 
     def revoke(self, what: str) -> list[Identity]:
-        """Refuse certificates from now on; returns them.
-
-        A serial number or a certificate's file names one certificate. A node's directory means all that its role and
-        site ever got, so that a copy of an older key is worth nothing either.
-
-        Raises:
-            ConfigError: this authority issued no such certificate.
-        """
+        """Revoke certificates; returns them. A serial number or file names one; a node's directory means all of its
+        role and site.
+        Raises ConfigError: this authority issued no such certificate."""
         with locked(self._existing()):
             path = Path(what)
             if path.is_dir():
@@ -161,11 +144,7 @@ class Authority:
             return self._refuse([self._read(self.path_of(serial))])
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
-        """Refuse all certificates that a role and site ever got, joined by token or issued; returns them.
-
-        Raises:
-            ConfigError: this authority issued none.
-        """
+        """Revoke all certificates of a role and site; returns them. Raises ConfigError: this authority issued none."""
         with locked(self._existing()):
             found = self._all_of(role=role, site=site)
             if not found:
@@ -193,19 +172,11 @@ class Authority:
         return list(identities)
 
     def run(self) -> str:
-        """Name of the run that it issues for.
-
-        Raises:
-            ConfigError: there is no authority.
-        """
+        """Name of the run that it issues for. Raises ConfigError: there is no authority."""
         return (self._existing() / "run").read_text(encoding="ascii").strip()
 
     def pair(self) -> Pair:
-        """Certificate and key of the authority itself.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Certificate and key of the authority itself. Raises ConfigError: there is none."""
         directory = self._existing()
         return Pair(cert=(directory / "ca.crt").read_bytes(), key=(directory / "ca.key").read_bytes())
 
@@ -214,7 +185,6 @@ class Authority:
         return self._directory / "issued" / f"{serial:x}.crt"
 
     def is_revoked(self, serial: int) -> bool:
-        """Whether a certificate is no longer accepted."""
         return serial in self._revoked()
 
     def list(self) -> list[Issued]:

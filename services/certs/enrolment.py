@@ -1,10 +1,10 @@
-"""Tokens and the certificates that they become, in an authority's directory.
+"""Join tokens and the certificates they become, in an authority's directory.
 
-Guarantees: a token becomes exactly one certificate, whoever asks at once and wherever a crash falls: the key and the
-serial number are written to the token's row before anything is signed, and the same key asking again gets the same
-certificate. No secret is on disk, only its digest.
+A token becomes exactly one certificate, also under concurrent requests and crashes: key and serial number are written
+to its row before anything is signed, and the same key gets the same certificate again. Only the secret's digest is on
+disk.
 
-Layout: tokens/NUMBER.json, mode 0600, one row each: the fields of `Kept`.
+Rows: tokens/NUMBER.json, mode 0600, the fields of `Kept`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri, split_uri
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A signing request that was read: who asks to be called what; its signature proved the key."""
+    """A verified signing request: the requested URI and the public key."""
 
     public_key: ec.EllipticCurvePublicKey
     uri: str
@@ -61,13 +61,10 @@ class Enrolment:
         self._authority = Authority(directory)
 
     def create(self, *, role: Role, site: str, address: str, days: int, expires: float) -> Token:
-        """Make a token; `expires` in seconds since the epoch, `days` the lifetime of its certificate.
-
-        Raises:
-            ConfigError: there is no authority, or a name is not allowed.
-        """
+        """Make a token that expires at `expires` (seconds since the epoch) for a certificate of `days` days.
+        Raises ConfigError: there is no authority, or a name is not allowed."""
         if role is Role.COORDINATOR:
-            raise ConfigError("--role", "a coordinator joins nobody", action="heterorl certs issue coordinator")
+            raise ConfigError("--role", "a coordinator cannot join", action="heterorl certs issue coordinator")
         if not is_name(site):
             raise ConfigError("--site", f"{site!r} is not 1 to 64 letters, digits, dots, dashes or underscores")
         run = self._authority.run()
@@ -93,11 +90,7 @@ class Enrolment:
         return sorted(((name, row) for name, row in rows if row is not None), key=lambda pair: pair[1].expires)
 
     def delete(self, number: str) -> None:
-        """Forget a token; a certificate that it became stays.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Delete a token; its certificate stays. Raises ConfigError: there is no such token."""
         with locked(self._directory):
             if not number.isalnum() or not (path := self._directory / "tokens" / f"{number}.json").exists():
                 raise ConfigError("TOKEN", f"there is no token {number}", action="heterorl certs token list")
@@ -107,17 +100,13 @@ class Enrolment:
         self, *, number: bytes, secret: bytes, request: Request, wall_time: Callable[[], float]
     ) -> x509.Certificate:
         """Turn a token into a certificate for the caller's key.
-
-        Raises:
-            JoinRefused: the token does not count for this request.
-            ConfigError: the authority cannot sign.
-        """
+        Raises JoinRefused: the token does not count for this request; ConfigError: the authority cannot sign."""
         with locked(self._directory):
             now = wall_time()
             kept = self._read(self._path(number))
             kept = check_token(kept, secret=secret, uri=request.uri, key=request.key, now=now)
             if not kept.key:
-                # First of all, durably: from here on this token is this key's, whatever happens.
+                # First, and durably: a crash must not give this token to another key.
                 kept = dataclasses.replace(kept, key=request.key, serial=x509.random_serial_number())
                 self._write(number, kept)
             elif self._authority.is_revoked(kept.serial):
@@ -159,10 +148,7 @@ class Enrolment:
 
 def read_request(der: bytes) -> Request:
     """Read a signing request (PKCS #10, DER) and check that its sender holds the key.
-
-    Raises:
-        JoinRefused: it is damaged, not signed by its key, of another kind of key, or names not exactly one URI.
-    """
+    Raises JoinRefused: it is damaged, not signed by its key, of another kind of key, or names not exactly one URI."""
     try:
         csr = x509.load_der_x509_csr(der)
         is_signed = csr.is_signature_valid

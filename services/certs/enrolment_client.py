@@ -1,7 +1,7 @@
-"""A node's side of joining: its key is made here and stays here.
+"""A node's side of joining: makes its key and fetches its certificate.
 
-Guarantees: before the desk's authority is known to be the token's, and the desk to be that authority's, nothing is sent
-but a TLS handshake. The key is on disk before it is used, so that a lost answer can be asked for again.
+Before the server has proved the token's authority, only a TLS handshake is sent. The key is on disk before it is used,
+so a lost answer can be requested again.
 """
 
 from __future__ import annotations
@@ -53,14 +53,9 @@ class WrongAuthority(OperatorError):
 async def join(
     token: Token, *, address: str, out: Path, timeout_s: float = JOIN_S, wall_time: Callable[[], float] = time.time
 ) -> None:
-    """Get a certificate and write ca.crt, node.crt and node.key into `out`; with a key that is there, ask again.
-
-    Raises:
-        ConfigError: `out` holds a certificate, or a key that cannot be read.
-        WrongAuthority: the desk is not of the token's authority.
-        JoinRefused: the desk refused.
-        OperatorError: the desk cannot be reached.
-    """
+    """Get a certificate; write ca.crt, node.crt and node.key into `out`. An existing node.key is used again.
+    Raises ConfigError: `out` has a certificate or an unreadable key; WrongAuthority: the server is not of the token's
+    authority; JoinRefused: the server refused; OperatorError: it cannot be reached."""
     if (out / "node.crt").exists():
         raise ConfigError("--out", f"{out} holds a certificate", action="name another directory, or delete it")
     key = _own_key(out)
@@ -81,7 +76,7 @@ async def ask(
 ) -> tuple[x509.Certificate, x509.Certificate]:
     """The authority's certificate and the key's own; arguments and errors of `join`, the caller bounds the time."""
     host, _, port = address.rpartition(":")
-    # The desk proves itself by the pin, not by a name and an authority that this machine believes.
+    # The server proves itself by the pin, not by a name and this machine's trusted authorities.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -90,9 +85,9 @@ async def ask(
         host.strip("[]"), int(port), ssl=context, server_hostname=ENROLMENT_NAME
     )
     try:
-        authority = _check_desk(
+        authority = _check_server(
             token, greeting=await read_frame(reader), now=now,
-            desk=writer.get_extra_info("ssl_object").getpeercert(binary_form=True),
+            server=writer.get_extra_info("ssl_object").getpeercert(binary_form=True),
         )  # fmt: skip
         writer.write(frame(token.id + token.secret) + frame(signing_request(key, uri=token.uri)))
         await writer.drain()
@@ -120,20 +115,20 @@ def signing_request(key: ec.EllipticCurvePrivateKey, *, uri: str) -> bytes:
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
 
 
-def _check_desk(token: Token, *, greeting: bytes, desk: bytes, now: float) -> x509.Certificate:
+def _check_server(token: Token, *, greeting: bytes, server: bytes, now: float) -> x509.Certificate:
     if not hmac.compare_digest(pin_of(greeting), token.pin):
-        raise WrongAuthority("the desk shows another authority than the token's")
+        raise WrongAuthority("the server shows another authority than the token's")
     try:
-        authority, certificate = x509.load_der_x509_certificate(greeting), x509.load_der_x509_certificate(desk)
+        authority, certificate = x509.load_der_x509_certificate(greeting), x509.load_der_x509_certificate(server)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         hosts = names.get_values_for_type(x509.DNSName)
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise WrongAuthority(f"the desk's certificate cannot be read: {error}") from error
+        raise WrongAuthority(f"the server's certificate cannot be read: {error}") from error
     if not _issued(certificate, authority) or hosts != [ENROLMENT_NAME]:
         raise WrongAuthority("what answers has no certificate of the authority for this")
     instant = datetime.datetime.fromtimestamp(now, datetime.UTC)
     if not certificate.not_valid_before_utc <= instant <= certificate.not_valid_after_utc:
-        raise WrongAuthority("the desk's certificate is not valid now", action="set this machine's clock")
+        raise WrongAuthority("the server's certificate is not valid now", action="set this machine's clock")
     return authority
 
 
@@ -168,11 +163,11 @@ def _refused(reply: bytes) -> JoinRefused:
         reason = Refused.FAULT
     # Another machine's words: printable, and not many.
     words = "".join(c for c in reply[1:].decode("utf-8", "replace") if c.isprintable())[:300]
-    return JoinRefused(reason, words or "the desk refused", action=_ACTIONS.get(reason))
+    return JoinRefused(reason, words or "the server refused", action=_ACTIONS.get(reason))
 
 
 def _unreachable(address: str, why: str) -> OperatorError:
     return OperatorError(
-        f"the authority's desk at {address} cannot be reached: {why}",
+        f"the enrolment server at {address} cannot be reached: {why}",
         action="start `heterorl certs serve` there, then repeat with the same --out: the token still counts",
     )

@@ -1,12 +1,12 @@
-"""The authority's desk: answers nodes that join, where the authority's key is and nowhere else.
+"""The enrolment server: issues certificates to joining nodes for tokens.
 
     loop        waits for                               unblocked by
     accept      a connection                            the kernel; the end of the process
     answer      two frames of a node, the directory     the node; SPEAK_S, ANSWER_S; the lock's holder
 
-Guarantees: nothing is issued but for a token; a connection lasts ANSWER_S at most, SPEAK_S before the node has said its
-token; OF_ADDRESS of one address are open at once, MAX_CONNECTIONS of all. When these are open, the oldest one that has
-said nothing ends, of the address that has most.
+It runs where the authority's key is. A connection lasts ANSWER_S at most, and SPEAK_S before its token. OF_ADDRESS
+connections of one address are open at once, MAX_CONNECTIONS in all. At the limit, the oldest silent connection of the
+busiest address ends.
 """
 
 from __future__ import annotations
@@ -52,17 +52,9 @@ class EnrolmentServer:
     """Listens for joining nodes."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        wall_time: Callable[[], float] = time.time,
-        limit: GuessLimit | None = None,
+        self, directory: Path, *, wall_time: Callable[[], float] = time.time, limit: GuessLimit | None = None
     ) -> None:
-        """Prepare to answer for the authority of a directory.
-
-        Raises:
-            ConfigError: there is none, or it has expired.
-        """
+        """Prepare to answer for the authority of a directory. Raises ConfigError: there is none, or it has expired."""
         authority = Authority(directory)
         pair = authority.pair()
         self._enrolment = Enrolment(directory)
@@ -71,25 +63,21 @@ class EnrolmentServer:
         own = issue_enrolment_server(pair, now=now)
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_3
-        with tempfile.TemporaryDirectory(prefix="heterorl-desk-") as place:
+        with tempfile.TemporaryDirectory(prefix="heterorl-enrolment-") as place:
             # The only way to hand a key to OpenSSL; the directory is this user's alone and goes at once.
-            path = Path(place) / "desk.pem"
+            path = Path(place) / "server.pem"
             write_file(path, own.key + own.cert, mode=SECRET)
             self._tls.load_cert_chain(path)
         self._wall_time = wall_time
         self._limit = limit or GuessLimit()
         self._open: Counter[str] = Counter()
         self._silent: dict[asyncio.Timeout, str] = {}
-        # One request at a time: whoever guesses over many connections at once is counted all the same.
+        # One request at a time, so that parallel guesses are counted.
         self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def listening(self, address: str) -> AsyncIterator[int]:
-        """Answer at host:port until the context ends; yields the port.
-
-        Raises:
-            PortInUse: the address is taken.
-        """
+        """Answer at host:port until the context ends; yields the port. Raises PortInUse: the address is taken."""
         host, _, port = address.rpartition(":")
         try:
             server = await asyncio.get_running_loop().create_server(
@@ -133,7 +121,7 @@ class EnrolmentServer:
         return True
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> list[bytes]:
-        """What a node says: its token and its signing request."""
+        """Read a node's token and signing request."""
         async with asyncio.timeout(SPEAK_S) as silent:
             self._silent[silent] = network_of(peer)
             try:
@@ -185,10 +173,10 @@ class EnrolmentServer:
 
 
 class GuessLimit:
-    """Addresses and when they failed; bounded, the one that failed longest ago is forgotten first.
+    """Failed attempts by token and address; bounded, the oldest entry is evicted first.
 
-    Failures count for each token, so that nodes behind one address do not shut one another out; for all tokens of an
-    address there is a far larger number. An IPv6 address counts as its /64, which one machine has whole.
+    Each token has its own limit, so nodes behind one address do not block each other; an address has a larger one. An
+    IPv6 address counts as its /64.
     """
 
     def __init__(

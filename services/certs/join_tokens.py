@@ -1,4 +1,4 @@
-"""Tokens by which a node gets its first certificate, and the messages in which it shows one to the authority's desk.
+"""Join tokens, and the frames in which a node shows one to the enrolment server.
 
 A token is the text `hrl1.` and base64url without padding of:
 
@@ -7,17 +7,17 @@ A token is the text `hrl1.` and base64url without padding of:
     32 bytes    SHA-256 of the authority's certificate (DER): the pin
     2 bytes     length of the next field, big-endian
     n bytes     identity URI of the node (ASCII)
-    m bytes     host:port of the authority's desk (ASCII); may be empty
-    4 bytes     first bytes of SHA-256 of all of the above, against slips of the hand
+    m bytes     host:port of the enrolment server (ASCII); may be empty
+    4 bytes     first bytes of SHA-256 of all of the above, against typing errors
 
-Messages travel over TLS 1.3; the desk speaks first, so that the node knows whom it talks to before it says a word:
+Frames travel over TLS 1.3; the server speaks first, so the node knows it before it sends the token:
 
     frame       4 bytes length, big-endian, at most MAX_FRAME; then that many bytes
-    desk        1 frame: the authority's certificate, DER
+    server      1 frame: the authority's certificate, DER
     node        2 frames: number and secret of the token (40 bytes); signing request, DER
-    desk        1 frame: a byte of 0 and the certificate, DER; or a byte of `Refused` and a sentence, UTF-8
+    server      1 frame: a byte of 0 and the certificate, DER; or a byte of `Refused` and a sentence, UTF-8
 
-Guarantees: the authority keeps the secret's digest alone; a token counts once, for one key, for one identity.
+The authority keeps only the secret's digest. A token counts once, for one key and one identity.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_FRAME = 16 << 10
 
 
 class Refused(enum.IntEnum):
-    """Why the desk issues nothing; the number travels."""
+    """Why the enrolment server issued nothing; the number travels."""
 
     REQUEST = 1
     TOKEN = 2
@@ -56,7 +56,7 @@ class Refused(enum.IntEnum):
 
 
 class JoinRefused(OperatorError):
-    """The authority's desk issued no certificate; `reason` says why."""
+    """The enrolment server issued no certificate; `reason` says why."""
 
     def __init__(self, reason: Refused, message: str, *, action: str | None = None) -> None:
         self.reason = reason
@@ -65,11 +65,7 @@ class JoinRefused(OperatorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What a joining node holds; `address` is empty where the authority did not say where its desk is.
-
-    Example:
-        Token(id=bytes(8), secret=bytes(32), pin=bytes(32), uri="spiffe://run/site/eu-1/role/sampler", address="")
-    """
+    """A parsed join token; `address` of the enrolment server may be empty."""
 
     id: bytes
     secret: bytes
@@ -93,9 +89,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What the authority knows of a token; `expires` in seconds since the epoch.
+    """The authority's row of a token; `expires` in seconds since the epoch.
 
-    `key` is the digest of the public key that used it and `serial` that key's certificate; empty and 0 while unused.
+    `key` is the digest of the public key that used it, `serial` its certificate; empty and 0 while unused.
     """
 
     secret_digest: str
@@ -107,11 +103,7 @@ class Kept:
 
 
 def parse_token(text: str) -> Token:
-    """Read a token.
-
-    Raises:
-        ConfigError: it is damaged or none.
-    """
+    """Read a token. Raises ConfigError: it is damaged or none."""
     action = "copy the whole token, or ask for a new one"
     text = "".join(text.split())
     if not text.startswith(PREFIX) or not text.isascii():
@@ -150,19 +142,17 @@ def pin_of(certificate: bytes) -> bytes:
 
 
 def check_token(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> Kept:
-    """The row of a token that counts for a request; a caller without the secret learns nothing about the token.
+    """Check a token against its row (`kept`, None if unknown); a caller without the secret learns nothing about the
+    token.
 
-    `kept` is None for a number that the authority does not know. `key` is the digest of the caller's public key; the
-    caller has proven to hold the private one.
-
-    Raises:
-        JoinRefused: it does not count.
+    `key` is the digest of the caller's public key, whose private key the caller has proved.
+    Raises JoinRefused: it does not count.
     """
     if kept is None or not hmac.compare_digest(kept.secret_digest, secret_digest(secret)):
         raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
     if uri != kept.uri:
         raise JoinRefused(Refused.IDENTITY, f"the token is for {kept.uri}, the request for {uri[:200]}")
-    # The same key asks again where its answer was lost: nobody gets more than was given already.
+    # The same key asks again after a lost answer and gets the same certificate.
     if kept.key and not hmac.compare_digest(kept.key, key):
         raise JoinRefused(Refused.USED, "the token was used, by another key")
     if not kept.key and now >= kept.expires:
@@ -179,11 +169,7 @@ class BrokenFrame(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """One frame; the caller bounds the time.
-
-    Raises:
-        BrokenFrame: it is incomplete or too long.
-    """
+    """One frame; the caller bounds the time. Raises BrokenFrame: it is incomplete or too long."""
     try:
         (length,) = struct.unpack(">I", await reader.readexactly(4))
         if length > MAX_FRAME:

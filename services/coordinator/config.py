@@ -15,28 +15,26 @@ from heterorl.common.process.tracing import TracingConfig
 
 
 class BucketConfig(Config):
-    """Where payloads are kept, beside what `store` keeps."""
+    """Payloads in an S3-compatible bucket instead of data_dir."""
 
     bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
-    """Name of an S3-compatible bucket, which exists; empty: payloads are files in data_dir. Chosen when a run begins.
-    Its credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the machine's role, or credentials_file."""
+    """Name of an existing S3-compatible bucket; empty: payloads are files in data_dir. Fixed when a run begins.
+    Credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the machine's role, or credentials_file."""
     prefix: str = Field(default="", pattern=r"^([A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*)?$", max_length=256)
-    """What the keys of this run begin with; empty: run_id. One run alone may use it."""
+    """Prefix of this run's keys, for one run only; empty: run_id."""
     endpoint: str = Field(default="", max_length=512)
     """`https://HOST[:PORT]` of a store that is not Amazon's; `http://` only within a network that is trusted."""
     region: str = Field(default="us-east-1", pattern=r"^[A-Za-z0-9-]{1,64}$")
     """Region that requests are signed for."""
     credentials_file: Path | None = None
-    """File in the form of ~/.aws/credentials, section `default`; readable by its owner alone (mode 0600)."""
+    """Credentials in the form of ~/.aws/credentials, section `default`; mode 0600."""
     cache_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Bytes of data_dir for copies and for uploads under way. What one reader alone needs at once may exceed it; all
-    others wait then. Give it room for the largest payload, and for a snapshot with its deltas, which are read to verify
-    versions."""
+    """Cache of the bucket in data_dir, bytes. Make it larger than the largest payload, and than a snapshot with its
+    deltas."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long an address that a plan gives to a node can be read from, seconds."""
     put_bytes: int = Field(default=64 << 30, ge=0)
-    """Largest payload that a learner puts into the bucket itself, in pieces of 64 MiB, instead of sending it through
-    the coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
+    """Largest payload, bytes, that a learner uploads directly to the bucket; 0: all pass through the coordinator."""
 
     @field_validator("endpoint")
     @classmethod
@@ -47,21 +45,21 @@ class BucketConfig(Config):
         if parts.scheme not in ("https", "http") or not parts.hostname:
             raise ValueError("must be https://HOST or https://HOST:PORT")
         if parts.username is not None or parts.query or parts.fragment:
-            # Said without the value: whoever wrote a key into it may not want it in a log.
+            # Without the value: it may contain a secret.
             raise ValueError("has credentials or parameters: they belong into credentials_file or the environment")
         return endpoint.rstrip("/")
 
 
 GROUP_OVERHEAD_BYTES = 4096
-"""Room in a message to the learner for what it states beside the group."""
+"""Bytes that a message to the learner needs besides the group."""
 
 
 class DifficultyConfig(Config):
     """A window of mean rewards: prompts outside it are handed out rarely."""
 
     explore: float = Field(default=1.0, ge=0, le=1)
-    """Share of the assignments with prompts outside the window that are handed out all the same, so that a prompt that
-    became easier comes back; 1 hands all out and keeps no means. 0.1 is usual."""
+    """Share of assignments outside the window that are handed out anyway, so that easier prompts return; 0.1 is usual.
+    1 turns the window off."""
     low: float = Field(default=0.05, allow_inf_nan=False)
     """Smallest mean reward of a prompt that is not too hard, in the unit of the reward."""
     high: float = Field(default=0.95, allow_inf_nan=False)
@@ -75,16 +73,15 @@ class DifficultyConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a window."""
         return self.explore < 1.0
 
 
 class StoreConfig(Config):
-    """Where what is acknowledged is kept, beside the payloads."""
+    """The database of the run's state."""
 
     url: str = Field(default="", max_length=2048)
-    """`postgresql://USER@HOST:PORT/DATABASE` of a server of version 15 or newer, with any parameters of libpq but a
-    password, which PGPASSFILE or PGPASSWORD has; never a pooler. Empty: SQLite, a file in data_dir."""
+    """`postgresql://USER@HOST:PORT/DATABASE` (version 15 or newer, no pooler); the password comes from PGPASSFILE or
+    PGPASSWORD. Empty: SQLite in data_dir."""
 
     @field_validator("url")
     @classmethod
@@ -104,8 +101,8 @@ class CoordinatorConfig(Config):
     payloads: BucketConfig = BucketConfig()
     """Another place for payloads than data_dir."""
     backup_dir: Path | None = None
-    """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
-    copied where it is on another disk."""
+    """Directory of `heterorl backup`; default `backups` in data_dir. On the same disk payloads are linked, else
+    copied."""
     listen: Listen = "127.0.0.1:50051"
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()
@@ -113,9 +110,9 @@ class CoordinatorConfig(Config):
     metrics_port: int = Field(default=9101, ge=0, le=65535)
     """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    """Address of the metrics server. Every client that reaches it can read the metrics; they hold no secret."""
     metrics_nodes: int = Field(default=256, ge=0, le=4096)
-    """Learners, samplers and relays whose pushed metrics are kept, and served at /nodes of the same port; 0 is none."""
+    """Nodes whose pushed metrics are kept and served at /nodes of the metrics port; 0: none."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     seed: int = Field(default=0, ge=0)
@@ -125,42 +122,41 @@ class CoordinatorConfig(Config):
     difficulty: DifficultyConfig = DifficultyConfig()
     """Which prompts are handed out rarely, by the mean reward of their groups that were trained on or replaced."""
     max_versions: int = Field(default=0, ge=0)
-    """The run ends when its head reaches this version; 0 is no end."""
+    """The run ends when its head reaches this version; 0: no end."""
     max_staleness_versions: int = Field(default=64, ge=0)
     """Bound on how many versions old the policy of a trained group may be."""
     mask_stale: bool = False
-    """Tokens that are older than max_staleness_versions when they are trained on are read as context, and the others of
-    their group are trained: a group is as old as its youngest drawn token, here and for max_policy_age_s. False drops
-    the group with its oldest token."""
+    """True: tokens older than max_staleness_versions become context, and a group is as old as its youngest drawn token.
+    False: a group is as old as its oldest token."""
     max_policy_age_s: float = Field(default=7200.0, gt=0)
-    """Bound on the age of that policy, seconds since a newer one was published; the newest is never too old. A sampler
-    whose delay model takes longer there and back is refused."""
+    """Largest age of a trained group's policy, seconds since a newer version was published. A sampler with a longer
+    delay there and back is refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Bound on groups that are leased to samplers, queued or leased to the learner; 0 means 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes that one site may have in the queue."""
     site_groups_per_s: float = Field(default=0.0, ge=0)
-    """Groups that one site may push per second, in the long run; 0 is no bound."""
+    """Groups a site may push per second on average; 0: no bound."""
     site_bytes_per_s: float = Field(default=0.0, ge=0)
-    """Bytes of groups that one site may push per second, in the long run; 0 is no bound."""
+    """Bytes of groups a site may push per second on average; 0: no bound."""
     site_burst_s: float = Field(default=10.0, gt=0)
     """Seconds' worth of both that a site may push at once after a pause."""
     site_work_groups: int = Field(default=0, ge=0)
     """Assignments that one site may hold; 0 is an equal share of what all may hold, less what it left unanswered."""
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
-    """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
+    """Largest share of a version's groups from one site while others have groups; 1: no bound."""
     lease_order: Literal["oldest", "fair", "newest"] = "oldest"
-    """Which groups the learner gets first: those of the oldest policies, one of each site in turn, or `newest`: of the
-    newest version when it is newer than any before, else the first that came of those at most max_staleness_versions
-    // 2 versions older than that one; of older ones every fourth, the oldest first, while there are any."""
+    """Order of groups to the learner: `oldest` policy first; `fair`: one of each site in turn; `newest`: a newer
+    version than any before first, else by arrival within max_staleness_versions // 2 versions, and every fourth group
+    from older ones."""
     quarantine_failures: int = Field(default=3, ge=0)
-    """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never. Ten
-    that failed by the result of a completion's code alone count as one."""
+    """Failed checks that quarantine a site until an operator releases it; 0: never. Ten failures by code results count
+    as one."""
     quarantine_window_groups: int = Field(default=1000, ge=1)
     """Newest groups of a site among which failures count."""
     max_lost_share: float = Field(default=0.2, ge=0, le=1)
-    """Largest share of members that a site may lose, a mean over about its last 50 groups. Above it the coordinator
-    drops the site's groups with lost members and takes its whole ones. 1 drops none."""
+    """Largest share of lost members of a site, averaged over about 50 groups. Above it the site's groups with lost
+    members are dropped. 1 drops none."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
     """Bytes that payloads may occupy on disk; what no sampler needs is deleted before anything is refused."""
     keep_versions: int = Field(default=0, ge=0)
@@ -168,20 +164,18 @@ class CoordinatorConfig(Config):
     snapshot_ratio: float = Field(default=0.25, gt=0)
     """A snapshot is due when the deltas after the newest one cost more than this share of its bytes."""
     canary_threshold: float = Field(default=0.2, ge=0)
-    """Median |difference| of a site's canary log-probs from the learner's that puts it in quarantine, nats; 0: never.
-    fp32 engines are 1e-5 off, bf16 ones 0.01 for small models and 0.03 to 0.1 for one of 135 M parameters, whose logits
-    are rounded; wrong weights or a wrong temperature 0.3 and more."""
+    """Median |difference| of canary log-probs from the learner's that quarantines a site, nats; 0: never. fp32 engines
+    differ by 1e-5, bf16 ones by 0.01 to 0.1, wrong weights or temperatures by 0.3 and more."""
     pull_lease_s: float = Field(default=600.0, gt=0)
     """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
-    """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
+    """Bytes of merged deltas on disk, in addition to store_bytes; 0 makes none. Safe to delete at any time."""
     min_free_bytes: int = Field(default=256 << 20, ge=0)
-    """Free bytes on the disk of data_dir below which no group is taken; no payload below half of it. At most a 32nd of
-    the disk counts, 0 takes everything that the disk does."""
+    """Free disk bytes below which no group is taken, and below half of it no payload; at most a 32nd of the disk. 0: no
+    check."""
     samples_bytes: int = Field(default=256 << 20, ge=0)
-    """Bytes that groups and evaluations may occupy in the database after their end, for operators to read by `heterorl
-    samples`: half for groups that were trained on, a quarter for those that failed a check, the rest for dropped ones
-    and evaluations, and each part may use what the others leave; the oldest go first. 0 keeps none."""
+    """Bytes of kept samples for `heterorl samples`: half for trained groups, a quarter for failed checks, an eighth
+    each for dropped groups and evaluations; the oldest go first. 0 keeps none."""
     samples_every: int = Field(default=16, ge=1)
     """Every so many-th group that is trained on, or dropped for no fault, is kept; of those that fail a check, all."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
@@ -191,26 +185,26 @@ class CoordinatorConfig(Config):
     max_prompt_tokens: int = Field(default=1 << 18, ge=1)
     """Longest prompt of a group, tokens."""
     messages_in_flight_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Bytes of messages from all samplers in memory at once, a quarter of them for requests of some KiB; one sampler
-    has at most four of the largest messages in each part, one site three quarters of it."""
+    """Bytes of all samplers' messages in memory, a quarter reserved for short requests. One sampler gets at most four
+    of the largest messages in each part, one site three quarters."""
     max_concurrent_rpcs: int = Field(default=4096, ge=8)
-    """Rpcs under way at once; more are refused for a while. A sampler takes two to four, one of them all the time.
-    An eighth of them is kept for the learner and operators."""
+    """Concurrent rpcs; more are refused with a delay. A sampler uses two to four. An eighth is reserved for learner and
+    operators."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
-    """Rpcs that one sampler's certificate may have under way at once."""
+    """Concurrent rpcs of one sampler's certificate."""
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease, seconds."""
     work_lease_s: float = Field(default=120.0, gt=0)
-    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit. The
-    delay that its own model makes comes on top, and the longest time of a rollout of several turns while it lives."""
+    """How long a silent sampler keeps an assignment, seconds; choose more than the longest generation and transit. Its
+    declared delay and the contract's trajectory time are added."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
-    """How far ahead a site may hold assignments, seconds; what a silent site holds waits so much longer for its
-    return, and counts against nobody meanwhile. 0: what a silent sampler holds goes to others after work_lease_s."""
+    """How far ahead a site may hold assignments, seconds; those of a silent site wait this much longer. 0: they go to
+    others after work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()
-    """Sets that samplers evaluate versions on; the learner and the publication of versions never wait for them. An
-    evaluation that nobody has begun gives way to that of a newer version."""
+    """Sets that samplers evaluate versions on, without blocking training. An evaluation that no site has begun gives
+    way to a newer version's."""
     evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()
-    """Sites that may evaluate; empty: all that have the data. Nobody recomputes what a site says of an evaluation."""
+    """Sites that may evaluate; empty: all that have the data. The scores of a site are not recomputed."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 
@@ -243,10 +237,9 @@ class CoordinatorConfig(Config):
 
     @property
     def outstanding_limit(self) -> int:
-        """Bound on outstanding groups."""
         return self.max_outstanding_groups or 4 * self.groups_per_version
 
     @property
     def most_groups_per_version(self) -> int:
-        """Groups that pacing lets be under way while no version is published: none can be made of more."""
+        """Groups that pacing allows while no version is published: no version can have more."""
         return min(self.outstanding_limit, (self.max_staleness_versions + 1) * self.groups_per_version)

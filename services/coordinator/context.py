@@ -1,4 +1,4 @@
-"""What the columns of the coordinator share: the store, the payloads, the sites, the bells, the clock."""
+"""What the columns of one coordinator share: store, payloads, sites, bells, clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class CoordinatorContext:
     started: float
     standing: Standing = field(default_factory=Standing)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the coordinator stops: streams end."""
 
     async def change(self, operation: Callable[[Connection], ResultT], *, is_publication: bool = False) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""

@@ -1,8 +1,7 @@
-"""Wires the coordinator: core, gRPC server, metrics, signals.
+"""Start and stop of the coordinator process: core, gRPC server, metrics, signals.
 
-It ends by SIGTERM, SIGINT or a fatal error of the store. The watchdog is not fed while the store's thread hangs.
-Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
-the store closes last. Nothing acknowledged depends on this order: SIGKILL loses as little.
+SIGTERM, SIGINT or a fatal error of the store ends it. Stop order: health says NOT_SERVING, streams end, running calls
+get `stop_grace_s`, the store closes last. SIGKILL loses no acknowledged data either.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
-    """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
+    """Serve until a signal; returns the exit code: 0 after a signal, 1 after a fatal store error.
 
-    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and shows only
-    its metrics before.
+    Waits for a database that is down. A standby shows only its metrics until it gets the store.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
@@ -109,7 +107,7 @@ async def _serve(
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock, engine=engine)
-    # A session or a disk that hangs keeps the store from whoever could take over.
+    # A hanging session or disk keeps the store from a standby.
     watch.silent_s = core.database.silent_s
     server = Server(
         max_message_bytes=config.max_message_bytes,
@@ -157,8 +155,7 @@ async def _serve(
 
 
 def _take_descriptors(wanted: int) -> int:
-    """Take the descriptors that the system gives; returns the calls at once that they are enough for.
-    Raises ConfigError: not even for a few."""
+    """Raise the limit of file descriptors; returns how many calls it allows. Raises ConfigError: not even a few."""
     limit = server_limits.raise_limit(calls=wanted)
     calls = server_limits.calls_within(limit, wanted=wanted)
     if calls < wanted:
@@ -171,7 +168,7 @@ def _take_descriptors(wanted: int) -> int:
 
 
 def _announce(config: CoordinatorConfig, port: int) -> None:
-    """Write host:port beside the data, for those who let the system choose the port."""
+    """Write host:port to data_dir/address, for port 0."""
     host = config.listen.rpartition(":")[0]
     path = Path(config.data_dir) / "address"
     try:

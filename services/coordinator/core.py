@@ -1,7 +1,6 @@
-"""One coordinator: opens what its columns share, holds the columns, closes. Knows no transport.
+"""One coordinator in process: opens the shared context, holds the columns, closes.
 
-Guarantees: each mutation is one store operation, answered after its commit; waiters are woken by bells, never by
-polling; closing wakes every waiter. Must never decide anything that a pure module can.
+Each change is one store operation, answered after its commit. Bells wake waiters; nothing polls.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Coordinator:
         self.read_payload = self.policy.read_payload
         self.lease_work = self.rollout.lease_work
         self.abandon_work = self.rollout.abandon_work
-        self.push_groups = self.rollout.push_groups
+        self.push_groups = self.rollout.take_groups
         self.stream_groups = self.rollout.stream_groups
         self.abandon_groups = self.rollout.abandon_groups
         self.reject_groups = self.rollout.reject_groups
@@ -107,10 +106,9 @@ class Coordinator:
         store: type[Database] = Database,
         engine: DatabaseEngine | None = None,
     ) -> Coordinator:
-        """Open the data directory; every lease found there gets a fresh term.
+        """Open the data directory; errors as of `open_context`.
 
-        `store` is how operations run on the database: on a thread of their own, or inline under a virtual clock.
-        `engine` is a store that was taken before, as a standby does. Raises as `open_parts`.
+        `store` runs the operations: on a thread, or inline under a virtual clock. `engine` is an already taken store.
         """
         return cls(await open_context(config, clock, store=store, engine=engine))
 
@@ -134,13 +132,9 @@ class Coordinator:
 async def open_context(
     config: CoordinatorConfig, clock: Clock, *, store: type[Database], engine: DatabaseEngine | None = None
 ) -> CoordinatorContext:
-    """Open the data directory; every lease found there gets a fresh term. `engine` is one that is open already.
-
-    Raises:
-        CorruptStore: the store fails its check or belongs to another run.
-        OperatorError: the directory cannot be used, or the disk is full at the first start.
-        Busy: a bucket of payloads does not answer.
-    """
+    """Open the data directory; every lease found there gets a fresh term.
+    Raises CorruptStore: the store fails its check or belongs to another run; OperatorError: the directory cannot be
+    used, or the disk is full at the first start; Busy: a bucket of payloads does not answer."""
     disk = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
     database = await store.over(
         lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
@@ -156,7 +150,7 @@ async def open_context(
     )
 
     async def make_room(missing_bytes: int) -> None:
-        # The keeper is opened below, over these files; nothing is uploaded before.
+        # The collector is opened below, over these files; nothing is uploaded before.
         await collector.collect(missing_bytes=missing_bytes)
 
     try:

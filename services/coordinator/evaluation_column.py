@@ -1,7 +1,4 @@
-"""The column of evaluations: held-out prompts out to sites, scores in, what is known of versions.
-
-See heterorl.common.api.
-"""
+"""Evaluations: leases held-out prompts to sites and counts their scores. See heterorl.common.api."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class EvaluationColumn:
     async def lease(
         self, *, holder: Holder, count: int, policy_version: int, request_id: str, sets: Sequence[EvaluationSet]
     ) -> WorkGrant:
-        """Hand out held-out prompts of the version that a site has."""
         config, now = self._context.config, self._context.clock.monotonic()
         site, incarnation = holder
 
@@ -53,15 +49,16 @@ class EvaluationColumn:
             if refusal:
                 return WorkGrant(assignments=(), reason=refusal, retry_after_s=0.0 if is_ending else NEVER_RETRY_S)
             self._context.deadlines.look(connection, now)
-            asker = jobs.Asker(
-                holder=holder,
+            job, handed, reason = jobs.hand_out(
+                connection,
+                holder,
                 policy_version=policy_version,
                 sets={each.name: each for each in sets if each.num_prompts},
                 request_id=request_id,
                 only=head if is_ending else None,
+                count=count,
+                digests={each.name: each.task_digest for each in config.evaluation if each.task_digest},
             )
-            digests = {each.name: each.task_digest for each in config.evaluation if each.task_digest}
-            job, handed, reason = jobs.hand_out(connection, asker, count=count, digests=digests)
             if job is None or not handed:
                 is_over = is_ending and job is None
                 return WorkGrant(assignments=(), reason=reason, retry_after_s=0.0 if is_over else RETRY_AFTER_S)
@@ -77,17 +74,16 @@ class EvaluationColumn:
     async def push_evaluation(
         self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Count what came of held-out prompts."""
         self._context.disk.check()
 
         def operation(connection: Connection) -> tuple[int, bool]:
             self._context.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
             new = jobs.count(connection, (site, incarnation), state_root=state_root, results=results)
-            for each in new:
-                if each.result.prompt:
-                    spec = each.job.spec
-                    sample = as_sample(each.result, version=spec.version, task_set=spec.task_set, site=site)
+            for job, result in new:
+                if result.prompt:
+                    spec = job.spec
+                    sample = as_sample(result, version=spec.version, task_set=spec.task_set, site=site)
                     self._context.queue.ring.keep_evaluation(connection, sample)
             return len(new), bool(new and jobs.over(connection, in_use=None, is_ending=False))
 
@@ -121,7 +117,6 @@ class EvaluationColumn:
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
     ) -> tuple[Evaluation, ...]:
-        """What is known of versions on sets."""
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         found = await self._context.database.run(
@@ -132,7 +127,6 @@ class EvaluationColumn:
         return await in_thread(lambda: tuple(each.evaluation() for each in found))
 
     async def observe(self) -> None:
-        """Set the gauges to the newest evaluation of each set."""
         if not self._context.config.evaluation:
             return
         sets = [each.name for each in self._context.config.evaluation]

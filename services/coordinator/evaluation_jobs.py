@@ -1,14 +1,12 @@
 """Evaluations of versions on sets, whose held-out prompts are assignments (groups/work_assignments.py).
 
-    open     planned; one that no site has begun gives way to a newer one of its set
-    running  a site that has the version and the set's data began it: each prompt is an assignment until it is answered
-    over     every prompt is answered (done), or a newer one of its set was begun and no site has the version any more
-             (incomplete): a site does not go back to an earlier version
+    open     planned; a newer one of its set replaces it while no site has begun it
+    running  a site with the version and the set's data began it; each prompt is an assignment until it is answered
+    over     every prompt is answered (done), or a newer one was begun and no site has the version (incomplete)
 
-Guarantees: a version has at most one evaluation of each set; at the end of a run the last version alone is evaluated;
-a prompt counts once, from any site and after any number of deliveries; scores are durable when they are acknowledged;
-when an evaluation is over its prompts are forgotten and their summary stays.
-Statistics are computed without a connection, so that no call waits for the store meanwhile.
+A version has at most one evaluation of each set. At the end of a run only the last version is evaluated. A prompt
+counts once, however often it is delivered; scores are durable when they are acknowledged. The end keeps the summary and
+deletes the prompts. Statistics are computed off the store's thread.
 """
 
 from __future__ import annotations
@@ -53,34 +51,11 @@ class Job:
     is_begun: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
-    """A site that asks for held-out prompts; `only` is the version that is evaluated at the end of a run."""
-
-    holder: Holder
-    policy_version: int
-    sets: Mapping[str, EvaluationSet]
-    request_id: str = ""
-    only: int | None = None
-
-
 def plan(
-    connection: Connection,
-    sets: Sequence[PlannedSetConfig],
-    *,
-    version: int,
-    now: float,
-    is_last: bool = False,
+    connection: Connection, sets: Sequence[PlannedSetConfig], *, version: int, now: float, is_last: bool = False
 ) -> None:
-    """Plan the evaluations of a version that was published; said again, it changes nothing.
-
-    Args:
-        connection: the store.
-        sets: as configured.
-        version: in the lineage.
-        now: wall time.
-        is_last: no further version is expected.
-    """
+    """Plan a published version's evaluations at wall time `now`; repeatable. `is_last`: no further version is
+    expected."""
     for each in sets:
         if version % each.every_versions and not is_last:
             continue
@@ -132,21 +107,24 @@ def find(connection: Connection, job: int) -> Job | None:
 
 
 def hand_out(
-    connection: Connection, asker: Asker, *, count: int, digests: Mapping[str, str]
+    connection: Connection,
+    holder: Holder,
+    *,
+    policy_version: int,
+    sets: Mapping[str, EvaluationSet],
+    request_id: str,
+    only: int | None,
+    count: int,
+    digests: Mapping[str, str],
 ) -> tuple[Job | None, list[Handed], str]:
-    """Lease held-out prompts of the version that a site has: the evaluation, its prompts, and why these or none.
+    """Lease held-out prompts of the site's version; returns the evaluation, its prompts, and the reason.
 
-    Without prompts, the evaluation is one that the end of the run waits for until the site has its version.
-
-    Args:
-        connection: the store.
-        asker: the site.
-        count: largest number of prompts.
-        digests: of the sets' tasks as configured; of another set the first site's is the set's.
+    An evaluation without prompts is the one that the run's end waits for; `only` is the version to evaluate then.
+    `digests` are the configured task digests of sets; for other sets the first site's digest counts.
     """
-    site, incarnation = asker.holder
+    site, incarnation = holder
     again = work_assignments.handed_before(
-        connection, site=SiteId(site), incarnation=incarnation, request_id=asker.request_id
+        connection, site=SiteId(site), incarnation=incarnation, request_id=request_id
     )
     if again:
         return find(connection, job_of(again[0].assignment)), again, "given to this request before"
@@ -156,25 +134,25 @@ def hand_out(
     jobs = [_job(row) for row in rows]
     if not jobs:
         return None, [], "nothing is to be evaluated"
-    has_set = [job for job in jobs if job.spec.task_set in asker.sets]
+    has_set = [job for job in jobs if job.spec.task_set in sets]
     if not has_set:
         return None, [], f"the site has no set that is to be evaluated, such as {jobs[0].spec.task_set}"
     known = {**dict(connection.execute("SELECT task_set, task_digest FROM evaluation_sets").fetchall()), **digests}
-    stated = {name: each.task_digest for name, each in asker.sets.items()}
+    stated = {name: each.task_digest for name, each in sets.items()}
     right = [job for job in has_set if known.get(job.spec.task_set) in (None, stated[job.spec.task_set])]
     if not right:
         name = has_set[0].spec.task_set
         return None, [], f"the task of set {name} is another one at this site than the run evaluates"
     for job in right:
-        if job.spec.version == asker.policy_version and asker.only in (None, job.spec.version):
+        if job.spec.version == policy_version and only in (None, job.spec.version):
             if not job.is_begun:
-                _begin(connection, job, asker.sets[job.spec.task_set])
+                _begin(connection, job, sets[job.spec.task_set])
             handed = work_assignments.hand_out_held_out(
-                connection, numbers_of(job.id), holder=asker.holder, count=count, request_id=asker.request_id
+                connection, numbers_of(job.id), holder=holder, count=count, request_id=request_id
             )
             if handed:
                 return job, handed, "of the version that the site has"
-    newer = [job for job in right if asker.policy_version < job.spec.version == asker.only]
+    newer = [job for job in right if policy_version < job.spec.version == only]
     return newer[0] if newer else None, [], "no prompt is left of the version that the site has"
 
 
@@ -183,10 +161,8 @@ def over(
 ) -> list[tuple[int, EvaluationState]]:
     """Evaluations that are over and not summed up, and how they ended.
 
-    Args:
-        connection: the store.
-        in_use: versions that sites have; None where that is not known yet.
-        is_ending: the run waits for no other than the last version's.
+    `in_use` are the versions that sites have (None: unknown); `is_ending`: only the last version's evaluation is
+    awaited.
     """
     rows = connection.execute(
         "SELECT job, version, EXISTS (SELECT 1 FROM evaluation_jobs n WHERE n.task_set = j.task_set"
@@ -231,14 +207,6 @@ _SUMMARY = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """A result that had not been counted before, and the evaluation that it is of."""
-
-    job: Job
-    result: PromptResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """The scores of an evaluation as the store has them."""
 
@@ -247,7 +215,6 @@ class Scores:
     sites: list[tuple[str, int]]
 
     def summed_up(self) -> EvaluationSummary:
-        """What they say."""
         draws = draws_of(self.draws)
         results = [
             PromptResult(
@@ -270,7 +237,6 @@ class Listed:
     scores: Scores | None
 
     def evaluation(self) -> Evaluation:
-        """As it is told."""
         version, task_set, draws, state, wanted, task_digest, planned, ended, summary_text, sites_text = self.row[1:]
         if self.scores is None:
             summary, sites = _summary(json.loads(summary_text)), json.loads(sites_text)
@@ -292,12 +258,9 @@ class Listed:
 
 def count(
     connection: Connection, holder: Holder, *, state_root: Digest, results: Sequence[PromptResult]
-) -> list[Counted]:
-    """Count what a site delivers of prompts that are not answered; what is over counts no more.
-
-    Raises:
-        InvalidRequest: a prompt was never this site's, or was drawn with other weights or otherwise.
-    """
+) -> list[tuple[Job, PromptResult]]:
+    """Count a site's results of unanswered prompts; results of finished evaluations are ignored.
+    Raises InvalidRequest: the prompt was not leased to this site, or other weights or draws were used."""
     jobs: dict[int, Job | None] = {}
     new = []
     for result in results:
@@ -321,7 +284,7 @@ def count(
         connection.execute(
             "INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], _scores(result))
         )
-        new.append(Counted(job=job, result=result))
+        new.append((job, result))
     return new
 
 
@@ -340,13 +303,7 @@ def scores_of(connection: Connection, job: int) -> Scores:
 
 
 def end(
-    connection: Connection,
-    job: int,
-    state: EvaluationState,
-    *,
-    scores: Scores,
-    summary: EvaluationSummary,
-    now: float,
+    connection: Connection, job: int, state: EvaluationState, *, scores: Scores, summary: EvaluationSummary, now: float
 ) -> None:
     """End an evaluation with what was computed of its scores; not where more came meanwhile, or it has ended."""
     is_there = connection.execute(

@@ -1,7 +1,8 @@
-"""The learner's lease: taken, renewed, given back; each is one store operation. See heterorl.common.api."""
+"""The learner's lease: acquire, renew, release; one store operation each. See heterorl.common.api."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -28,13 +29,12 @@ SAME_HOLDER = (
 
 
 class LearnerLease:
-    """Who may publish."""
+    """The lease of the one learner that may publish."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
         self._expires = context.started + context.config.learner_lease_s
-        """Instant of the monotonic clock; read and written by store operations only. A lease found in the store gets a
-        fresh term."""
+        """Monotonic instant; used by store operations only. A lease found at a start gets a fresh term."""
 
     async def acquire_lease(
         self,
@@ -95,39 +95,23 @@ class LearnerLease:
             _LOG.warning(
                 "sites go on joining with what was stated first, learner %s states otherwise: %s", holder, other
             )
-        return LeaseGrant(
-            epoch=epoch,
-            holder=holder,
-            ttl_s=self._context.config.learner_lease_s,
-            head_version=stated_version(head),
-            max_message_bytes=self._context.config.max_message_bytes,
-            max_staleness_versions=self._context.config.max_staleness_versions,
-            masks_stale=self._context.config.mask_stale,
-            most_groups_per_version=self._context.config.most_groups_per_version,
-        )
+        return self._grant(epoch, holder, head)
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        """Extend the lease, also after its expiry while nobody else took it; keep the progress in memory."""
+        """Extend the lease, also after its expiry unless another learner took it."""
         now = self._context.clock.monotonic()
 
         def operation(connection: Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
             self._expires = now + self._context.config.learner_lease_s
             self._context.standing.note(progress, epoch=epoch, now=now)
-            return LeaseGrant(
-                epoch=epoch,
-                holder=get_meta(connection, "holder") or "",
-                ttl_s=self._context.config.learner_lease_s,
-                head_version=stated_version(lineage.head_version(connection)),
-                rollback_to=stated_version(rollback_order.ordered(connection)),
-                max_staleness_versions=self._context.config.max_staleness_versions,
-                masks_stale=self._context.config.mask_stale,
-            )
+            grant = self._grant(epoch, get_meta(connection, "holder") or "", lineage.head_version(connection))
+            return dataclasses.replace(grant, rollback_to=stated_version(rollback_order.ordered(connection)))
 
         return await self._context.database.run(operation)
 
     async def release_lease(self, *, epoch: int) -> None:
-        """End the lease; its groups return to the queue. Said again while nobody else took it, it changes nothing."""
+        """End the lease; its groups return to the queue. Repeatable."""
 
         def operation(connection: Connection) -> None:
             if get_meta(connection, "epoch") == str(epoch) and get_meta(connection, "lease_released") == "1":
@@ -138,6 +122,19 @@ class LearnerLease:
             self._context.queue.return_leased(connection)
 
         await self._context.change(operation)
+
+    def _grant(self, epoch: int, holder: str, head: int | None) -> LeaseGrant:
+        config = self._context.config
+        return LeaseGrant(
+            epoch=epoch,
+            holder=holder,
+            ttl_s=config.learner_lease_s,
+            head_version=stated_version(head),
+            max_message_bytes=config.max_message_bytes,
+            max_staleness_versions=config.max_staleness_versions,
+            masks_stale=config.mask_stale,
+            most_groups_per_version=config.most_groups_per_version,
+        )
 
 
 def read_lease(connection: Connection, *, expires: float) -> Lease:

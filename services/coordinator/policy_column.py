@@ -1,7 +1,4 @@
-"""The column of policy: versions, their weights and the way to them. See heterorl.common.api for each call.
-
-Who may publish is heterorl.coordinator.learner_lease's to say.
-"""
+"""Versions: publication, upload of payloads, pull plans, downloads. See heterorl.common.api for each call."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PolicyColumn:
-    """Publication, and distribution to whoever needs weights."""
+    """Publication and distribution of versions."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context

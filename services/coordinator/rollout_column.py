@@ -1,4 +1,4 @@
-"""The column of rollouts: work out, groups in, groups on to the learner. See heterorl.common.api."""
+"""Rollouts: assignments to sites, groups from sites, groups to the learner. See heterorl.common.api."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that ta
 MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
 _MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
-"""Of drops whose groups say how long one takes: the slowest ones are too stale."""
+"""Drops whose groups still show how long one takes."""
 MAX_ASSIGNMENTS = 4096
 """Named by one call: each is a statement on the store's only thread."""
 
@@ -159,14 +159,11 @@ class RolloutColumn:
 
         work_assignments.say_closed(await self._context.database.run(operation))
 
-    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        return await self.take_groups(groups)
-
     async def stated_contract(self) -> Contract | None:
         return await self._context.database.run(lineage.read_contract)
 
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
-        """Take groups in, and record those that nobody can read as invalid."""
+        """Take groups in; unreadable ones are recorded as invalid."""
         self._context.disk.check()
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
 
@@ -208,7 +205,7 @@ class RolloutColumn:
         def begin(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             self._context.queue.return_leased(connection, held=held)
-            # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
+            # The learner dialled again: groups leased by an earlier stream would be lost.
             self._stream = stream
 
         async def count_credits() -> None:

@@ -1,6 +1,6 @@
-"""The coordinator's state to metrics: what one look at the store shows, and what passes by.
+"""Prometheus metrics of the run, read from the store once a second and from passing groups.
 
-Never changes the store; every label is of a closed set or a site's bounded label.
+Never changes the store. Each label has a closed set of values or a bounded label of a site.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage
 
 SILENCE_LIMIT_S = 86_400.0
-"""A site that said nothing for so long has left; its gauges are no longer shown."""
+"""Silence after which a site's gauges are no longer shown."""
 TRAINED_LABEL = "trained"
-"""Of the weights that are trained, beside the names of variants."""
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION,
     metrics.SITE_SILENCE_SECONDS,
@@ -91,14 +90,13 @@ async def observe_run(core: Coordinator) -> None:
     for site in {entry.site for entry in status.sites}:
         for quota, share in core.context.queue.quotas.used(site, core.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
-            # A counter that appears with its first refusal has not increased, for whoever watches rates.
+            # A counter must exist before its first increase, or rate() misses it.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.run.note_refusals()
     await core.evaluation.observe()
 
 
 def _observe_variants(status: RunStatus) -> None:
-    """Bytes of each variant; no more names than a learner may publish."""
     trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
     others = [(each.variant, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.variants]
     # What is published no more is shown no more.
@@ -125,7 +123,7 @@ def _observe_ledger(counts: LedgerCounts) -> None:
 
 
 def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
-    """A site is as its incarnation seen last is; those of earlier processes are history."""
+    """Show each site by its incarnation seen last."""
     newest: dict[str, SiteStatus] = {}
     work: defaultdict[str, int] = defaultdict(int)
     away: defaultdict[str, int] = defaultdict(int)

@@ -1,7 +1,8 @@
-"""The column of samples: what the learner says of kept groups, and what operators read. See heterorl.common.api."""
+"""Samples: the learner's notes on kept groups, and pages for operators. See heterorl.common.api."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
@@ -29,7 +30,6 @@ from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63
-"""SQLite counts no further."""
 LOOKS = 20
 """Operations that one page may take; others' come between them."""
 
@@ -70,20 +70,11 @@ class SampleColumn:
             rest = await self._look(wanted, rest, found)
             if rest is None or len(found) == page.limit:
                 break
-            rest = SamplePage(
-                limit=page.limit - len(found),
-                before=rest.before,
-                after=rest.after,
-                is_oldest_first=page.is_oldest_first,
-            )
+            rest = dataclasses.replace(rest, limit=page.limit - len(found))
         totals = await self._context.database.run(sample_ring.totals)
-        if rest is not None:
-            rest = SamplePage(
-                limit=page.limit, before=rest.before, after=rest.after, is_oldest_first=page.is_oldest_first
-            )
         return SampleList(
             samples=tuple(found),
-            next_page=rest,
+            next_page=None if rest is None else dataclasses.replace(rest, limit=page.limit),
             num_kept=sum(number for number, _ in totals.values()),
             kept_bytes=sum(num_bytes for _, num_bytes in totals.values()),
             limit_bytes=self._context.queue.ring.limit_bytes,
@@ -100,7 +91,6 @@ class SampleColumn:
         return sample_of(await self.get_stored(sample_id=sample_id))
 
     async def get_stored(self, *, sample_id: int) -> StoredSample:
-        """The same, as it lies in the store."""
         if not 0 <= sample_id < END_OF_IDS:
             raise UnknownSample(f"sample {sample_id} is not kept")
         return await self._context.database.run(lambda connection: sample_ring.read_sample(connection, sample_id))

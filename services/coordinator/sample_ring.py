@@ -1,24 +1,21 @@
-"""The ring of kept samples, as store operations: what is kept, what makes room for it, and pages to read.
+"""The ring of kept samples as store operations: which groups are kept, which are evicted, pages to read.
 
     consumed    every k-th group that a version consumed    half of the bytes
     rejected    every group that failed a check             a quarter
     dropped     every k-th that was dropped otherwise       an eighth
     evaluation  all                                         an eighth
 
-A part may take what the others leave free. When all is full, the oldest sample of the part that is farthest above its
-share makes room, so a part within its share loses nothing to another one.
+A part may use what the others leave free. When the ring is full, the part farthest above its share loses its oldest
+sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. While the disk is full,
+nothing is kept.
 
-Guarantees: part of the transaction that settles a group, so a sample says what the ledger says; the bytes of all are
-within the bound after every operation that keeps something; each operation costs what it keeps and what makes room,
-never what is there. Nothing of the run depends on it: while the disk is full nothing is kept.
-
-A page is read along an index: ids, or a column that must equal something, in the order of ids. What is asked for beyond
-that is looked at row by row, so many rows at most in one operation: then the page is short and says how far it came.
+Pages are read along an index. Filters without an index are checked row by row, at most ROWS_AT_ONCE rows in one
+operation; a short page says how far it came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import UnknownSample
@@ -29,10 +26,12 @@ from heterorl.common.types.sample import (
     EVALUATED,
     MAX_PREVIEW,
     EvaluationSample,
+    RolloutNote,
     SampleFilter,
     SampleKind,
     SampleNote,
     SamplePage,
+    SampleRollout,
     SampleSummary,
     kind_of,
 )
@@ -46,11 +45,10 @@ SHARES = {
     SampleKind.EVALUATION: 0.125,
 }
 MAX_DETAIL = 300
-"""Characters of what a check said."""
 TRIM_ROWS = 256
 """Samples that make room in one operation at a start with a smaller bound."""
 _PAGE_BYTES, _ROW_BYTES = 4096, 2048
-"""What SQLite takes for a payload beside its bytes, at most, and for a row with its indexes."""
+"""SQLite's overhead of a payload and of a row with its indexes, at most."""
 _INSERT = (
     "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
     " prompt_index, num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, num_bytes,"
@@ -65,14 +63,12 @@ class SampleRing:
     """The rule of keeping; all else is in the store. `wall` gives seconds since the epoch."""
 
     limit_bytes: int
-    """Of all samples; 0 keeps none."""
     every: int
     """k: of groups that were trained on, and of those that were dropped for no fault."""
     max_sample_bytes: int
     """Of a group with its note: what one message takes to a reader."""
     wall: Callable[[], float]
     may_write: Callable[[], bool] = lambda: True
-    """False while the disk is full."""
 
     def wants(self, kind: SampleKind, arrival: int) -> bool:
         """Whether a group is kept that arrived with this number; the same answer at its lease and at its end."""
@@ -88,7 +84,7 @@ class SampleRing:
     def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
         """Keep a held-out prompt with its completions; `data` are the bytes of its message, where they are made."""
         # As the key of a group has none of it: said again because an answer was lost, it is kept once.
-        name, number = f"{sample.version}/{line(sample.task_set)}", sample.prompt_index + 1
+        name, number = f"{sample.version}/{one_line(sample.task_set)}", sample.prompt_index + 1
         if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
             return
         self._keep(
@@ -96,9 +92,9 @@ class SampleRing:
             evaluation_to_bytes(sample) if data is None else data,
             outline_of_evaluation(sample),
             kind=SampleKind.EVALUATION,
-            values=(EVALUATED, line(sample.task_set), sample.site, name, number, sample.version, sample.version),
+            values=(EVALUATED, one_line(sample.task_set), sample.site, name, number, sample.version, sample.version),
             prompt_index=sample.prompt_index,
-            previews=(preview(sample.prompt), preview(sample.rollouts[0].completion if sample.rollouts else "")),
+            previews=_previews(sample.prompt, sample.rollouts),
         )
 
     def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
@@ -117,7 +113,7 @@ class SampleRing:
         connection.execute("UPDATE sample_payloads SET note = ? WHERE id = ?", (data, number))
         connection.execute(
             "UPDATE samples SET num_bytes = ?, has_texts = 1, prompt_preview = ?, completion_preview = ? WHERE id = ?",
-            (after, preview(note.prompt), preview(note.rollouts[0].completion if note.rollouts else ""), number),
+            (after, *_previews(note.prompt, note.rollouts), number),
         )
         _count(connection, SampleKind(kind), num_samples=0, num_bytes=after - before)
         self._make_room(connection)
@@ -144,7 +140,7 @@ class SampleRing:
             outline(group.data),
             kind=kind,
             values=(
-                kept_because, line(detail), key.site, key.incarnation, key.sequence, version, group.oldest_version,
+                kept_because, one_line(detail), key.site, key.incarnation, key.sequence, version, group.oldest_version,
             ),
             prompt_index=group.prompt_index,
             previews=None,
@@ -203,14 +199,13 @@ def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:
     return {SampleKind(kind): (int(num), int(num_bytes)) for kind, num, num_bytes in rows}
 
 
-def line(text: str) -> str:
-    """A text that others wrote, as one short line."""
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_DETAIL])
+def one_line(text: str, limit: int = MAX_DETAIL) -> str:
+    """The beginning of a foreign text as one line."""
+    return "".join(c if c.isprintable() else " " for c in text[:limit])
 
 
-def preview(text: str) -> str:
-    """The beginning of a text as one line."""
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_PREVIEW])
+def _previews(prompt: str, rollouts: Sequence[SampleRollout | RolloutNote]) -> tuple[str, str]:
+    return one_line(prompt, MAX_PREVIEW), one_line(rollouts[0].completion if rollouts else "", MAX_PREVIEW)
 
 
 def _count(connection: Connection, kind: SampleKind, *, num_samples: int, num_bytes: int) -> None:

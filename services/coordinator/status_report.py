@@ -1,4 +1,4 @@
-"""What the coordinator shows of a run: step reports and status, as store operations that only read."""
+"""Step reports and the run's status, as store operations that only read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from heterorl.coordinator.versions import lineage, published_variants, rollback_
 from heterorl.coordinator.versions.chain import Chain
 
 FACTS = "facts"
-"""Where the store keeps what the learner said of the run."""
 
 
 def encode(report: StepReport) -> bytes:

@@ -1,6 +1,7 @@
-"""Runs the checks of a node in order, and skips those that an earlier failure makes impossible.
+"""Runs the checks of a node in order.
 
-Each measurement has its own time limit, so the whole always ends.
+A check is skipped if an earlier failure makes it impossible. Each measurement has its own time limit, so the whole
+always ends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The directory of the cache: payloads by content, an index made from what is there, and a bound on all of it.
+"""The cache directory: payloads by digest, an index built at the start, a bound on all bytes.
 
-    payloads/DIGEST   whole payloads: renamed here after their bytes had the digest of their name
+    payloads/DIGEST   complete payloads: renamed here after their digest was verified
     incoming/DIGEST   what has arrived of others, from the beginning on
 
-Guarantees: a name in `payloads` appears with all its bytes durable or not at all; what counts is what is on disk, so a
-directory without its index is no case. Readers find bytes that a disk changed later
+A name in `payloads` appears with all its bytes durable or not at all. Readers find later damage
 (common/pull/payload_reader).
 """
 
@@ -23,14 +22,11 @@ from heterorl.common.types.common import Digest, file_name, is_digest
 
 
 class CacheDirectory:
-    """One directory, which belongs to this process; blocking, but for questions of the index."""
+    """One directory of this process; blocking, except for questions of the index."""
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
-        """Take the directory and index it; what is none of ours by its name is left alone.
-
-        Raises:
-            ConfigError: it cannot be used, or another process uses it.
-        """
+        """Take and index the directory; foreign files are left alone.
+        Raises ConfigError: it cannot be used, or another process uses it."""
         self._payloads, self.incoming = directory / "payloads", directory / "incoming"
         self.max_bytes = max_bytes
         # Longest unused first.
@@ -48,7 +44,6 @@ class CacheDirectory:
             raise ConfigError("cache_dir", f"{directory} cannot be used: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let another process have the directory."""
         self._lock.close()
 
     def _index(self) -> None:
@@ -68,7 +63,7 @@ class CacheDirectory:
         return sum(self._sizes.values()) + sum(self._arriving.values())
 
     def path(self, digest: Digest) -> Path | None:
-        """The file of a whole payload, which now is the one used last; None where there is none."""
+        """The file of a complete payload, marked as used last; None if missing."""
         if digest not in self._sizes:
             return None
         self._sizes.move_to_end(digest)
@@ -79,10 +74,8 @@ class CacheDirectory:
         return path
 
     def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
-        """Promise room to a payload that is about to arrive, or to go on; False where there can be none.
-
-        What was unused for longest goes, but none of the arriving payloads in `keep`.
-        """
+        """Reserve room for an arriving payload; False if it cannot fit. Evicts the longest unused, but not arriving
+        ones in `keep`."""
         missing = num_bytes - self._arriving.get(digest, 0)
         if not self._make_room(missing, keep=keep, but=digest):
             return False
@@ -97,7 +90,7 @@ class CacheDirectory:
             return False
         while self.num_bytes + num_bytes > self.max_bytes:
             if left:
-                # Begun and given up: nobody asks for it now.
+                # A partial fetch that no reader waits for.
                 self.discard(left.pop(0))
             else:
                 self.remove(next(iter(self._sizes)))
@@ -105,11 +98,7 @@ class CacheDirectory:
         return True
 
     def adopt(self, digest: Digest) -> None:
-        """Take an arrived payload over, durably.
-
-        Raises:
-            OSError: the disk refused.
-        """
+        """Take an arrived payload over, durably. Raises OSError: the disk refused."""
         source = self.incoming / file_name(digest)
         with source.open("rb") as file:
             os.fsync(file.fileno())
@@ -127,7 +116,7 @@ class CacheDirectory:
         self._show()
 
     def remove(self, digest: Digest) -> None:
-        """Throw a whole payload away; whoever has it open reads it to its end."""
+        """Delete a complete payload; open readers finish."""
         self._sizes.pop(digest, None)
         (self._payloads / file_name(digest)).unlink(missing_ok=True)
         self._show()

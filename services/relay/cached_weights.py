@@ -1,12 +1,11 @@
-"""What samplers of a site ask about weights, answered here: head, manifests, plans, payloads.
+"""Cached answers about weights: head, manifests, plans, payloads.
 
-    head      one watch of the coordinator, told to all who watch here
-    answers   kept in memory, bounded in bytes, the longest unused go first
+    head      one watch of the coordinator for all watchers here
+    answers   in memory, bounded in bytes, the longest unused evicted first
 
-Guarantees: of a question that several ask, the coordinator hears once; a refusal is never kept; while the coordinator
-does not answer, an old answer is given. A plan is kept for seconds and never beyond a new head; a manifest for as long
-as its run does not go back. Presigned addresses and whatever else a newer coordinator adds to a plan do not pass:
-payloads are read here.
+Concurrent equal requests ask the coordinator once. Errors are not cached. While the coordinator is unreachable, an old
+answer is given. A plan is kept for PLAN_S and never beyond a new head; a manifest until the run goes back. Presigned
+addresses do not pass: samplers read payloads here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from heterorl.relay.payloads import Payloads
 
 _LOG = logging.getLogger(__name__)
 PLAN_S = 10.0
-"""A coordinator merges deltas for those who ask: a better plan is there some seconds later."""
+"""The coordinator merges deltas on request, so a better plan comes some seconds later."""
 MANIFEST_S = 600.0
 MANIFEST_BYTES, PLAN_BYTES = 64 << 20, 64 << 20
 """Kept in memory at most."""
@@ -54,13 +53,11 @@ class CachedWeights:
         self.payloads = Payloads(api=api, cache=cache, clock=clock, on_gone=self._plans.clear)
 
     async def get_signed_manifest(self, *, version: int, variant: str) -> SignedManifest:
-        """The exact bytes of a manifest and its signature."""
         return await self._signed.get(
             (version, variant), lambda: self._api.get_signed_manifest(version=version, variant=variant)
         )
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str) -> tuple[bytes, ...]:
-        """The exact bytes of the newest manifests of a range."""
         return await self._lists.get(
             (first_version, last_version, variant),
             lambda: self._api.list_manifests(first_version=first_version, last_version=last_version, variant=variant),
@@ -69,7 +66,7 @@ class CachedWeights:
     async def plan_pull(
         self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, variant: str
     ) -> PullPlan:
-        """The way to a version; the same for all who hold the same, whatever their own line to this relay is like."""
+        """The plan to a version, the same for all callers with the same version."""
 
         async def ask() -> PullPlan:
             return await self._api.plan_pull(
@@ -95,7 +92,6 @@ class CachedWeights:
             self._plans.expire()
 
     async def close(self) -> None:
-        """End streams and fetches."""
         self.head.close()
         await self.payloads.close()
 
@@ -123,17 +119,14 @@ class Answers(Generic[ValueT]):
 
     async def get(self, key: Hashable, ask: Callable[[], Awaitable[ValueT]]) -> ValueT:
         """The answer of a key; `ask` asks the coordinator.
-
-        Raises:
-            RemoteError: what it answered; Unreachable where it did not and nothing is kept.
-        """
+        Raises RemoteError: its error, or Unreachable without a cached answer."""
         entry = self._entries.get(key)
         if entry is not None and self._clock.monotonic() < entry.until:
             self._entries.move_to_end(key)
             return entry.value
         asking = self._asking.get(key)
         if asking is None:
-            # A task of its own: whoever asked first may leave first.
+            # A task of its own: the first caller may leave first.
             asking = asyncio.ensure_future(self._ask(key, ask))
             self._asking[key] = asking
             asking.add_done_callback(lambda done: self._asked(key, done))
@@ -146,7 +139,7 @@ class Answers(Generic[ValueT]):
             return entry.value
 
     def expire(self) -> None:
-        """Ask again from now on; while nobody answers, what is kept is given."""
+        """Ask again from now on; old answers serve while the coordinator is unreachable."""
         self._num_expired += 1
         self._asking.clear()
         now = self._clock.monotonic()
@@ -154,7 +147,7 @@ class Answers(Generic[ValueT]):
             self._entries[key] = _Entry(value=entry.value, num_bytes=entry.num_bytes, until=min(entry.until, now))
 
     def clear(self) -> None:
-        """Forget everything, what is under way too."""
+        """Forget all answers, running requests included."""
         self._num_cleared += 1
         self.expire()
         self._entries.clear()
@@ -186,9 +179,9 @@ class Answers(Generic[ValueT]):
 
 
 class Head:
-    """The newest version that the coordinator told; while its line is broken, the last one.
+    """The newest version known from the coordinator.
 
-    `on_change` hears whether the run went back, as a coordinator does that was restored from a backup.
+    `on_change` gets whether the run went back, as after a restore from a backup.
     """
 
     def __init__(self, *, api: WeightsApi, clock: Clock, on_change: Callable[[bool], None]) -> None:
@@ -243,6 +236,5 @@ class Head:
         raise Draining("the relay is stopping", retry_after_s=1.0)
 
     def close(self) -> None:
-        """End the streams of those who watch."""
         self._is_closing = True
         self._bell.ring()

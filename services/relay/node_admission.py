@@ -1,8 +1,7 @@
-"""Who comes in at a relay, and how much of it: samplers of its own site, each with a share of calls and of memory.
+"""Admission control of a relay: samplers of its own site, with bounds on calls and memory.
 
-Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room
-(common/rpc/server_limits); a certificate that expires or is revoked ends also the streams that it opened, at their next
-message.
+No call is answered or forwarded before its caller is admitted, and no message is read before there is room. A
+certificate that expires or is revoked ends its streams at their next message.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Whose call it is; without certificates `identity` is None and all who call are one."""
+    """The calling node; without certificates `identity` is None and all callers are one."""
 
     name: str
     identity: Identity | None = None
@@ -44,8 +43,8 @@ class Node:
 class NodeAdmission:
     """Admits nodes. Belongs to the event loop.
 
-    `own` is this relay's identity as it is now, None on loopback without certificates; `places` bounds calls under way,
-    `places_of_node` those of one certificate; `wall_time` serves lifetimes of certificates alone.
+    `own` gives this relay's identity (None on loopback without certificates); `places` bounds concurrent calls,
+    `places_of_node` those of one certificate.
     """
 
     def __init__(
@@ -69,12 +68,8 @@ class NodeAdmission:
             IDENTITY_REFUSALS.labels(reason.value)
 
     def admit(self, auth: Mapping[str, Iterable[bytes]], *, is_probe: bool = False) -> Node:
-        """Check a call by what gRPC knows of its connection; a probe of health may be of any role and site.
-
-        Raises:
-            Unauthenticated: no identity.
-            PermissionDenied: not for this identity.
-        """
+        """Check a call by its connection; a health probe may have any role and site.
+        Raises Unauthenticated: no identity; PermissionDenied: not for this identity."""
         own = self._own()
         if own is None:
             return Node(name="local")
@@ -90,11 +85,7 @@ class NodeAdmission:
         return node
 
     def recheck(self, node: Node) -> None:
-        """Check what changes with time.
-
-        Raises:
-            Unauthenticated: the certificate was revoked or has expired.
-        """
+        """Check what changes with time. Raises Unauthenticated: the certificate was revoked or has expired."""
         if node.identity is None:
             return
         refusal = node.identity.refuse_at(self._wall_time())
@@ -106,11 +97,7 @@ class NodeAdmission:
 
     @contextlib.contextmanager
     def place(self, node: Node) -> Iterator[None]:
-        """Hold a place for one call.
-
-        Raises:
-            QuotaExceeded: there is none now; worth repeating.
-        """
+        """Hold a place for one call. Raises QuotaExceeded: none is free; retryable."""
         if node.identity is not None and self._calls[node.name] >= self._places_of_node:
             problem = f"{node.name} has {self._places_of_node} calls under way at the relay (site_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
@@ -129,12 +116,8 @@ class NodeAdmission:
 
     async def message(self, node: Node, method: str, context: _Context) -> tuple[Reservation, Any]:
         """The next message of a call, or EOF, and its room, which the caller closes.
-
-        Raises:
-            QuotaExceeded: none came in time; worth repeating.
-            InvalidRequest: the method needs no message of this length.
-            Unauthenticated: the certificate was revoked or has expired.
-        """
+        Raises QuotaExceeded: none came in time, retryable; InvalidRequest: too long for the method; Unauthenticated:
+        revoked or expired."""
         room, message = await self._budget.message(node.holder, method, context.read)
         try:
             self.recheck(node)

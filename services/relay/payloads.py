@@ -1,10 +1,8 @@
-"""Payloads for a site: from the cache, from one that is arriving, or fetched once for all who ask.
+"""Payloads for a site: read from the cache, from a running fetch, or fetched once for all.
 
-Guarantees: one fetch of a payload at a time, whoever asks and leaves meanwhile; a fetch that broke goes on from the
-bytes on disk when somebody asks again, also after a restart; a kept payload is compared with its name once and each
-block of it whenever it is sent (common/pull/payload_reader), so a block that a disk damaged is fetched again.
-What cannot be kept is passed on to each who asks: a whole one from the bucket where it has the bytes of its name, the
-rest of one, and a range, from the coordinator.
+One fetch of a payload runs at a time. A broken fetch resumes from the bytes on disk, also after a restart. A cached
+payload is verified once, and each block whenever it is sent; a damaged one is fetched again. A payload that cannot be
+cached is passed on: a complete one may come from the bucket, a range comes from the coordinator.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ LOOK_S = 0.2
 
 
 class Payloads:
-    """What samplers of a site read. Belongs to the event loop; `on_gone` hears that a planned payload is no more."""
+    """Payload reads of a site. Belongs to the event loop; `on_gone` is called when a planned payload is gone."""
 
     def __init__(
         self, *, api: WeightsApi, cache: CacheDirectory, clock: Clock, on_gone: Callable[[], None] = lambda: None
@@ -64,11 +62,11 @@ class Payloads:
 
     @property
     def object_bytes(self) -> int:
-        """What each payload costs on this relay's line beside its bytes: one number for all plans of the site."""
+        """This relay's price of each payload in bytes, the same for all plans of the site."""
         return self._fetcher.link.object_bytes
 
     def note(self, plan: PullPlan) -> None:
-        """Remember the payloads of a plan: a read names its payload by digest alone."""
+        """Remember a plan's payloads: a read names only the digest."""
         for ref in plan.payloads:
             self._known[ref.digest] = ref
             self._known.move_to_end(ref.digest)
@@ -77,11 +75,8 @@ class Payloads:
 
     async def read(self, *, digest: Digest, offset: int, stop: int | None) -> AsyncIterator[bytes]:
         """Yield frames of [offset, stop) of a payload; without `stop`, to its end.
-
-        Raises:
-            UnknownPayload: it is neither kept nor planned since this process began; to be planned again.
-            RemoteError: why the coordinator does not give it.
-        """
+        Raises UnknownPayload: neither cached nor planned since the start, plan again; RemoteError: the coordinator's
+        error."""
         while True:
             source = self._source(digest, offset, stop)
             try:
@@ -96,7 +91,6 @@ class Payloads:
             return
 
     async def close(self) -> None:
-        """End the fetches under way; what has arrived stays."""
         fetches = [arrival.fetching for arrival in self._arrivals.values()]
         for fetching in fetches:
             fetching.cancel()
@@ -128,7 +122,7 @@ class Payloads:
                 yield frame
         except (DamagedFile, OSError) as error:
             RELAY_READS.labels(DAMAGED).inc()
-            _LOG.error("kept payload %s is thrown away and fetched anew: %s", digest[:12], error)
+            _LOG.error("dropped cached payload %s, fetching it again: %s", digest[:12], error)
             self._cache.remove(digest)
             raise _Again from error
 
@@ -158,7 +152,7 @@ class Payloads:
         num_bytes = self._known[digest].num_bytes if digest in self._known else -1
         is_whole = offset == 0 and stop in (None, num_bytes)
         if isinstance(api, WeightCalls) and not is_whole:
-            # Nobody here could tell that an address has other bytes.
+            # A range from the bucket cannot be verified here.
             async for frame in api.read_from_peer(digest=digest, offset=offset, stop=stop):
                 yield frame
             return
@@ -172,7 +166,7 @@ class Payloads:
             yield frame
 
     def _begin(self, ref: PayloadRef) -> Arrival:
-        # A task of its own: whoever asked first may leave first.
+        # A task of its own: the first caller may leave first.
         fetching = asyncio.ensure_future(self._fetch(ref))
         path = self._cache.incoming / ref.digest
         arrival = Arrival(ref, path, fetching=fetching, bell=self._bell, clock=self._clock)
@@ -200,13 +194,13 @@ class Payloads:
 
 
 class _Again(Exception):
-    """The bytes that are left come from elsewhere."""
+    """The remaining bytes come from another source."""
 
 
 class Arrival:
-    """One payload that is being fetched into `path`, a file that grows; `bell` rings when bytes arrive.
+    """One payload being fetched into the growing file `path`; `bell` rings when bytes arrive.
 
-    `fetching` ends when the payload is whole and has moved into the cache, or with the error.
+    `fetching` ends when the payload is complete and in the cache, or with the error.
     """
 
     def __init__(
@@ -219,13 +213,10 @@ class Arrival:
         self._clock = clock
 
     async def read(self, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) as it arrives; ends early where the payload became whole before its file was opened.
+        """Yield [offset, stop) as it arrives; ends early if the payload completed before its file was opened.
 
-        The bytes have the checksums of their frames; their digest is known when the last of them is here.
-
-        Raises:
-            InvalidRequest: the range is not within the payload.
-            HeterorlError, OSError: why it does not arrive.
+        Frames have verified checksums; the digest is known at the end.
+        Raises InvalidRequest: the range is outside the payload; HeterorlError, OSError: why it does not arrive.
         """
         end = self.ref.num_bytes if stop is None else stop
         if not 0 <= offset <= end <= self.ref.num_bytes:

@@ -1,4 +1,4 @@
-"""Wires a relay: cache, server, the link to the coordinator, metrics, signals.
+"""Start and stop of a relay: cache, server, link to the coordinator, metrics, signals.
 
     loop      waits for                               unblocked by
     rpcs      messages of samplers                    the samplers; the end of the grace period
@@ -9,7 +9,7 @@
     watchdog  half the service manager's interval     the clock
     main      SIGTERM or SIGINT                       the operator
 
-A coordinator that does not answer keeps no relay from starting: what is kept is served.
+A relay starts without the coordinator too and serves what it has cached.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
 
 
 def _announce(config: RelayConfig, port: int) -> None:
-    """Write host:port beside the cache, for those who let the system choose the port."""
+    """Write host:port to cache_dir/address, for port 0."""
     host = config.listen.rpartition(":")[0]
     path = Path(config.cache_dir) / "address"
     try:
@@ -132,11 +132,7 @@ class RelayServer:
     """Answers the samplers of a site."""
 
     def __init__(self, config: RelayConfig, weights: CachedWeights) -> None:
-        """Prepare a server.
-
-        Raises:
-            ConfigError: a file of certificates cannot be used, or is not a relay's.
-        """
+        """Prepare a server. Raises ConfigError: a file of certificates cannot be used, or is not a relay's."""
         self._config = config
         self._files = None if config.tls.insecure or not config.tls.cert else MaterialFiles(config.tls)
         if self._files is not None and self._files.current().identity.role is not Role.RELAY:
@@ -165,11 +161,7 @@ class RelayServer:
 
     async def start(self) -> int:
         """Listen and report SERVING; returns the port.
-
-        Raises:
-            ConfigError: plaintext on an address that others can reach.
-            PortInUse: the address is taken.
-        """
+        Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
         check_tls(self._config.tls, key="listen", address=self._config.listen)
         try:
             if self._files is None:

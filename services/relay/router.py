@@ -1,13 +1,12 @@
-"""Every call that reaches a relay: those about weights are answered here, health too, all others are carried.
+"""Routes every call that reaches a relay.
 
     WatchHead, GetManifest, ListManifests, PlanPull, ReadPayload    heterorl.relay.cached_weights
     grpc.health.v1.Health/Check                                     whether the relay serves
     everything else of heterorl                                     Forwarder
 
-All handlers take and give bytes, and are installed as streams, so that no byte is read before its caller is admitted. A
-unary call is a stream of one message on the wire. Of a carried call deadline, cancellation, metadata, status and
-trailing metadata, in which typed errors travel, pass through; a message is read when the one before it has left, in
-both directions, so that who is slow at one end slows the other.
+Handlers take and give bytes as streams, so no byte is read before its caller is admitted. A forwarded call keeps
+deadline, cancellation, metadata, status and trailing metadata. A message is read when the one before it has left, so a
+slow end slows the other.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NAMES = frozenset(
     for method in service.methods
 )
 _OWN_KEYS = frozenset({"user-agent", "te", "content-type", NODE_KEY})
-"""Metadata of one link alone; and what no node may say of itself."""
+"""Metadata of one link only, or that a node may not set."""
 
 
 class Router(grpc.GenericRpcHandler):
@@ -115,7 +114,7 @@ class Router(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(call, None, None)
 
     def _label(self, method: str) -> str:
-        # Names come from whoever calls: those that are not known share one label.
+        # Callers choose the name, so unknown ones share one label.
         name = method.rpartition("/")[2]
         return name if name in _NAMES else OTHER
 
@@ -208,17 +207,13 @@ class Forwarder:
         self._links: dict[str, CoordinatorChannel] = {}
 
     async def close(self) -> None:
-        """Close all connections; calls under way are cancelled."""
         for link in self._links.values():
             await link.close()
 
     async def carry(self, method: str, node: Node, context: _Context) -> AsyncIterator[bytes]:
-        """Yield the coordinator's answers to a call; what the node sends goes the other way meanwhile.
-
-        Raises:
-            AioRpcError: the coordinator's status, or the transport's.
-            RemoteError: the node's message did not come.
-        """
+        """Yield the coordinator's answers to a call while the node's messages go the other way.
+        Raises AioRpcError: the coordinator's or the transport's status; RemoteError: the node's message did not
+        come."""
         # A call takes nothing at the coordinator before it has something to say.
         room, first = await self._admission.message(node, method, context)
         try:

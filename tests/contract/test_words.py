@@ -102,7 +102,6 @@ FOLDERS_TO_REWRITE = {
     "services/coordinator/sites",
     "services/coordinator/store",
     "services/coordinator/store/bucket",
-    "services/demo",
     "services/evaluation",
     "services/launch",
     "services/learner",

@@ -1,4 +1,4 @@
-"""Reads samples of a coordinator page by page, decodes their tokens, and writes them to files.
+"""Reads samples of a coordinator, decodes their tokens, and writes them to files.
 
 heterorl samples export run.parquet HOST
 pandas.read_parquet("run.parquet").groupby("site").reward.mean()

@@ -1,9 +1,8 @@
-"""When assignments that are out run out, and which of them are away: terms in memory, which affect liveness only.
+"""Deadlines of leased assignments, and which assignments are away with a silent site. In memory.
 
-Guarantees: what a silent site holds that works ahead counts against nobody while it is away, and goes to others when
-its term ends and not before; a site that left for good keeps no prompt; each look costs what changed since the last.
-The table of work says what is out, store/tallies.py since when. A lease whose beginning this process does not know (it
-restarted) gets a fresh term. Times are instants of the monotonic clock.
+The assignments of a silent site that works ahead are away: they count against no site and go to others when their term
+ends. Each look costs what changed since the last one. After a restart every lease gets a fresh term. Times are instants
+of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Term:
 
 
 def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
-    """The term of what a holder holds. `is_silent`: nothing was heard of it for longer than `lease_s`; `is_replaced`:
-    another incarnation of its site registered after it."""
+    """The term of a holder's assignments. `is_silent`: last seen more than `lease_s` ago; `is_replaced`: a newer
+    incarnation of its site registered."""
     if is_silent and (is_replaced or said.ahead_s <= 0):
         # One that died delivers nothing, and what its delay adds is of no use.
         return Term(seconds=lease_s)
@@ -131,7 +130,7 @@ class Deadlines:
                 f"UPDATE temp.out_work SET is_away = 1 WHERE {_HOLDER} AND is_away = 0", holder
             ).rowcount
             if gone:
-                _LOG.info("site %s is silent: its %d assignments wait for it and count against nobody", holder[0], gone)
+                _LOG.info("site %s is silent: %d assignments are away and do not count", holder[0], gone)
         said = self._said(connection, holder)
         again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
         connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))

@@ -1,11 +1,10 @@
-"""How old a policy is, and which groups are still fresh when the learner comes to train on them, as store operations.
+"""Age of policies, and which groups are still fresh when the learner trains on them; store operations.
 
-Age begins when a newer version can be had, so the newest version has none: however long a run stood still, groups of
-its newest version are taken, and it goes on by itself. A step of the wall clock makes too old only what a sampler can
-replace by pulling.
+A policy's age counts from the moment a newer version exists. So the newest version has age 0 however long a run stood
+still, and a step of the wall clock affects only versions that a sampler can replace by a pull.
 
-Groups go into versions in the order in which they are leased, so many for each version as the learner said. A group
-that is leased behind others is consumed by a later version, whose parent is not the head yet but one of its successors.
+Groups go into versions in the order of their leases, as many for each version as the learner stated. A group leased
+behind others is consumed by a later version.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 
 
 def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:
-    """Seconds for which one of the `reach` versions after this one could be had; 0 for the newest. `now` is wall
-    time."""
+    """Seconds since one of the next `reach` versions was published; 0 for the newest. `now` is wall time."""
     (published,) = connection.execute(
         "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
         (version, min(version + reach, MAX_INT64)),
@@ -43,22 +41,21 @@ def oldest_usable(connection: Connection, *, head: int, max_versions: int, max_s
 
 
 def abandoned_span(connection: Connection, versions: Sequence[int]) -> int | None:
-    """An abandoned version among those that tokens of a group were drawn from; None when there is none."""
+    """An abandoned version among a group's versions; None when there is none."""
     (found,) = connection.execute(
-        f"SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN {NUMBERS}",
-        (json.dumps(versions),),
+        f"SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN {NUMBERS}", (json.dumps(versions),)
     ).fetchone()
     return None if found is None else int(found)
 
 
 VERSIONS_TIMED = 8
-"""Whose publications say how long a version takes."""
+"""Newest versions whose intervals give the duration of a version."""
 _MANY = 1e6
 
 
 def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
-    """How many of `count` groups go into the same version when they are leased now, at least 1 where `count` is, and
-    the oldest version that they may be of; `bound` is the largest staleness that a version may consume."""
+    """How many of `count` groups leased now go into the same version (at least 1 of 1), and the oldest version they may
+    have; `bound` is the largest staleness that a version may consume."""
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
         return count, head - bound
@@ -67,10 +64,9 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
 
 
 def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
-    """How many versions come while a group is made, which takes `generation_s`; 0 while that is not known.
+    """Versions that come while a group is made, which takes `generation_s`; 0 while unknown.
 
-    A version takes as long as the last VERSIONS_TIMED did, or as the run has been without a new one: a run that stands
-    still makes none stale.
+    A version takes as long as the last VERSIONS_TIMED on average, or as long as the run has been without a new one.
     """
     rows = connection.execute(
         "SELECT published FROM versions WHERE version >= ? AND is_abandoned = 0 ORDER BY version DESC",
@@ -112,7 +108,7 @@ def oldest_pending(connection: Connection, count: int, *, first_version: int, si
 
 
 def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:
-    """The pending group of an arrival, as a row like those of `oldest_pending`."""
+    """The pending group of an arrival, as a row of `oldest_pending`."""
     return connection.execute(f"{_LEASED} AND arrival = ?", (arrival,)).fetchall()
 
 

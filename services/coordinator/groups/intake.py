@@ -1,12 +1,11 @@
-"""Groups as they arrive: known or new, too many or welcome, to be trained on or not; as store operations.
+"""Intake of pushed groups as store operations: duplicates, quotas, validation, rows.
 
-The usual group continues its site's watermark, lost no member and is accepted. Such groups of one operation only gather
-in `_Rows`: what they share is asked once, and rows, accounts, marks and answered work are written when the operation
-ends, or before anything else looks at the store. Every other group goes the way of one group alone (`take`).
+The usual group continues its site's watermark, lost no member and is accepted. `_Rows` gathers such groups of one
+operation: it reads what they share once, and writes rows, accounts and watermarks together. Every other group is taken
+alone (`take`).
 
-Guarantees: every terminal outcome has its row, its account and its place in the watermark in one transaction, that of a
-group which nobody can read too; an id takes effect once (by watermark, never by time); outcomes and the store
-afterwards are those of the same groups taken one after another.
+Each final outcome writes its row, account and watermark in one transaction, also for an unreadable group. An id takes
+effect once, by the watermark. The result is the same as for groups taken one after another.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A pushed group as the store takes it in; `problem` says what is wrong inside it (empty: nothing is).
+    """A pushed group before the store takes it; `problem` says what is wrong inside it (empty: nothing).
 
-    `digest` is that of its serialised bytes, which tells the same group again from another one. `sealed` is None of one
-    that cannot be read: then `problem` says why.
+    `digest` of its bytes detects another group under the same id. `sealed` is None if it cannot be read.
     """
 
     id: GroupId
@@ -78,10 +76,8 @@ class Surroundings:
 
 
 def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
-    """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it.
-
-    A group whose columns disagree is invalid like any other, so that its assignment is counted.
-    """
+    """Validate a group's content and digest its bytes, outside the commit. Unreadable groups become invalid
+    arrivals."""
     try:
         columns = columns_of(message)
     except MalformedPayload as error:
@@ -135,13 +131,9 @@ def take(connection: Connection, arrived: Arrival, around: Surroundings) -> Push
 
 
 def record(
-    connection: Connection,
-    arrived: Arrival,
-    reason: DropReason | None,
-    message: str,
-    around: Surroundings,
+    connection: Connection, arrived: Arrival, reason: DropReason | None, message: str, around: Surroundings
 ) -> PushOutcome:
-    """Write one group's row, account and place in the watermark down, and what becomes of its work and its content."""
+    """Write one group's row, account and watermark; settle its assignment and maybe keep a sample."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
     row = row_of(arrived, reason, around)
@@ -227,7 +219,6 @@ def _looked_up(connection: Connection, group: SealedGroup) -> tuple[int | None, 
 def _facts(
     connection: Connection, group: SealedGroup, around: Surroundings, assignment: tuple[int | None, bool]
 ) -> Facts:
-    """What surrounds a group, whose assignment was looked up."""
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM variant_versions f WHERE f.version = v.version"
@@ -295,7 +286,6 @@ class _Rows:
         self._asked: dict[int, GroupId] = {}
 
     def look_up(self, groups: Sequence[Arrival]) -> None:
-        """Read the assignments of groups that may be usual; each once."""
         wanted = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
         self._work = work_assignments.lookup(self._connection, list(wanted.items()))
         self._asked = wanted
@@ -349,7 +339,7 @@ class _Rows:
             for site, count in Counter(arrived.id.site for arrived in self._accepted).items():
                 quarantine.note_lost(connection, site, 0.0, groups=count)
             ledger.add(connection, ledger.ACKED, len(self._accepted))
-        # Of what was looked up, too: whatever comes next may change it.
+        # Lookups too: the next operation may change them.
         for kept in (self._accepted, self._answered, self._marks, self._waiting_bytes, self._facts, self._asked):
             kept.clear()
 

@@ -1,8 +1,8 @@
-"""The conservation law: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
+"""The ledger: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
 
-`acked` and the final accounts are counters, moved in the transaction that moves the group; pending and leased are
-counted from the groups themselves. So the law can fail, and does when a group is lost or counted twice. An assignment
-that is closed without a group has an account beside the law.
+`acked` and the final accounts are counters, changed in the transaction that moves the group. Pending and leased are
+counted from the groups. So a lost or doubly counted group breaks the equation. An assignment closed without a group has
+an account outside it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""The durable queue of whole groups, as store operations, and the order in which the learner gets them, which is pure.
+"""The durable queue of groups as store operations, and the order in which the learner gets them.
 
-Guarantees: a group has exactly one account of the ledger at every commit; an id takes effect once (by watermark, never
-by time); oldest policies first, or as `lease_order` says; a group that became too stale is dropped, counted, and its
-prompt handed out again. The order is work-conserving (a site's share is a bound only while another site has groups) and
-without starvation: in the fair order every site with groups is served once in each round; in the share order every site
-below its share comes before those above it, and where all are at theirs, those with the least come first. It decides
-when a group is trained on, never whether.
+The oldest policy goes first, or as `lease_order` says. A group that became too stale is dropped and counted, and its
+prompt is handed out again. A site's share binds only while another site has groups. No site starves: the fair order
+serves every site once a round; the share order serves sites below their share first.
 
-Fair is deficit round robin (Shreedhar and Varghese, 1996) with a cost of 1 for a group and a quantum of 1: what is left
-of a site's deficit is never more than 0, so a round is one group of each site that has one.
+Fair is deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1.
 
-Newest first is the queue of the program of arXiv 2508.17850: as soon as there is a group of a newer version than any
-that was taken, the first of the newest version; else the one that came first of those that are at most D versions older
-than the newest that was taken, where D is half of the bound on staleness. That program takes nothing older; a site that
-is always between D and the bound behind would train nothing. Here every `LATE_EVERY`-th group is of those behind the
-window while there are any, the one that will be too old first, and so is each one while the window is empty.
+Newest first is the queue of the program of arXiv 2508.17850: the first group of the newest version if it is newer than
+any taken before, else the first to arrive of those at most D versions behind the newest taken; D is half of the
+staleness bound. That program takes nothing older, so a site always behind D would train nothing. Here every
+`LATE_EVERY`-th group is from behind the window, the one that expires first, and each one while the window is empty.
 """
 
 from __future__ import annotations
@@ -60,9 +55,9 @@ def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Turns:
-    """The order of sites between leases. `window` is how many groups a batch has, `share` a site's largest part of it.
+    """The order of sites between leases; `window` is the groups of a batch, `share` a site's largest part of it.
 
-    In memory: after a restart the first round begins anew. For store operations alone.
+    In memory: a restart begins a new round. Used by store operations only.
     """
 
     order: Order
@@ -95,8 +90,8 @@ class Turns:
         return max(1, math.floor(self.share * self.window))
 
     def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
-        """The site that is served now, by the rank of the first group of each site, smallest first: (policy version,
-        arrival), or that of `newest_first` of groups in its window."""
+        """The site to serve next. Ranks are (policy version, arrival) of each site's first group, or those of
+        `newest_first`; the smallest goes first."""
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
         counts = {site: served[site] for site in ranks}
@@ -147,29 +142,22 @@ class Queue:
         return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
 
     def ingest(
-        self,
-        connection: Connection,
-        groups: Sequence[Arrival],
-        *,
-        head: int,
-        now: float,
-        instant: float,
+        self, connection: Connection, groups: Sequence[Arrival], *, head: int, now: float, instant: float
     ) -> list[PushOutcome]:
-        """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
         around = Surroundings(
             config=self.config, quotas=self.quotas, ring=self.ring, head=head, now=now, instant=instant
         )
         return take_all(connection, groups, around)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
-        """Lease up to `count` groups to the learner, in the run's order, or fewer where they are large; drops what is
-        too stale on the way, some of it at once: `has_stale` says whether there is more."""
+        """Lease up to `count` groups in the run's order, fewer if they are large; drops some stale ones on the way.
+        `has_stale` says whether more are left."""
         oldest = self._oldest_usable(connection, head=head, now=now)
         rows = connection.execute(f"{_STALE} LIMIT {DROPPED_AT_ONCE}", (oldest,)).fetchall()
         self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
         leased: list[LeasedGroup] = []
         num_bytes = 0
-        # Again while damaged groups leave room: whoever waits is woken by arrivals only.
+        # Again while damaged groups leave room, since only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
             rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head, oldest)
         ):
@@ -282,8 +270,8 @@ class Queue:
         return [], ""
 
     def drop(self, connection: Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = "") -> int:
-        """Give pending or leased groups up; returns how many were. Prompts are handed out again where the reason
-        allows; `detail` is what the check said, for those who read the samples."""
+        """Drop pending or leased groups; returns how many. Their prompts are reopened if the reason allows; samples
+        show `detail`."""
         arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
@@ -328,7 +316,7 @@ class Queue:
         return None if data is None else _verified(data, digest)
 
     def drop_abandoned(self, connection: Connection, versions: Sequence[int]) -> int:
-        """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights."""
+        """Drop pending and leased groups of abandoned versions: no learner can get their weights."""
         arrivals = [
             arrival
             for version in versions
@@ -339,7 +327,7 @@ class Queue:
         return self._drop_at(connection, arrivals, DropReason.UNKNOWN_VERSION)
 
     def return_leased(self, connection: Connection, *, held: Iterable[GroupId] = ()) -> int:
-        """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
+        """Return the learner's groups to the queue, except `held` ones and those of quarantined sites."""
         keep = {_key(group_id) for group_id in held}
         rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
         back = [tuple(row) for row in rows if tuple(row) not in keep]
@@ -363,7 +351,7 @@ def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
 
 
 def undo_lease(connection: Connection, ids: Iterable[GroupId]) -> None:
-    """Put groups back that were leased and went to nobody."""
+    """Return groups that were leased and not sent."""
     connection.executemany(
         f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",
         [_key(group_id) for group_id in ids],

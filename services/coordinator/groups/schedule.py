@@ -1,15 +1,14 @@
-"""Which prompts to hand out, and how many. Staleness is bounded by pacing, not by throwing work away.
+"""Pacing: how many prompts a site gets, and which. Pacing bounds staleness without throwing work away.
 
-`decide_grant` and the functions of an assignment's number are pure. Which prompts are worth handing out follows from
-mean rewards, by store operations:
+`decide_grant` and the functions of an assignment's number are pure. The window of difficulty uses mean rewards in the
+store:
 
     prompts         prompt_index, mean (weighted to the newest groups), num_groups, band    a row for each prompt seen
     prompt_totals   name, count    prompts of each band, and assignments passed over
 
-Guarantees: an assignment's prompt follows from its number alone, here as everywhere: a number whose prompt is outside
-the window is passed over for good, in the transaction that hands out the one behind it, so nothing else knows of
-windows. A mean counts groups whose rewards the learner let through, each once. The work of a lease is bounded by
-MAX_PASSED for each assignment, whatever the number of prompts; one behind so many others goes out wherever it lies.
+An assignment's prompt follows from its number alone. A number whose prompt is outside the window is skipped for good. A
+mean counts each group once whose rewards the learner accepted. After MAX_PASSED skipped numbers the next one is handed
+out wherever its prompt lies.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Load:
     policy_version: int
     outstanding: int
     held: int = 0
-    """Assignments that the asking site holds."""
     coming: int = 0
     """Versions that others make while the asking site makes a group, as its last groups and versions lasted."""
 
@@ -49,17 +47,17 @@ class Pace:
     max_staleness_versions: int
     outstanding_limit: int
     held_limit: int = 0
-    """Assignments that one site may hold; 0 is no bound."""
+    """Assignments that one site may hold; 0: no bound."""
     held_by: str = "site_work_groups"
-    """What says so, for people to read."""
+    """Name of that bound, for messages."""
 
 
 def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
-    """Grant as many groups as can still be trained in time, and say what bounds the number.
+    """Grant as many groups as can still be trained in time; returns the number and its bound.
 
-    A group behind k outstanding ones is trained k // groups_per_version versions from now, so it may be granted while
-    head + k // groups_per_version - policy_version <= max_staleness_versions. What comes after `coming` versions is
-    behind those, however few groups are outstanding.
+    A group behind k outstanding ones is trained k // groups_per_version versions from now. It may be granted while head
+    + k // groups_per_version - policy_version <= max_staleness_versions. Beyond one version's worth, `coming` counts
+    too.
     """
     lag = load.head_version - load.policy_version
     if lag > pace.max_staleness_versions:
@@ -120,7 +118,7 @@ def _hash(text: str) -> int:
 
 
 MAX_PASSED = 16
-"""Assignments that are passed over before one is handed out whatever its prompt."""
+"""Assignments skipped before one is handed out regardless of its prompt."""
 NEWEST_WEIGHT = 0.25
 """Of the newest group in a prompt's mean, once it has four: the policy changes, and with it what is hard."""
 TOO_HARD, IN_WINDOW, TOO_EASY, PASSED = "too hard", "in window", "too easy", "passed over"

@@ -1,7 +1,7 @@
-"""Whether a pushed group may be trained on: pure, with the reason and a sentence that names the field.
+"""Pure checks of a pushed group: accept it, or name the reason and the wrong field.
 
-The numbers are judged of their columns, before the commit begins; the surroundings of the sealed group, within it.
-Whether the largest group of a contract fits a message is asked before a run can begin with it.
+Its numbers are checked column by column before the commit, its versions and assignment within it. `contract_problem`
+checks before a run begins that the largest group fits a message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ _EOS, _LENGTH = FINISH[FinishReason.EOS], FINISH[FinishReason.LENGTH]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the store knows about a group's surroundings.
+    """What the store knows about a group.
 
-    `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
-    its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group;
-    `quarantine` is why the learner's checks put its site into quarantine (empty: they did not); `abandoned_version` is
-    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on.
+    `state_root` of its oldest version (None: no such version); `assignment_prompt` (None: not this site's);
+    `is_answered`: the assignment has its group; `quarantine`: the reason, or empty; `abandoned_version` among its
+    versions (None: none); `policy_age_s` counts from the next version.
     """
 
     head_version: int
@@ -84,9 +83,9 @@ def size_problem(num_bytes: int, max_group_bytes: int) -> str:
 
 
 def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: int) -> str:
-    """What is wrong with the numbers of a group, of which columns are known to agree; empty when nothing is.
+    """The first problem in a group's numbers, or empty; its columns have consistent lengths.
 
-    One pass of each column over all rollouts: no rollout becomes an object.
+    One pass over each column; no rollout becomes an object.
     """
     if group.prompt.size > max_prompt_tokens:
         return f"prompt: {group.prompt.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
@@ -164,10 +163,10 @@ def _spans_problem(group: Columns, contract: Contract) -> str:
 
 
 def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Contract) -> str:
-    """What is wrong with the sequences of rollouts; one is as long as what it keeps and what follows.
+    """The first problem in the sequences of rollouts, or empty.
 
-    A few bytes can keep many tokens once more, and the learner reads all sequences of a rollout in one pass, where each
-    may cost as much as the longest: together they cost no more than one sequence that is as long as it may be.
+    A few bytes can repeat many tokens, and the learner pads all sequences of a rollout to the longest. So together they
+    may cost no more than one sequence of the largest allowed length.
     """
     most = group.prompt.size + contract.max_rollout_tokens
     found: dict[int, tuple[int, int, int]] = {}
@@ -215,9 +214,9 @@ def _tokens_problem(group: Columns, contract: Contract) -> str:
 
 
 def ending_problem(group: Columns, contract: Contract) -> str:
-    """A turn ends with an end token or at the longest length, and has no end token before its end.
+    """The first turn that does not end as its rollout states, or empty.
 
-    A rollout that ended of itself says how its last turn did.
+    A turn ends with an end token or at the longest length, and has no end token before.
     """
     is_start, is_drawn = _turn_starts(group), group.span_versions != GIVEN
     starts = np.flatnonzero(is_start)

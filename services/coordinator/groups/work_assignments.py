@@ -1,26 +1,21 @@
-"""Prompt groups, and held-out prompts of evaluations, handed out to samplers; and what comes back without a group.
-
-Store operations:
+"""Assignments: prompts handed out to sites, and prompts that come back without a group. Store operations.
 
     work        holders, returned (JSON: counted returns by site), open_from (no new assignment below it: others first)
     returners   site, accepted (its groups at its newest counted return), num_returns (counted since such a group)
-    ledger      closed/<reason>    assignments closed, beside the conservation law: they have no group
+    ledger      closed/<reason>    assignments closed without a group
 
-Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped but by a window of difficulty
-(groups/schedule.py) or because its row gives no group; what expired or was given back for another reason is handed out
-first, with the same prompt and seed; the newest holders whose lease ran out may still answer, once. An assignment whose
-row gave no group waits while the assignments of a version are handed out, of twice as many after the next return and so
-on, so it never stands before all others. After MAX_RETURNS counted returns it is closed: it is handed out no more, and
-a group of an earlier holder is dropped as one too many.
+An assignment is a row until its group is accepted, so no prompt is lost. Expired or returned ones are handed out first,
+with the same prompt and seed. The newest MAX_HOLDERS holders may still answer, once.
 
-A held-out prompt, whose number is HELD_OUT or more, is a row until it is answered or its evaluation is over. When all
-are out, a site with time is handed those of others: the first answer counts, and none waits for a slow or dead site.
+A row that gives no group waits for one version's worth of assignments, twice as many after the next return, and so on.
+After MAX_RETURNS counted returns it is closed, and a late group is dropped as surplus.
 
-What a hostile site can do: it returns what it holds, which it could leave to expire, or answer with a group that
-teaches nothing. So a return counts only for the newest holder, and only MAX_IN_ROW times after a group of the site was
-taken: a site whose rewards all fail, by malice or for a service that is down, closes a few assignments and no more.
-While other sites want work nothing is closed before two of them have returned it. Each closing is in the log, with site
-and reason.
+A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
+site gets those of others; the first answer counts.
+
+A hostile site could close prompts by returning them. So only the newest holder's return counts, and only MAX_IN_ROW
+times until a group of that site is taken. While several sites want work, two must have returned a prompt. Each closing
+is logged with site and reason.
 """
 
 from __future__ import annotations
@@ -56,12 +51,11 @@ REOPENED = frozenset(
         *quarantine.REJECTABLE,
     }
 )
-"""Drops after which the prompt is handed out again, so that no prompt is skipped. Not what the learner abandoned: a
-group too long for it, one whose step is not finite or whose rewards are all equal would come back with the same prompt
-and seed for ever."""
+"""Drops after which the prompt is handed out again. Not those of the learner (too long, not finite, equal rewards): the
+same prompt and seed would fail again."""
 MAX_HOLDERS = 3
-"""Sites that may answer an assignment: the one that holds it and the two before. A site that held it once and let it go
-could otherwise wait for whoever generates now and answer first."""
+"""Sites that may answer an assignment: the holder and the two before. Otherwise an earlier holder could wait and answer
+before the current one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +86,7 @@ def hand_out(
     ).fetchall()
     handed = _lease(connection, rows, (site, incarnation), request_id)
     chosen, last = schedule.choose_prompts(
-        connection,
-        first,
-        count - len(handed),
-        num_prompts=num_prompts,
-        seed=config.seed,
-        config=config.difficulty,
+        connection, first, count - len(handed), num_prompts=num_prompts, seed=config.seed, config=config.difficulty
     )
     new = [
         Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
@@ -165,7 +154,7 @@ def forget(connection: Connection, numbers: range) -> None:
 
 
 def handed_before(connection: Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
-    """What a request was given whose answer was lost, as far as the site still holds it."""
+    """The assignments of a request whose answer was lost, if the site still holds them."""
     if not request_id:
         return []
     rows = connection.execute(
@@ -183,8 +172,7 @@ def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dic
     rows = {
         assignment: (prompt, holders)
         for assignment, prompt, holders in connection.execute(
-            f"SELECT assignment, prompt_index, holders FROM work WHERE assignment IN {NUMBERS}",
-            (numbers,),
+            f"SELECT assignment, prompt_index, holders FROM work WHERE assignment IN {NUMBERS}", (numbers,)
         ).fetchall()
     }
     found: dict[int, tuple[int | None, bool]] = {}
@@ -220,8 +208,8 @@ def reopen_held(connection: Connection, assignment: int, group_id: GroupId) -> N
 
 
 def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:
-    """Let as many new assignments go before an open one as came after it: a row that fails again and again is handed
-    out ever more rarely, and never alone."""
+    """Put an open assignment behind as many new ones as came after it, so that a failing row returns ever more
+    rarely."""
     following = int(get_meta(connection, "next_assignment") or 0)
     connection.execute(
         "UPDATE work SET open_from = ? WHERE assignment = ? AND is_leased = 0",
@@ -230,7 +218,7 @@ def put_behind(connection: Connection, assignment: int, *, at_least: int) -> Non
 
 
 def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
-    """Open assignments that the site holds and will not answer, nor may any more; those of others stay."""
+    """Open assignments that the site holds and gives up, so that it may not answer them any more."""
     holder = _holder(site, incarnation)
     wanted = json.dumps([assignment for assignment in assignments if assignment < 2**63])
     rows = connection.execute(
@@ -257,7 +245,7 @@ def held_by(
 
 
 def keep_only(connection: Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
-    """Open what the incarnation holds beside `held`: its process begins anew and has lost the rest."""
+    """Open the incarnation's assignments that are not in `held`: its restarted process lost them."""
     rows = connection.execute(
         "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", (site, incarnation)
     ).fetchall()
@@ -286,7 +274,6 @@ def _holder(site: str, incarnation: str) -> str:
 def _lease(
     connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
 ) -> list[Handed]:
-    """Give rows of work (assignment, prompt, seed, holders) to a site."""
     holder = _holder(*to)
     for assignment, _, _, holders in rows:
         names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
@@ -300,7 +287,6 @@ def _lease(
 
 _LOG = logging.getLogger(__name__)
 MAX_RETURNS = 3
-"""Counted returns after which an assignment is closed."""
 MAX_IN_ROW = 32
 """Returns of a site that count before a group of it is taken."""
 _MAX_DOUBLINGS = 16
@@ -308,7 +294,7 @@ _MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """An assignment that is handed out no more, and who returned it last."""
+    """An assignment that was closed, and the site that returned it last."""
 
     assignment: int
     prompt_index: int
@@ -329,8 +315,8 @@ def take_back(
     *,
     config: CoordinatorConfig,
 ) -> list[Closed]:
-    """Take assignments back from who holds them; returns what that closes. Those that it does not hold stay as they
-    are; `reason` says why their rows give no group, None counts nothing."""
+    """Take assignments back from their holder; returns the ones that this closes. `reason` says why their rows give no
+    group; None counts nothing."""
     site, incarnation = SiteId(holder[0]), holder[1]
     # A held-out prompt that cannot be drawn is answered without a score.
     uncounted = [each for each in assignments if reason is None or each >= HELD_OUT]
@@ -380,7 +366,6 @@ def say_closed(closed: Sequence[Closed]) -> None:
 
 
 def _standing(connection: Connection, site: SiteId) -> tuple[int, int]:
-    """Groups that were ever taken of a site, and its counted returns since the newest."""
     (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
     row = connection.execute("SELECT accepted, num_returns FROM returners WHERE site = ?", (site,)).fetchone()
     in_row = int(row[1]) if row is not None and row[0] == accepted else 0

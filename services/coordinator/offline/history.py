@@ -1,7 +1,7 @@
-"""A coordinator's data directory read from outside, offline: nothing in it is changed, locked or repaired.
+"""Reads a data directory offline: changes, locks and repairs nothing.
 
-A store that was closed is one file and is read in place. One whose process was killed has a log beside it, which only a
-writer may fold in: such a store is copied to a temporary directory and read there.
+A closed store is one file and is read in place. After a kill a log lies next to it, which only a writer may fold in:
+such a store is copied to a temporary directory first.
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one variant, in the order of their numbers, and where their payloads are.
-
-    `variant` is empty for the weights that are trained; another one need not have every version.
-    """
+    """All versions of a run in one variant, by number. A variant (not empty) may lack versions."""
 
     run_id: str
     versions: tuple[StoredVersion, ...]
     offered: tuple[PayloadRef, ...]
-    """Payloads that the store offers; others were deleted, whatever manifests name."""
+    """Payloads that the store offers; others were deleted."""
     blobs: Path
     variant: str = ""
 
@@ -65,12 +62,9 @@ class History:
 
 
 def read_histories(directory: Path) -> tuple[History, ...]:
-    """Read a data directory: the weights that are trained first, then each variant.
-
-    Raises:
-        OperatorError: there is no store, or a coordinator is running on it.
-        CorruptStore: SQLite cannot read it, or it fails SQLite's check.
-    """
+    """Read a data directory: the trained weights first, then each variant.
+    Raises OperatorError: there is no store, or a coordinator runs on it; CorruptStore: it cannot be read or fails its
+    check."""
     with open_store(directory) as connection:
         # All of it: a start of the coordinator leaves the history of a large store out.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
@@ -81,12 +75,9 @@ def read_histories(directory: Path) -> tuple[History, ...]:
 
 @contextmanager
 def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that reads the store of a data directory and changes nothing there.
-
-    Raises:
-        OperatorError: there is no store, or a coordinator is running on it.
-        CorruptStore: SQLite cannot read it, or it was written by another schema.
-    """
+    """A read-only connection to the store of a data directory.
+    Raises OperatorError: there is no store, or a coordinator runs on it; CorruptStore: it cannot be read, or has
+    another schema."""
     path = directory / STORE_FILE
     if not path.is_file() and (directory / "postgres").is_file():
         raise OperatorError(

@@ -1,13 +1,11 @@
-"""A run from a backup, or from the data directory of a coordinator that was stopped, in a new place and either store.
+"""Makes a run's new data directory (and database) from a backup or a stopped coordinator's data directory.
 
-    DATA_DIR/.restoring    under way; removed by the next attempt
-    DATA_DIR               whole and durable once the store is there: the file, or the rows in the database, come last
+    DATA_DIR/.restoring    in progress; the next attempt removes it
+    DATA_DIR               complete and durable once the store is there, which comes last
 
-What the place that is left behind acknowledged since is gone, and nobody who saw it can be asked from here. So the run
-says of itself that it went back: a row in the log of audit, and epochs of learners so far on that whoever held a lease
-in what is gone holds none here. It has no prefix of a bucket any more: payloads are files here, until they are
-copied to a prefix that has no mark. Sites that saw newer versions refuse the run until a person there agrees
-(`heterorl accept-rewind`).
+Everything acknowledged after the backup is lost. So the audit log gets a row, and learners' epochs jump so far that no
+earlier lease holds. Payloads are files, without a bucket's prefix. Sites that saw newer versions refuse the run until a
+person there runs `heterorl accept-rewind`.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ EPOCHS_BEYOND = 1 << 20
 """More than the leases that were granted between a backup and its restoration."""
 _PARTIAL = ".restoring"
 Advance = Callable[[int, int], None]
-"""Told the bytes of payloads that are done, and of all."""
+"""Receives the payload bytes done, and all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +60,12 @@ class Restored:
 def restore(
     source: Path, *, run_id: str, data_dir: Path, url: str, now: float, advance: Advance = lambda _done, _all: None
 ) -> Restored:
-    """Make the data directory, and the tables where `url` is a database's.
+    """Make the data directory, and the tables if `url` names a database without a store.
 
-    Args:
-        source: a backup, or the data directory of a coordinator that was stopped, with a store in SQLite; not changed.
-        run_id: of the coordinator that will serve it.
-        data_dir: must not exist, or be empty.
-        url: of a database or schema without tables of a store; empty for SQLite.
-        now: seconds since the epoch.
-        advance: is told how far it is.
-
-    Raises:
-        ConfigError: it is another run's, or the new place is taken.
-        OperatorError: there is no store, it is in use, or PostgreSQL refuses.
-        CorruptStore: the store fails its check, or was written by another schema.
+    `source` is a backup or a stopped coordinator's data directory with a store in SQLite; it is not changed. `run_id`
+    is the run to be served. `data_dir` must be empty or missing. `now` is in seconds since the epoch.
+    Raises ConfigError: it is another run's, or the new place is taken; OperatorError: there is no store, it is in use,
+    or PostgreSQL refuses; CorruptStore: the store fails its check, or has another schema.
     """
     partial = data_dir / _PARTIAL
     try:

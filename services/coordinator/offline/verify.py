@@ -1,17 +1,16 @@
-"""What must hold of a whole history: of the manifests alone, and of the payloads that lead to their states.
+"""Checks of a whole history: manifests, signatures, payloads and rebuilt states.
 
-numbers      versions are 0, 1, 2, ... without a gap; a variant has some of them
-manifests    each row holds a manifest that has the digest, number, epoch, run and state root that the row states
-parents      each manifest names by digest the manifest of an earlier version that was not abandoned; epochs grow
-forks        a version that follows an older one abandons all in between, and the store says the same
-variants     a variant's version follows what its version follows, or begins the variant where that has none of it
-signatures   where keys are given, each signature is of one of them over exactly these bytes
-payloads     each is there, whole and right
-replay       each leads to the state that its manifest states
+    numbers      versions are 0, 1, 2, ... without a gap; a variant has some of them
+    manifests    each row's manifest has the digest, number, epoch, run and state root that the row states
+    parents      each manifest names by digest an earlier manifest that was not abandoned; epochs grow
+    forks        a version that follows an older one abandons all in between, and the store says the same
+    variants     a variant's version follows the same parent as its version, or begins the variant
+    signatures   with keys given, each signature is of one of them over exactly these bytes
+    payloads     each is there, complete and right
+    replay       each leads to the state that its manifest states
 
-A replay holds one chunk of the model at a time, for as many versions as still have children to come, so a model of any
-size can be checked in little memory. The tensor table is not in a data directory, but it is not needed:
-a chunk is a run of integers, and how many follows from the manifest (`weights.manifest.chunks_of`).
+A replay holds one chunk for each version with open children, so memory stays small for any model. Chunk sizes follow
+from the manifest (`weights.manifest.chunks_of`).
 """
 
 from __future__ import annotations
@@ -78,13 +77,8 @@ class Report:
 def check_manifests(
     history: History, *, keys: Sequence[str], report: Report, trained: Mapping[int, Manifest] | None = None
 ) -> dict[int, Manifest]:
-    """Check all that needs no payload; returns the manifests that could be read, by version.
-
-    `trained` are the manifests of the weights that are trained, for the history of a variant.
-
-    Raises:
-        ConfigError: one of `keys` is not a public key.
-    """
+    """Check everything that needs no payload; returns the readable manifests by version. `trained` are the trained
+    weights' manifests, for a variant's history. Raises ConfigError: one of `keys` is not a public key."""
     rows = {row.version: row for row in history.versions}
     if not rows:
         report.find(Check.NUMBERS, 0, "there is no version")
@@ -173,7 +167,7 @@ def _check_parent(
 
 
 def _check_forks(rows: Mapping[int, StoredVersion], manifests: Mapping[int, Manifest], *, report: Report) -> None:
-    """Each manifest says which versions it abandons; two that follow the same version would be two histories."""
+    """Find two versions that follow the same version, and marks of abandonment without a manifest."""
     abandoned_by: dict[int, int] = {}
     for version in sorted(manifests):
         report.count(Check.FORKS)
@@ -199,10 +193,7 @@ Advance = Callable[[int], None]
 def check_payloads(
     history: History, manifests: Mapping[int, Manifest], *, report: Report, advance: Advance
 ) -> dict[str, Path]:
-    """Hash every payload of these manifests; returns the files that are right, by digest.
-
-    `advance` is told the bytes looked at.
-    """
+    """Hash every payload of these manifests; returns the right files by digest. `advance` gets the bytes checked."""
     right: dict[str, Path] = {}
     for version, manifest in sorted(manifests.items()):
         for payload in manifest.payloads:
@@ -237,16 +228,10 @@ def num_rebuilt(manifests: Mapping[int, Manifest]) -> int:
     return sum(len(manifest.payloads) * len(manifest.chunk_digests) for manifest in manifests.values())
 
 
-def replay(
-    manifests: Mapping[int, Manifest],
-    files: Mapping[str, Path],
-    *,
-    report: Report,
-    advance: Advance,
-) -> None:
-    """Rebuild every state from its payloads, chunk by chunk, and compare chunk digests and state roots.
+def replay(manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, report: Report, advance: Advance) -> None:
+    """Rebuild every state chunk by chunk, and compare chunk digests and state roots.
 
-    `files` are the payloads that passed `check_payloads`, by digest; others are skipped. `advance` is told the chunks.
+    `files` are the payloads that passed `check_payloads`; others are skipped. `advance` gets the chunks.
     """
     for layout_id in dict.fromkeys(manifest.layout_id for manifest in manifests.values()):
         family = {version: manifest for version, manifest in manifests.items() if manifest.layout_id == layout_id}
@@ -335,7 +320,6 @@ class _Replay:
                 states.pop(payload.from_version, None)
 
     def _apply(self, payload: PayloadRef, number: int, states: Mapping[int, IntArray]) -> IntArray | None:
-        """The chunk after the payload, when it is the one that the manifest states."""
         if payload in self._failed:
             return None
         chunk = self._chunks[number]
@@ -372,15 +356,12 @@ class _Replay:
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:
-    """Manifests that name what the store offers: without what was deleted, with the coordinator's own snapshots.
-
-    Those name also what was deleted since. A version that nothing leads to any more is stated by its manifest alone.
-    """
+    """Manifests with the payloads that the store offers: without deleted ones, with the coordinator's own snapshots."""
     offered = {(payload.to_version, payload.kind): payload for payload in history.offered}
     digests = {payload.digest for payload in history.offered}
     kept: dict[int, Manifest] = {}
     for version, manifest in manifests.items():
-        # A delta is nobody's but the learner's: one that the store offers under another name is a fault to be found.
+        # Only the learner makes deltas: one offered under another name is a fault to report.
         payloads = [
             payload
             for payload in manifest.payloads

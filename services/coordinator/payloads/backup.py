@@ -1,14 +1,12 @@
-"""Backups of a running coordinator: one moment of the store, and every payload that it names, in a directory.
+"""Backups of a running coordinator: one snapshot of the store and every payload it names, in a directory.
 
-    backups/<name>.partial    under way; removed by the next backup
-    backups/<name>            whole and durable: a data_dir, from which a coordinator starts with its payloads as files;
-                              the prefix of a bucket stays with the run that has it
+    backups/<name>.partial    in progress; the next backup removes it
+    backups/<name>            complete and durable: a data_dir from which a coordinator starts with payloads as files
 
-A store in SQLite is copied by its own thread between two transactions; one in PostgreSQL is read in a session of the
-backup's own, from one snapshot, into a file of SQLite's with the same tables: every backup has one form. Deletion waits
-until the payloads that the copy names are linked, or copied where they are on another disk. A link shares its bytes
-with the payload: against the loss of the disk the directory has to go to another one. Uploads under way and merged
-deltas are no part of it.
+The store's thread copies SQLite between two transactions. PostgreSQL is read from one snapshot in a session of its own,
+into a SQLite file with the same tables. Deletion waits until the payloads are linked, or copied where they are on
+another disk. A link shares its bytes with the payload: copy the directory elsewhere against the loss of the disk.
+Uploads in progress and merged deltas are not included; a bucket's prefix stays with its run.
 """
 
 from __future__ import annotations
@@ -43,12 +41,11 @@ from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
 NOTE = "backup.json"
-"""What the copy is of; whoever restores it needs nothing of it."""
+"""Describes the copy; a restore does not need it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTIAL = ".partial"
 _BUSY_S = 5.0
 _TRIES = 20
-"""Of one payload that cannot be had now."""
 
 
 class Backups:
@@ -79,13 +76,8 @@ class Backups:
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
     async def make(self, name: str) -> Backup:
-        """Write the run as it is now into a directory of this name; the one that is there, if it is.
-
-        Raises:
-            InvalidRequest: it is no name.
-            Busy: another one is being made, or the disk refuses.
-            StoreFull: there is no room for it.
-        """
+        """Back up the run into a directory of this name, or return the one that exists.
+        Raises InvalidRequest: it is not a name; Busy: another backup runs, or the disk refuses; StoreFull: no room."""
         if not _NAME.fullmatch(name) or name.endswith(_PARTIAL):
             raise InvalidRequest("name: not 1 to 64 letters, digits, dots, dashes and underscores")
         if self._making is None:
@@ -94,7 +86,7 @@ class Backups:
             task.add_done_callback(self._made)
         if self._making[0] != name:
             raise Busy(f"backup {self._making[0]} is being made", retry_after_s=_BUSY_S)
-        # Goes on when the caller has gone: whoever asks for the same one waits for it, or finds it made.
+        # Continues when the caller leaves; a repeated request waits for it or finds it.
         return await asyncio.shield(self._making[1])
 
     def _made(self, task: asyncio.Task[Backup]) -> None:
@@ -140,7 +132,7 @@ class Backups:
         return backup
 
     async def _bring(self, digest: Digest, target: Path) -> int:
-        """Have a payload at hand and take it; what was taken before is not lost by a moment without it."""
+        """Fetch a payload if needed and link it; transient failures are retried."""
         for left in reversed(range(_TRIES)):
             try:
                 async with self._cache.at_hand([digest]):
@@ -178,7 +170,6 @@ def _copy(connection: Connection, path: Path) -> Named:
 
 
 def _read_out(url: str, path: Path) -> Named:
-    """Read a database into a file of SQLite's; blocks."""
     import psycopg
 
     from heterorl.coordinator.store.postgres.postgres_engine import connect

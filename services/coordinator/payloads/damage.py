@@ -1,9 +1,7 @@
-"""What becomes of payloads that are not what they should be: whoever finds one says so here.
+"""Handling of payloads that are missing or damaged on disk.
 
-Only two things are damage: a file that is not there although the store offers it, and a proof that fails. Whatever else
-the system says (no descriptor left, no permission, a disk that does not answer) is about today, not about the bytes:
-the caller is told to come again, and nothing is touched. So it is while the whole directory is gone: a disk that was
-unmounted has lost nothing.
+Only two findings are damage: a file that the store offers is missing, or a digest check fails. All other I/O errors are
+transient: the caller gets Busy and retries. The same holds while the whole directory is gone, as after an unmount.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ class Damage:
         """Those that a proof refused once although their copies are right."""
 
     async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
-        """What a read that ended so means for its caller; what is not what its name says is never offered again.
+        """The error for the caller of a failed read; a damaged payload is not offered again.
 
-        UnknownPayload: not there, or not what it was; the caller plans again. Busy: it cannot be read now.
+        UnknownPayload: missing or damaged; the caller plans again. Busy: it cannot be read now.
         """
         if isinstance(error, FileNotFoundError | DamagedFile) and await self._cache.heal(digest) is not Repair.LOST:
             # Also where it is right by now: who reads on in the file that was replaced still finds the old bytes.
@@ -61,12 +59,12 @@ class Damage:
         return unreadable(error)
 
     def note_read(self, digest: Digest) -> None:
-        """A payload was read to its end: the next time that it cannot be, it is told again."""
+        """A payload was read to its end: log its next failure again."""
         self._told.discard(digest)
 
     async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
-        """Put one aside that a proof refused, unless another copy of it has other bytes; returns whether it is to be
-        proved again at once: a right copy may have been replaced during the proof."""
+        """Put a payload aside that failed a proof, unless another copy of it is right; returns whether to prove it
+        again at once, since a right copy may have replaced it during the proof."""
         cure = await self._cache.heal(digest)
         if cure is Repair.RIGHT and digest not in self._doubted:
             _LOG.warning("payload %s is proved again: %s", digest[:12], problem)
@@ -78,7 +76,6 @@ class Damage:
         return False
 
     def note_proved(self, digests: Iterable[Digest]) -> None:
-        """A proof found these right."""
         self._doubted.difference_update(digests)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
@@ -90,7 +87,7 @@ class Damage:
         await self._merges.drop(digest)
 
     async def put_aside_missing(self, files: Iterable[tuple[Digest, Path]]) -> None:
-        """Put those aside that are not there. Raises Busy: nobody can tell now."""
+        """Put missing payloads aside. Raises Busy: their state is unknown now."""
         for digest, path in files:
             if await asyncio.to_thread(file_size, path) is None:
                 self._check_is_there()

@@ -1,8 +1,7 @@
-"""Makes merged deltas in the background, one at a time, on one thread of the lowest priority.
+"""Background worker that merges deltas, one at a time, on one thread of the lowest priority.
 
-Guarantees: no object is made twice at once; memory is that of one composition; the event loop and the store only ever
-see small steps of it; whatever goes wrong fails nobody: callers go by what is there. What is asked for comes first,
-then the blocks that everybody's way is made of. A new version or a request of a plan pokes it.
+Requested spans come first, then the blocks that most pulls use. A new version or a plan pokes the worker. Memory is
+that of one composition. A failure harms no caller: plans use the payloads that exist.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class _Choice:
 
 
 class DeltaMerger(BackgroundWorker):
-    """The one who makes merged deltas. Belongs to the event loop."""
+    """Makes merged deltas. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class DeltaMerger(BackgroundWorker):
         self._current: Span | None = None
 
     def request(self, span: Span) -> None:
-        """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
+        """Request one object over a span, unless it exists, is in progress, is impossible, or MAX_REQUESTS wait."""
         is_known = span in self._requests or span in self._skipped or span in self._merges.spans
         if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
             self._requests[span] = None
@@ -105,7 +104,6 @@ class DeltaMerger(BackgroundWorker):
             await self.close()
 
     async def _work(self) -> bool:
-        """Make one object; returns whether there may be another to make."""
         requests, skipped, have = tuple(self._requests), self._skipped, self._merges.spans
         choice = await self._database.run(
             lambda connection: self._choose(connection, requests=requests, skipped=skipped, have=have)
@@ -155,14 +153,9 @@ class DeltaMerger(BackgroundWorker):
         return False
 
     def _choose(
-        self,
-        connection: Connection,
-        *,
-        requests: tuple[Span, ...],
-        skipped: frozenset[Span],
-        have: frozenset[Span],
+        self, connection: Connection, *, requests: tuple[Span, ...], skipped: frozenset[Span], have: frozenset[Span]
     ) -> _Choice | None:
-        """Runs on the store's thread; changes nothing. None while there is no version."""
+        """Choose the next job on the store's thread, read only. None while there is no version."""
         head = lineage.head_version(connection)
         if head is None:
             return None
@@ -209,7 +202,7 @@ class DeltaMerger(BackgroundWorker):
 
 
 def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
-    """The cheapest deltas, merged ones among them, that lead over a span; none when there is no way."""
+    """The cheapest deltas over a span, merged ones included; empty without a path."""
 
     def into(version: int) -> list[PayloadRef]:
         payloads = [*chain.into(version), *merged_into(version)]

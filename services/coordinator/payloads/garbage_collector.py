@@ -1,8 +1,8 @@
-"""Keeps the payloads servable and few: verifies snapshots, writes them when they are due, deletes what nobody needs.
+"""Background worker that verifies snapshots, writes due ones and deletes payloads that no sampler needs.
 
-A deletion survives a crash at any point: rows first, in one transaction that writes down what they named, then the
-files, then the note. So a plan never names a file that may go, and a start ends what an earlier process began. Before
-anything is retired, the way to the head that everything then depends on is rebuilt and compared with its manifests.
+Deletion survives a crash at any point. One transaction retires the rows and records the files; then the files go, then
+the record. So a plan never names a file that may go, and a start finishes an interrupted deletion. Before payloads are
+retired, the remaining path to the head is rebuilt and compared with its manifests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNPUBLISHED_VERSIONS = 2
 
 
 class GarbageCollector(BackgroundWorker):
-    """The one who deletes payloads and writes snapshots. Belongs to the event loop."""
+    """Deletes payloads and writes snapshots. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class GarbageCollector(BackgroundWorker):
         self._unpublished: dict[Digest, int] = {}
 
     async def recover(self) -> None:
-        """End what an earlier process began, as far as the disk lets; nothing is served yet."""
+        """Finish an earlier process's deletions, before anything is served."""
         await asyncio.to_thread(payload_index.empty, self._rebuilt)
         try:
             await self._sweep()
@@ -176,7 +176,7 @@ class GarbageCollector(BackgroundWorker):
             yield
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
-        """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""
+        """Delete payloads that no sampler needs; returns the bytes freed. In batches, unless bytes are missing."""
         async with self._collecting:
             await self._give_up_unpublished()
             if not self._leases.are_known(self._clock.monotonic()):
@@ -241,5 +241,4 @@ class GarbageCollector(BackgroundWorker):
 
 
 def _stored(work: Work) -> list[Digest]:
-    """The payloads of a way that are not made here."""
     return [payload.digest for payload in work.payloads if payload.kind is not PayloadKind.MERGED]

@@ -1,15 +1,14 @@
-"""Merged deltas, one payload instead of many: which are worth it, and the cache of them beside the payloads.
+"""Merged deltas: which spans are worth merging, and the cache of merged files.
 
     data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
-    data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
+    data_dir/merged/compose*                       in progress; removed at the next start
 
-The directory is all there is, and may be deleted at any time: at the start it is read again, and what does not lead
-between the states of the versions that it names, in one variant, is removed. A file that disappears is struck out when
-somebody notices.
+The directory may be deleted at any time. A start reads it and removes files that do not lead between the states of
+their versions.
 
-A block is a span of 4^j versions that starts at a multiple of its length. Any lag is covered by few blocks, each block
-is made from 4 of the next smaller size, and all of them together cost less than composing every 4 deltas twice: a
-merged delta of k versions has about k^0.65 times the bytes of one, so larger blocks cost ever less a version.
+A block is a span of 4^j versions that starts at a multiple of its length. A few blocks cover any lag, and each is made
+from 4 of the next smaller size. A merged delta of k versions has about k^0.65 times the bytes of one, so larger blocks
+cost less a version.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from heterorl.coordinator.store.payload_files import file_size
 
 RADIX = 4
 KEEP_VERSIONS = 8
-"""How far the head may move on before a merged delta that is no block goes: time to finish a download."""
+"""Versions after which a merged delta that is not a block goes: time to finish a download."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,7 +49,7 @@ class Span:
 
     @property
     def is_block(self) -> bool:
-        """Whether this is one of the spans that everybody's way is made of."""
+        """Whether this is one of the aligned spans of 4^j versions."""
         length = RADIX
         while length < self.length:
             length *= RADIX
@@ -78,10 +77,10 @@ def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: 
 
 
 def to_evict(sizes: Mapping[Span, int], *, head: int, window: int, budget_bytes: int) -> list[Span]:
-    """Merged deltas that are of no use any more, then the least useful until the rest fits the budget.
+    """Merged deltas to evict: useless ones, then the least useful until the rest fits the budget.
 
-    Useless: a block that ends before the window, anything else that ends KEEP_VERSIONS before the head. Least useful:
-    what is no block, then what ends the longest ago, then the smallest.
+    Useless: a block that ends before the window, any other that ends KEEP_VERSIONS before the head. Least useful: not a
+    block, then the oldest end, then the shortest.
     """
 
     def is_useless(span: Span) -> bool:
@@ -111,7 +110,6 @@ class MergedDeltas:
         self._into: dict[tuple[str, int], tuple[PayloadRef, ...]] = {}
 
     async def open(self, database: Database) -> None:
-        """Find again what an earlier process left."""
         found = _scan(self._directory)
         if found:
             versions = {version for payload, _ in found for version in (payload.from_version, payload.to_version)}
@@ -152,17 +150,15 @@ class MergedDeltas:
         return self._directory / "compose"
 
     def name(self, scratch: Path, payload: PayloadRef) -> None:
-        """Give a durable file its name. Callable from any thread."""
         scratch.replace(self.path(payload))
         sync_directory(self._directory)
 
     def add(self, payload: PayloadRef, variant: str = "") -> None:
-        """Offer a merged delta that has its name."""
         self._index[Span(payload.from_version, payload.to_version, variant)] = payload
         self._replace_into()
 
     async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
-        """Strike out those among `payloads`, or among all, that somebody deleted; returns whether there were any."""
+        """Drop entries whose files are gone, of `payloads` or of all; returns whether there were any."""
         looked_at = [*self._index.values()] if payloads is None else payloads
         merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
         missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
@@ -179,7 +175,7 @@ class MergedDeltas:
     async def evict(
         self, *, head: int, window: int, budget_bytes: int, leased: Callable[[], frozenset[Digest]] = frozenset
     ) -> list[Span]:
-        """Delete what is useless or too much, but nothing that somebody fetches; returns the spans deleted."""
+        """Delete useless or excess merged deltas that are not leased; returns their spans."""
         sizes = {span: payload.num_bytes for span, payload in self._index.items()}
         evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
         kept = leased()
@@ -202,7 +198,7 @@ def _is_gone(path: Path) -> bool:
     try:
         return file_size(path) is None
     except Busy:
-        # Nobody can tell; whoever reads it is told the same.
+        # Unknown now; its reader gets Busy too.
         return False
 
 
@@ -217,7 +213,7 @@ def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, d
 
 
 def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
-    """Payloads with the states they lead between; whatever else lies there is removed."""
+    """Payloads with the states they lead between; other files are removed."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         match = _NAME.fullmatch(path.name)
@@ -230,7 +226,7 @@ def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
             path.unlink()
             continue
         except OSError as error:
-            # Not damage; whoever can read it at a later start has it then.
+            # Not damage: a later start may read it.
             _LOG.warning("%s is not offered: %s", path.name, error)
             continue
         payload = PayloadRef(

@@ -1,6 +1,6 @@
-"""What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt.
+"""Store operations on payload rows: verified, offered, retired; and the scratch directory of rebuilds.
 
-Each variant is a graph of its own over the same versions; what may go as a file is decided over all of them.
+Each variant is its own graph over the same versions. A file may go only when no variant names it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,13 @@ def graph(chain: Chain) -> Graph:
         return Graph(payloads=payloads, lineage=[], verified=chain.verified())
     # The head belongs to it also when all its payloads were struck out.
     oldest = min([head, *(payload.to_version for payload in payloads)])
-    return Graph(
-        payloads=payloads,
-        lineage=_lineage(chain, oldest, head),
-        verified=chain.verified(),
-    )
+    return Graph(payloads=payloads, lineage=_lineage(chain, oldest, head), verified=chain.verified())
 
 
 def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
-    """Versions of a chain from `oldest` on that were not abandoned, by indexes alone.
+    """Versions of a chain from `oldest` on that were not abandoned, read from indexes only.
 
-    A row is as long as its manifest, and SQLite reads through the manifest to what stands behind it: with 300 kB each
-    this took a second for each thousand versions.
+    SQLite reads through a row's manifest: at 300 kB each, 1000 versions took a second.
     """
     connection = chain.connection
     # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
@@ -103,7 +98,7 @@ def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
 
 
 def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
-    """The cheapest way from a verified snapshot to the head; empty when there is none."""
+    """The cheapest path from a verified snapshot to the head; empty without one."""
     verified = chain.verified()
 
     def into(version: int) -> list[PayloadRef]:
@@ -115,7 +110,7 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:
-    """Choose what nobody needs: all of a variant that ended before the oldest version that may still be asked for."""
+    """Choose unneeded payloads; of an ended variant all, once no sampler may ask for it."""
     found = graph(chain)
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
@@ -125,10 +120,8 @@ def decide(chain: Chain, needs: Needs) -> Retirement:
 
 
 def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> None:
-    """Retire what nobody needs, unless the way that is then depended on is another than was proved.
-
-    Decided again in the transaction that retires: versions and leases may have come in between.
-    """
+    """Retire unneeded payloads, unless the remaining path differs from the proved one. Decided again in this
+    transaction."""
     retirement = decide(chain, needs)
     if retirement.way[: len(proved)] == proved and bool(retirement.way) == bool(proved):
         retire(chain, retirement.payloads)

@@ -1,19 +1,19 @@
-"""Who is fetching what, and what of the published payloads may go: by what pulls can still ask for.
+"""Pull leases, and which published payloads may be deleted.
 
-A lease covers all payloads of one plan, since the last of a chain is asked for when the others have arrived; each frame
-of any of them begins its term anew. Leases are in memory; a restart waits one term before it deletes.
+A lease covers all payloads of one plan, and each frame sent renews it. Leases are in memory; a restart waits one term
+before it deletes.
 
-The decision is pure. Versions are nodes, payloads are edges. Kept is whatever one of these needs:
+The decision is pure. Versions are nodes, payloads are edges. Kept are:
 
-    the newest `window` versions: each delta into them
-    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest way to the oldest of them,
-    a verified one if there is any, and each snapshot of a later one that no delta leads to
-    the head, from each of the newest two verified snapshots: so one damaged file costs no rebuild
-    the head and the oldest version asked for, from each version in use or under a lease: the cheapest way
-    what is leased or read at the moment
+    each delta into the newest `window` versions
+    the cheapest path from nothing to the oldest version that the staleness bound allows (verified if there is one), and
+    each snapshot of a later one that no delta leads to
+    the path from each of the newest two verified snapshots to the head: one damaged file costs no rebuild
+    the cheapest path from each version in use or leased to the head and to the oldest allowed version
+    payloads that are leased or being read
     snapshots newer than the newest verified one
 
-When no verified way leads to the head, nothing goes at all.
+Without a verified path to the head, nothing is deleted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class PullLeases:
         self._reading: Counter[Digest] = Counter()
 
     def grant(self, *, have_version: int | None, payloads: tuple[PayloadRef, ...], now: float) -> None:
-        """Begin the lease of a plan, from a version or from nothing."""
         if payloads:
             self._renew((have_version, tuple(payload.digest for payload in payloads)), now)
             while len(self._ends) > MAX_LEASES:
@@ -60,13 +59,13 @@ class PullLeases:
                 del self._reading[digest]
 
     def touch(self, digest: Digest, now: float) -> None:
-        """A sign of life of whoever fetches a payload."""
+        """Renew the leases of a payload's plans."""
         # For each frame that leaves, so not by a look at all leases: a thousand sites have as many.
         for plan in [*self._plans_of.get(digest, ())]:
             self._renew(plan, now)
 
     def are_known(self, now: float) -> bool:
-        """Whether all plans that may be under way are known: plans of an earlier process have ended."""
+        """Whether all plans of an earlier process have ended."""
         return now >= self._is_known_from
 
     def payloads(self, now: float) -> frozenset[Digest]:
@@ -75,7 +74,7 @@ class PullLeases:
         return frozenset(digest for plan in self._ends for digest in plan[1]) | frozenset(self._reading)
 
     def versions(self, now: float) -> frozenset[int]:
-        """Versions from which somebody is on the way."""
+        """Versions from which a leased pull starts."""
         self._expire(now)
         return frozenset(start for start, _ in self._ends if start is not None)
 
@@ -130,7 +129,7 @@ class Retirement:
 
 
 def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
-    """Choose the payloads that nobody needs."""
+    """Choose the payloads that no sampler needs."""
     if not graph.lineage:
         return Retirement(payloads=(), way=(), reason="there is no version")
     head = graph.lineage[-1]
@@ -151,7 +150,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
 
 
 class _Ways:
-    """Ways over the lineage that begin with a verified snapshot or with a version that somebody holds."""
+    """Paths over the lineage from a verified snapshot or a held version."""
 
     def __init__(self, graph: Graph) -> None:
         lineage = set(graph.lineage)
@@ -170,7 +169,7 @@ class _Ways:
         return cheapest_way(lambda version: self._into[version], have_version=start, want_version=goal)
 
     def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
-        """The cheapest way from any snapshot; none when there is none."""
+        """The cheapest path from any snapshot; empty without one."""
 
         def into(version: int) -> list[PayloadRef]:
             snapshot = self._snapshots.get(version)

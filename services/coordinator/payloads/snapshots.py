@@ -1,8 +1,7 @@
-"""Snapshots that the coordinator writes itself, and the proof that a way of payloads leads where it says.
+"""Writing a snapshot, and proving that a path of payloads leads to its stated states.
 
-Both take one chunk after another: memory is one chunk, its coded form and the temporaries of the codec, whatever the
-size of the model. A way is proved by rebuilding each state along it and comparing every chunk's digest with that
-version's manifest, so what a sampler would end with is known, and a damaged payload is known by its place.
+Both work chunk by chunk, so memory does not grow with the model. The proof rebuilds each state and compares the chunk
+digests with the version's manifest, which also locates a damaged payload.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ class Work:
 
 
 def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> tuple[bool, str]:
-    """Whether a snapshot of the head is due, and why, by the way of a new sampler: a snapshot, then deltas to the head.
+    """Whether a snapshot of the head is due, and why, by the path of a new sampler: a snapshot, then deltas.
 
-    Its deltas cost D = sum(bytes), its snapshot S bytes. With the snapshot renewed at D = r S, r = `snapshot_ratio`,
-    deltas add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions
-    writes S / k bytes a version to disk. Beyond `window` versions a snapshot is due whatever the bytes,
-    since the deltas that the way needs could not be deleted.
+    A snapshot is due when the deltas cost more than `snapshot_ratio` of its bytes, so they add at most that share to a
+    new sampler's pull. Beyond `window` versions one is due anyway, since the deltas could not be deleted.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
         return False, "there is no snapshot to start from"
@@ -60,14 +57,11 @@ def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window:
 
 
 def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk: Callable[[], None]) -> None:
-    """Rebuild the states along a way that begins with a snapshot, and compare them with their manifests.
+    """Rebuild the states along a path from a snapshot, and compare them with their manifests.
 
-    The first and the last are compared; when the last is wrong, all of them, to find the payload. Files are open only
-    while they are read: a way may have more payloads than a process may have files. `on_chunk` may end it by raising.
-
-    Raises:
-        DamagedPayload: names the first payload that breaks the format or leads to another state.
-        FileNotFoundError: a payload is gone.
+    The first and last are compared; if the last is wrong, all, to find the payload. Files are open only while they are
+    read. `on_chunk` may stop it by raising.
+    Raises DamagedPayload: the first payload that is damaged or leads to another state; FileNotFoundError: one is gone.
     """
     chunks = chunks_of(manifests[-1])
     headers: list[tuple[Header, int]] = []
@@ -122,12 +116,8 @@ def _rebuild_chunk(
 
 
 def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Callable[[], None]) -> PayloadRef:
-    """Compose a way into one snapshot and prove it; durable when it returns.
-
-    Raises:
-        DamagedPayload: a payload of the way is not what it should be; `target` is gone.
-        OSError: a payload is gone, or the disk is full.
-    """
+    """Compose a path into one snapshot and prove it; durable when it returns.
+    Raises DamagedPayload: a payload of the path is damaged; OSError: one is gone, or the disk is full."""
     last = work.manifests[-1]
     try:
         composed = compose(paths, target, layout_id=last.layout_id, chunks=chunks_of(last), on_chunk=on_chunk)

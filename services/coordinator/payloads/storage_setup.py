@@ -1,8 +1,7 @@
-"""Opens the home of the payloads: the data directory, or a bucket, which is chosen when a run begins.
+"""Opens the payload storage at the start: the data directory, or a bucket, chosen when a run begins.
 
-The store's meta `payloads_owner` is the name that the mark of its prefix has; it is there only with a bucket. A prefix
-without a mark is claimed if it has every payload that the store names: none at the start of a run, all where they were
-copied there. A start lists the bucket and serves; a moment without it is waited for.
+With a bucket, the store's meta `payloads_owner` holds the name in the mark of its prefix. A prefix without a mark is
+claimed if it has every payload that the store names. A start lists the bucket and waits up to WAIT_S for it.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from heterorl.common.errors import Busy, ConfigError
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
 from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage, BucketUploads
@@ -42,12 +40,8 @@ async def open_payloads(
     make_room: Callable[[int], Awaitable[None]],
     on_full: Callable[[], None],
 ) -> Opened:
-    """Open the home of the payloads, their files, what makes copies of them, and the place for what is put there.
-
-    Raises:
-        ConfigError, DependencyMissing: the bucket cannot be used as it is named.
-        Busy: it does not answer, or refuses, for a minute.
-    """
+    """Open payload storage, files, cache and direct uploads.
+    Raises ConfigError, DependencyMissing: the bucket cannot be used as named; Busy: it does not answer for WAIT_S."""
     if not config.payloads.bucket:
         if await database.run(_owner):
             problem = "is empty, and the payloads of this run are in a bucket"
@@ -82,7 +76,7 @@ async def _open_bucket(
     on_full: Callable[[], None],
 ) -> Opened:
     payloads = config.payloads
-    await asyncio.to_thread(_empty, config.data_dir / SCRATCH)
+    await asyncio.to_thread(payload_index.empty, config.data_dir / SCRATCH)
     objects = Objects(BucketClient(payloads, run_id=config.run_id), on_lost=database.fail)
     await _claim(objects, database)
 
@@ -133,7 +127,7 @@ async def _claim(objects: Objects, database: Database) -> None:
                 action="begin a new run, or copy the payloads to its prefix first: docs/operate.md has the steps",
             )
     if not owner:
-        # Before the mark: a mark whose store does not know its name would be nobody's.
+        # Before the mark, so that a crash leaves no mark with an unknown owner.
         owner = secrets.token_hex(16)
         await database.run(lambda connection: set_meta(connection, OWNER, owner))
     await objects.claim(owner)
@@ -146,9 +140,3 @@ def _owner(connection: Connection) -> str:
 def _named(connection: Connection) -> dict[Digest, int]:
     rows = connection.execute("SELECT digest, num_bytes FROM payloads")
     return {Digest(digest): int(num_bytes) for digest, num_bytes in rows}
-
-
-def _empty(directory: Path) -> None:
-    make_directory(directory)
-    for path in directory.iterdir():
-        path.unlink()

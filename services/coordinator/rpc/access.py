@@ -1,8 +1,7 @@
-"""Who may call what: one table of rpc against role, and the gate that checks each call and each message by it.
+"""Who may call what: a table of rpc and role, checked for each call and each message.
 
-Guarantees: an rpc without a row is refused for everybody; a sampler speaks for its own site only. A certificate that is
-revoked or expires is refused from the next question on. Refusals are counted by reason. Bounds on a request's content
-are in heterorl.coordinator.rpc.bounds.
+An rpc without a row is refused for every caller. A sampler speaks for its own site only. A revoked or expired
+certificate is refused at its next message. Refusals are counted by reason.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
-
-    `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have
-    under way; 0 is no bound but that on all its calls.
-    """
+    """Roles that may call an rpc; `site` is the path of a field that must be the caller's own site; `of_learner` is a
+    field that a learner must set; `at_once` bounds one certificate's concurrent calls (0: only the bound on all its
+    calls)."""
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
@@ -42,13 +39,13 @@ class Rule:
 
 
 def _pushes_metrics(role: Role) -> Rule:
-    # The second while the first one's line is broken and nobody has noticed.
+    # A second one while the broken link of the first has not timed out.
     return Rule(frozenset({role}), site=("site",), at_once=2)
 
 
 _LEARNER = Rule(frozenset({Role.LEARNER}))
 _OPERATOR = Rule(frozenset({Role.OPERATOR}))
-# A relay reads for all samplers of its site at once; whatever else it sends is a sampler's, under that one's rights.
+# A relay reads for all samplers of its site; its other calls are forwarded with a sampler's rights.
 _READERS = frozenset({Role.LEARNER, Role.SAMPLER, Role.RELAY})
 # Twice what one node needs: streams of a link that broke live on until their pings fail.
 _WATCHES = Rule(_READERS, at_once=4)
@@ -110,7 +107,7 @@ def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
     """Decide whether a peer may call an rpc (full name, with the leading slash) of a run; None is yes."""
     rule = RULES.get(method)
     if rule is None:
-        return Refusal(reason=RefusalReason.UNKNOWN_RPC, message=f"{method} is open to nobody")
+        return Refusal(reason=RefusalReason.UNKNOWN_RPC, message=f"{method} is not open to any role")
     if isinstance(peer, LocalPeer):
         return None
     if peer.run != run:
@@ -146,14 +143,10 @@ _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SIT
 
 
 class CallAuthorizer:
-    """Decides about calls of one run.
+    """Authorizes calls of one run.
 
-    Args:
-        run_id: that certificates must name.
-        is_plaintext: on loopback without certificates, where every caller is local.
-        revoked: serials that are refused.
-        wall_time: seconds since the epoch, for lifetimes of certificates.
-        authorities: PEM of those whose certificates a relay may show for the nodes behind it.
+    `is_plaintext`: loopback without certificates, every caller is local. `revoked` serials are refused. `authorities`
+    gives the PEM of those whose certificates a relay may forward.
     """
 
     def __init__(
@@ -171,15 +164,15 @@ class CallAuthorizer:
         self._wall_time = wall_time
         self._authorities = authorities
         self._serials: dict[str, int] = {}
-        # A counter that appears with its first refusal has not increased, for whoever watches rates.
+        # A counter must exist before its first increase, or rate() misses it.
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
 
     def admit(
         self, method: str, auth: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> Peer:
-        """Check a call by what gRPC knows about its connection, and by the node whose call it says it is. Raises
-        Unauthenticated, PermissionDenied."""
+        """Authorize a call by its connection, and by the node that a relay forwards.
+        Raises Unauthenticated, PermissionDenied."""
         peer = LocalPeer() if self._is_plaintext else identify(auth)
         if isinstance(peer, Identity):
             shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
@@ -205,9 +198,7 @@ class CallAuthorizer:
                 _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {each.serial:x} is revoked"))
 
     def revoked_sites(self) -> dict[str, int]:
-        """Samplers' sites whose newest certificate is revoked, and its serial: of the newest call that was let in, or
-        of a refused one where none was.
-        """
+        """Samplers' sites whose newest certificate is revoked, and its serial."""
         return {site: serial for site, serial in self._serials.items() if serial in self._revoked}
 
     def _note(self, peer: Peer, *, is_admitted: bool) -> None:

@@ -1,9 +1,8 @@
-"""Bounds on a request: one table for every repeated field, text and bytes field, and messages parsed within it.
+"""Upper bounds of every field of a request, and parsing within them.
 
-A field without a row has the bound of its type, so a new field is bounded before anybody thinks of it. Bounds are what
-no honest program reaches; what a run allows beyond them (its contract, its quotas) is judged later and field by field.
-Must never be widened for one caller: whoever needs more asks in several messages. The length of a message is looked at
-before it is parsed, its fields after, ahead of any handler.
+A field without a row has the bound of its type, so a new field is bounded from the start. No honest program reaches
+these bounds; contract and quotas are checked later. A message's length is checked before it is parsed, its fields
+before any handler runs. Do not widen a bound for one caller: it can send several messages.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ class Text(enum.Enum):
     NAME = "name"
     """Of a site, an incarnation or a run: letters, digits, `.`, `_` and `-`."""
     LINE = "line"
-    """One line of printable characters, which can stand in a log."""
     PROSE = "prose"
-    """Anything; whoever writes it to a log or a screen makes it one line."""
+    """Any text; logs and screens must make it one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +46,9 @@ class Bound:
 
 
 DEFAULT = Bound()
-"""Of every field without a row."""
 MAX_TOKENS = 1 << 26
 MANIFEST_BYTES = 64 << 20
 PUSH_GROUPS = 256
-"""Groups in one message of a push."""
 _NAME = Bound(length=64, text=Text.NAME)
 _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
@@ -61,7 +57,7 @@ _COLUMN = Bound(length=512 << 20)
 """The message's own length is the bound."""
 _EVALUATION_TEXT = Bound(length=MAX_TEXT, text=Text.PROSE)
 _TEXTS = Bound(length=MAX_TOKENS, text=Text.PROSE)
-"""Of prompts and completions; how much of them one message holds, its own limit says."""
+"""Prompts and completions; the message's own limit applies."""
 _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
 MAX_FIELDS = 1 << 16
@@ -78,7 +74,6 @@ FIELDS: Mapping[str, int] = MappingProxyType(
         1 << 18,
     )
 )
-"""The same for messages that only a learner sends."""
 SMALL_BYTES = 1 << 20
 """Of a request without a row below. Parsed, a request of many small entries takes some 50 times its bytes."""
 LONG = frozenset(
@@ -194,7 +189,6 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "ReleaseSiteRequest.reason": _PROSE,
     }
 )
-"""By message and field."""
 
 
 def bound_of(message: str, field: str) -> Bound:
@@ -219,8 +213,7 @@ def text_problem(text: str, bound: Bound) -> str:
 
 
 def parse(data: bytes, descriptor: Descriptor) -> Message:
-    """Make a message of its bytes, and hold it against the bounds.
-    Raises InvalidRequest: the bytes are no such message, or a field is over its bound; it names the field."""
+    """Parse a message and check its bounds. Raises InvalidRequest: names the field."""
     name = descriptor.name
     if len(data) > SMALL_BYTES and name not in LONG:
         raise InvalidRequest(f"{name}: {len(data)} bytes, at most {SMALL_BYTES} are taken")
@@ -249,12 +242,10 @@ class _Field:
     is_message: bool
     is_text: bool
     of_map: tuple[Bound, Bound] | None
-    """Bounds of keys and values."""
 
 
 @functools.cache
 def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
-    """The fields of a message but for single numbers."""
     found = []
     for field in descriptor.fields:
         entry = field.message_type
@@ -304,7 +295,8 @@ def _count(message: Message, left: int, path: str) -> int:
 
 
 def is_repeated(field: FieldDescriptor) -> bool:
-    """Whether a field has entries; protobuf 6.31 says so and warns of `label`, and stubs run with earlier ones."""
+    """Whether a field is repeated; protobuf 6.31 has `is_repeated` and warns of `label`, earlier ones have only
+    that."""
     known = getattr(field, "is_repeated", None)
     return bool(getattr(field, "label", 0) == FieldDescriptor.LABEL_REPEATED) if known is None else bool(known)
 

@@ -1,15 +1,13 @@
-"""The door of the server: a call comes in when its caller is admitted and has a place, a message when there is room.
+"""Admission control: a call needs an admitted certificate and a place, a message needs room in memory.
 
-gRPC reads and parses the one message of a unary call before any handler runs. On the wire a unary call is a stream of
-one message, so every handler is installed as one of streams, and its messages are read here: admitted first, counted,
-parsed, long ones on a thread, and bounded field by field. Answers that can be long are written as streams of one
-too, so that a place is held until the answer has left.
+gRPC parses the message of a unary call before any handler runs. So every handler is installed as a stream, and messages
+are read here: authorized, counted, parsed (long ones on a thread), checked field by field. Long answers are streamed
+too, so that a call keeps its place until the answer has left.
 
-Guarantees: no handler runs before its caller is admitted, and no byte of a request is read before either. A certificate
-that is revoked or expires ends also the streams that it opened, at their next message in either direction. Samplers
-together never take the last places, which are kept for the learner and the operator; one certificate takes no more than
-its share, however many connections it opens, and one site no more than three quarters of what samplers have. A refusal
-for want of a place says when to come again and is never final.
+No byte of a request is read before its caller is admitted. A revoked or expired certificate ends its streams at their
+next message in either direction. A part of the places is reserved for learner and operator. One certificate gets no
+more than its share on all its connections, and a site at most three quarters of the samplers' places. A refusal for
+lack of a place is retryable and carries a delay.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -26,15 +26,18 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
-from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.errors import HeterorlError, InvalidRequest, QuotaExceeded
 from heterorl.common.identity.spiffe import Identity, Peer, Role
+from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.process.threads import in_thread
+from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import OF_SITE, Caller, MemoryQuota, Reservation
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES, CallAuthorizer
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
 from heterorl.v1 import rollout_pb2
 
+_LOG = logging.getLogger(__name__)
 RESERVED_PART = 8
 """One place in this many is kept for the learner and the operator, and at least two."""
 RETRY_AFTER_S = 1.0
@@ -62,7 +65,7 @@ class Shares:
 
     @contextlib.contextmanager
     def place(self, holder: Caller, method: str) -> Iterator[None]:
-        """Hold a place for one call. Raises QuotaExceeded: there is none now; worth repeating."""
+        """Hold a place for one call. Raises QuotaExceeded: none is free; retryable."""
         problem = self._problem(holder, method)
         if problem:
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
@@ -120,8 +123,8 @@ _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Caller:
-    """The holder of a call that was admitted: one for each certificate, whatever connections it opens. Without
-    certificates every caller is on this machine, and only its connection's `address` tells it apart."""
+    """The holder of an admitted call: one for each certificate. Without certificates callers are local, and `address`
+    tells them apart."""
     if isinstance(peer, Identity):
         name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
         return Caller(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
@@ -132,9 +135,9 @@ def holder_of(peer: Peer, method: str, address: str) -> Caller:
 
 
 class Requests:
-    """The messages of one call, each read when it is asked for and there is room.
+    """The messages of one call, each read when it is requested and there is room.
 
-    A message's room is given back when the next one is asked for; after `settle_by_hand`, when `settle` says so.
+    The next request frees a message's room; after `settle_by_hand`, `settle` does.
     """
 
     def __init__(self, admission: CallAdmission, method: str, peer: Peer, holder: Caller, context: _Context) -> None:
@@ -146,10 +149,8 @@ class Requests:
         self._rooms: list[Reservation] = []
         self._is_by_hand = False
         self.num_bytes = 0
-        """Of the newest message."""
 
     def settle_by_hand(self) -> None:
-        """Keep the room of every message until `settle`."""
         self._is_by_hand = True
 
     def settle(self, count: int) -> None:
@@ -159,7 +160,6 @@ class Requests:
         del self._rooms[:count]
 
     def close(self) -> None:
-        """Give back all room: the call has ended."""
         self.settle(len(self._rooms))
 
     def __aiter__(self) -> Requests:
@@ -186,7 +186,7 @@ class Requests:
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):
-    """Stands in front of every handler and inside the interceptor that maps errors."""
+    """Wraps every handler: admits its calls, times them, and turns typed errors into statuses."""
 
     def __init__(self, authorizer: CallAuthorizer, *, shares: Shares, budget: MemoryQuota) -> None:
         self.budget = budget
@@ -197,11 +197,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
 
     async def message(self, method: str, peer: Peer, data: bytes) -> Any:
         """Check and parse one message; a push becomes its groups.
-
-        Raises:
-            InvalidRequest: it breaks its format or a bound.
-            Unauthenticated, PermissionDenied: not from this caller.
-        """
+        Raises InvalidRequest: format or bounds; Unauthenticated, PermissionDenied: not from this caller."""
         self._authorizer.recheck(peer)
         read = _pushed if method == PUSH else functools.partial(parse, descriptor=_descriptor(method).input_type)
         if len(data) <= (PUSH_INLINE_BYTES if method == PUSH else INLINE_BYTES):
@@ -228,10 +224,11 @@ class CallAdmission(grpc.aio.ServerInterceptor):
 
     def _single(self, handler: Any, method: str) -> Callable[[object, _Context], Awaitable[Any]]:
         async def call(_: object, context: _Context) -> Any:
-            with self._entered(method, context) as (_peer, requests):
-                if handler.request_streaming:
-                    return await handler.stream_unary(requests, context)
-                return await handler.unary_unary(await requests.single(), context)
+            async with _answered(method, context):
+                with self._entered(method, context) as (_peer, requests):
+                    if handler.request_streaming:
+                        return await handler.stream_unary(requests, context)
+                    return await handler.unary_unary(await requests.single(), context)
 
         return call
 
@@ -254,10 +251,11 @@ class CallAdmission(grpc.aio.ServerInterceptor):
                 yield answer
 
         async def call(_: object, context: _Context) -> AsyncIterator[Any]:
-            with self._entered(method, context) as (peer, requests):
-                async for answer in answers(requests, context):
-                    self._authorizer.recheck(peer)
-                    yield answer
+            async with _answered(method, context):
+                with self._entered(method, context) as (peer, requests):
+                    async for answer in answers(requests, context):
+                        self._authorizer.recheck(peer)
+                        yield answer
 
         return call
 
@@ -290,3 +288,26 @@ def _descriptor(method: str) -> MethodDescriptor:
 
 def _serializer(handler: Any) -> Callable[[Any], bytes]:
     return handler.response_serializer  # type: ignore[no-any-return]
+
+
+@contextlib.asynccontextmanager
+async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
+    """Time a call and turn a typed error into its status. A cancelled call is not counted."""
+    started, method = time.perf_counter(), method.rpartition("/")[2]
+    try:
+        yield
+    except HeterorlError as error:
+        code, message, trailers = to_status(error)
+        _observe(method, reason_of(error), started)
+        _LOG.debug("%s refused: %s", method, error)
+        await context.abort(code, message, trailers)
+    except Exception:
+        # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+        _observe(method, "internal", started)
+        raise
+    else:
+        _observe(method, "OK", started)
+
+
+def _observe(method: str, code: str, started: float) -> None:
+    RPC_SECONDS.labels("server", method, code).observe(time.perf_counter() - started)

@@ -1,25 +1,21 @@
-"""A grpc.aio server with our limits, certificates, health service, interceptors and graceful stop."""
+"""The grpc.aio server: limits, certificates, health service, error mapping, graceful stop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from heterorl.common.errors import ConfigError, HeterorlError, PortInUse
+from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
 from heterorl.common.identity.spiffe import Identity, Role
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
-from heterorl.common.process.metrics import RPC_SECONDS
-from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.coordinator.rpc.access import CallAuthorizer
@@ -49,9 +45,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
         return _Status(status=self._status(request.service))
 
     async def Watch(
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: _HealthContext,
+        self, request: health_pb2.HealthCheckRequest, context: _HealthContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last = _Status.UNKNOWN
         while True:
@@ -69,7 +63,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8
-"""Calls that gRPC lets in for each place that the door has; all but the placed ones are on their way out."""
+"""Calls that gRPC lets in for each place that admission control has; all but the placed ones are on their way out."""
 
 
 class Server:
@@ -86,8 +80,8 @@ class Server:
         messages_in_flight_bytes: int = 1 << 30,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a server; the configuration of the coordinator says what the bounds mean.
-        Raises ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run."""
+        """Prepare a server; config.py explains the bounds.
+        Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
@@ -108,7 +102,7 @@ class Server:
             budget=MemoryQuota(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
         )
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorsAndTimes(), self.admission],
+            interceptors=[self.admission],
             options=server_options(max_message_bytes),
             # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
             maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
@@ -125,11 +119,7 @@ class Server:
 
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.
-
-        Raises:
-            ConfigError: plaintext on an address that others can reach.
-            PortInUse: the address is taken.
-        """
+        Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
         check_tls(self._tls, key="listen", address=address)
         try:
             if self._files is None:
@@ -151,68 +141,3 @@ class Server:
 def _check_own(identity: Identity, *, run_id: str) -> None:
     if identity.role is not Role.COORDINATOR or identity.run != run_id:
         raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")
-
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class ErrorsAndTimes(grpc.aio.ServerInterceptor):
-    """Wraps every handler once: typed errors become statuses, every rpc is timed, and handlers catch nothing."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = str(handler_call_details.method).rpartition("/")[2]
-        # The door, which stands inside, makes each handler one that reads a stream.
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                _stream(handler.stream_stream, method), None, handler.response_serializer
-            )
-        return grpc.stream_unary_rpc_method_handler(
-            _unary(handler.stream_unary, method), None, handler.response_serializer
-        )
-
-
-def _unary(inner: Any, method: str) -> Callable[[Any, _Context], Awaitable[Any]]:
-    async def call(request: Any, context: _Context) -> Any:
-        async with _answered(method, context):
-            return await inner(request, context)
-
-    return call
-
-
-def _stream(inner: Any, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
-    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
-        async with _answered(method, context):
-            async for answer in inner(request, context):
-                yield answer
-
-    return call
-
-
-@contextlib.asynccontextmanager
-async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
-    """Time a call; one that a typed error ends is aborted with its status. A call that goes away is no answer."""
-    started = time.perf_counter()
-    try:
-        yield
-    except HeterorlError as error:
-        code, message, trailers = to_status(error)
-        _observe(method, reason_of(error), started)
-        _LOG.debug("%s refused: %s", method, error)
-        await context.abort(code, message, trailers)
-    except Exception:
-        # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
-        _observe(method, "internal", started)
-        raise
-    else:
-        _observe(method, "OK", started)
-
-
-def _observe(method: str, code: str, started: float) -> None:
-    RPC_SECONDS.labels("server", method, code).observe(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Messages <-> domain calls about versions, payloads and the learner's lease. Decides nothing."""
+"""gRPC servicer of versions, payloads and the learner's lease."""
 
 from __future__ import annotations
 

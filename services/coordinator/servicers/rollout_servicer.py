@@ -1,11 +1,10 @@
-"""Messages <-> domain calls about work, groups and evaluations; pushed groups are read ahead, and committed together.
+"""gRPC servicers of assignments, groups and evaluations; pushed groups are read ahead and committed together.
 
-read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
-submit    waits for messages that were read, then for room among the commits; unblocked by either loop beside it
-outcomes  waits for a commit, in order; unblocked by the store; ends with the reader, whatever ended it
+    read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
+    submit    waits for messages, then for room among the commits; unblocked by either loop next to it
+    outcomes  waits for a commit, in order; unblocked by the store; ends with the reader
 
-While some groups of a call wait for their fsync, the next ones are looked at and handed to the store, which commits all
-that wait together.
+While some groups of a call wait for their fsync, the next ones are examined and queued for the same commit.
 """
 
 from __future__ import annotations
@@ -41,18 +40,14 @@ from heterorl.coordinator.rpc.call_admission import INLINE_BYTES, Requests
 from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 READ_AHEAD = 16
-"""Messages of one push stream that wait to be looked at."""
 BATCH_BYTES = 4 << 20
-"""Of those that are looked at together and share a commit; a larger one is alone."""
+"""Bytes that share a commit; a larger message is alone."""
 COMMITS = 3
-"""Commits of one push stream that are under way."""
 Pushed = Sequence[rollout_pb2.Group]
-"""A push as the door has it."""
 _Sized = tuple[Pushed, int]
-"""A push and its bytes on the wire."""
 _Answers = asyncio.Future[list[PushOutcome]]
 _Commit = tuple[list[int], _Answers]
-"""How many groups each message has, and what becomes of all of them."""
+"""Groups of each message, and the future outcomes of all."""
 
 
 class PushStreams:
@@ -61,7 +56,7 @@ class PushStreams:
     def __init__(self, api: RolloutColumn, *, max_prompt_tokens: int) -> None:
         self._api = api
         self._max_prompt_tokens = max_prompt_tokens
-        # Once stated, a contract stays; until then nobody is registered who could push.
+        # A stated contract stays; before that no site is registered.
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
@@ -101,7 +96,7 @@ class PushStreams:
         committing: asyncio.Queue[_Commit | None],
         commits: asyncio.Semaphore,
     ) -> None:
-        """Hand what was read to the store, some at a time; ends with None, whatever goes wrong."""
+        """Hand messages to the store in batches; always ends with None."""
         waiting: _Sized | None = await arrived.get()
         try:
             while waiting is not None:
@@ -123,7 +118,7 @@ class PushStreams:
                     await commits.acquire()
                     answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
                     answers.add_done_callback(lambda _: commits.release())
-                    # Nobody may ask any more.
+                    # The call may be gone: retrieve the exception.
                     answers.add_done_callback(_note)
                     await committing.put(([len(groups) for groups in entries], answers))
                 if waiting is None and is_open:
@@ -134,7 +129,6 @@ class PushStreams:
         await committing.put(None)
 
     async def _look_at(self, batch: list[Pushed], num_bytes: int) -> list[list[Arrival]]:
-        """The arrivals of each message, in order."""
         BYTES.labels("groups", "in").inc(num_bytes)
         if self._contract is None:
             self._contract = await self._api.stated_contract()
@@ -160,7 +154,7 @@ async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized |
             num_bytes = requests.num_bytes if isinstance(requests, Requests) else sum(g.ByteSize() for g in message)
             await arrived.put((message, num_bytes))
     except Exception:
-        # Whatever it is. Groups before it are committed and answered; then it ends the call.
+        # Groups before the error are committed and answered; then it ends the call.
         await arrived.put(None)
         raise
     await arrived.put(None)
@@ -206,7 +200,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushGroups(
         self, request_iterator: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
-        # The door gives each message as its groups.
+        # CallAdmission gives each message as its groups.
         async for outcomes in self._pushes.outcomes(request_iterator):
             for outcome in outcomes:
                 run_metrics.observe_push(outcome)

@@ -1,4 +1,4 @@
-"""Messages <-> domain calls about sites, orders, status, samples, metrics, backups and links. Decides nothing."""
+"""gRPC servicers of sites, orders, status, samples, metrics, backups and link diagnosis."""
 
 from __future__ import annotations
 
@@ -154,11 +154,7 @@ class BackupServicer(backup_pb2_grpc.BackupServiceServicer):
     def __init__(self, backups: Backups) -> None:
         self._backups = backups
 
-    async def Backup(
-        self,
-        request: backup_pb2.BackupRequest,
-        context: Context,
-    ) -> backup_pb2.BackupResponse:
+    async def Backup(self, request: backup_pb2.BackupRequest, context: Context) -> backup_pb2.BackupResponse:
         return backup_to_pb(await self._backups.make(request.name))
 
 
@@ -169,9 +165,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         self._context = context
 
     async def Diagnose(
-        self,
-        request: diagnosis_pb2.DiagnoseRequest,
-        context: Context,
+        self, request: diagnosis_pb2.DiagnoseRequest, context: Context
     ) -> diagnosis_pb2.DiagnoseResponse:
         if request.answer_bytes > MAX_ANSWER_BYTES:
             raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")

@@ -1,8 +1,8 @@
-"""The log of audit: who was refused, quarantined, released or ordered what, as store operations and as a pure check.
+"""The audit log: refusals, quarantines, releases and orders, in rows chained by digests.
 
-Guarantees: rows are only appended, in the transaction of what they tell; each names the digest of the row before it, so
-a changed, removed or inserted row breaks every later link. The newest digest, noted elsewhere, also proves that no row
-was cut off the end. Never holds a prompt, a token or a key.
+Rows are appended in the transaction of the event. Each names the digest of the row before, so a changed, removed or
+inserted row breaks the chain; the newest digest, noted elsewhere, proves that no row was cut off. It never holds a
+prompt, a token or a key.
 
 A row's digest is blake3 of "heterorl-audit-1\n" and its fields in order: previous digest, sequence, time in
 microseconds since the epoch, kind, subject, detail; each as UTF-8 after its length in bytes (8 bytes, little-endian).
@@ -26,7 +26,7 @@ MAX_TEXT = 2000
 
 
 class AuditKind(enum.Enum):
-    """What a row tells."""
+    """The kind of a row."""
 
     CHECK_FAILED = "check_failed"
     QUARANTINE = "quarantine"
@@ -64,8 +64,8 @@ def row_digest(row: AuditRow) -> str:
 
 
 def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
-    """Set: add one row in the transaction of what it tells; returns its digest. `subject` is a site, serial number or
-    holder, `detail` the reason with numbers, `now` seconds since the epoch."""
+    """Add a row in the transaction of its event; returns its digest. `subject` is a site, serial number or holder,
+    `detail` the reason with numbers, `now` seconds since the epoch."""
     last = connection.execute("SELECT sequence, digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
     sequence, previous = (last[0] + 1, last[1]) if last else (1, "")
     row = AuditRow(
@@ -82,7 +82,7 @@ def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str
         "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)",
         (row.sequence, row.at_us, row.kind, row.subject, row.detail, row.previous, digest),
     )
-    # Beside the store, so that whoever keeps the logs can tell a log that was cut off.
+    # In the process log too, so that a truncated audit log can be detected.
     _LOG.info("audit %d %s %s: %s [%s]", sequence, kind.value, row.subject, row.detail, digest)
     return digest
 
@@ -95,8 +95,7 @@ def read(connection: Connection) -> list[AuditRow]:
 
 
 def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
-    """What is wrong with a log; empty when every link holds. `expected` is a digest noted earlier, which must be in the
-    log; empty: none."""
+    """Problems of a log; empty when every link holds. `expected` is a digest noted earlier (empty: none)."""
     faults: list[str] = []
     previous, following, is_found = "", 1, not expected
     for row in rows:
@@ -123,7 +122,7 @@ def note_refusals(connection: Connection, counts: Mapping[tuple[str, str], int],
 
 
 def note_revoked(connection: Connection, serials: Iterable[int], *, now: float) -> None:
-    """Set: add a row for each serial number that no row told before."""
+    """Add a row for each new serial number."""
     kind = AuditKind.REVOCATION
     for name in sorted(f"{serial:x}" for serial in serials):
         query = "SELECT 1 FROM audit WHERE kind = ? AND subject = ? LIMIT 1"

@@ -1,10 +1,8 @@
-"""What is remembered of a site's incarnations: which of their groups are known, and which of them are shown.
+"""Incarnations of a site: known group ids, and which incarnations are kept and shown.
 
-Groups are known by a watermark and the few sequences beyond it, so an id takes effect once, by watermark, never by
-time; memory is bounded by the gap that callers allow. An incarnation is a sampler's outbox, and a site may register
-ever new ones. One that never pushed a group says nothing that its next registration would not, so of those only the
-newest few are kept. One that pushed stays, because its watermark tells its groups from repetitions; beyond the newest
-few it is shown in one row with all others of its site. All are store operations.
+An incarnation is one sampler's outbox. Its groups are known by a watermark and the few sequences beyond it, so an id
+takes effect once. Of incarnations that never pushed a group only the newest KEPT stay. One that pushed stays for its
+watermark; beyond the newest ones it is shown in one sum row of its site.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def is_known(connection: Connection, group_id: GroupId) -> bool:
 
 
 def remember(connection: Connection, group_id: GroupId) -> None:
-    """Set: add a sequence; the watermark rises over what is dense, the rest waits beside it."""
+    """Add a sequence; the watermark rises over dense ones."""
     connection.execute(
         "INSERT INTO beyond_watermark VALUES (?, ?, ?)", (group_id.site, group_id.incarnation, group_id.sequence)
     )
@@ -61,10 +59,8 @@ def remember(connection: Connection, group_id: GroupId) -> None:
 
 
 def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: int) -> int:
-    """Set: what lies below `lowest` will never be pushed again; returns over how many that were missing it rises.
-
-    The site says so of its own incarnation; the watermark only ever rises. A site that lies loses its own groups.
-    """
+    """Raise the watermark to `lowest` - 1, which the site states for itself; returns how many missing groups it passes.
+    A lie costs the site its own groups."""
     row = connection.execute(
         "SELECT watermark, (SELECT count(*) FROM beyond_watermark b WHERE b.site = sites.site"
         " AND b.incarnation = sites.incarnation AND sequence < ?) FROM sites WHERE site = ? AND incarnation = ?",
@@ -78,7 +74,7 @@ def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: in
 
 
 def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """Of the registered ones, whether half of the gap is used up, so that it had better say what it can still push."""
+    """For registered holders, whether half of MAX_GAP is used, so that the site should register again."""
     # No name has a NUL, and PostgreSQL's lists cannot have one.
     asked = {holder for holder in holders if "\0" not in "".join(holder)}
     sites, incarnations = ([*{holder[place] for holder in asked}] for place in (0, 1))
@@ -110,11 +106,10 @@ def _rise(connection: Connection, site: str, incarnation: str, *, start: int, re
 
 
 KEPT = 8
-"""Newest incarnations of a site that are kept whatever they did, and shown one by one."""
+"""Newest incarnations of a site that are always kept and shown singly."""
 SHOWN = 16
 """Incarnations of a site that are shown one by one while there are no more."""
 EARLIER = "earlier"
-"""Stands for all other incarnations of a site."""
 _COLUMNS = "site, incarnation, accepted, dropped, variant, work_ahead_s"
 
 

@@ -1,12 +1,10 @@
-"""The newest metrics of nodes that push them, and the port on which they and the coordinator's own are served.
+"""Metrics that nodes push, and the port that serves them with the coordinator's own.
 
-Guarantees: a node has one entry, which ends with a few intervals without a push; so a node that is gone shows nothing,
-as one that is scraped and does not answer. Nothing is durable: after a restart nodes push within an interval. One node
-is looked at twice a second at most, in a thread, and may state so many different numbers an hour: Prometheus keeps each
-of them for hours after its last line.
+A node has one entry that expires after KEPT_S without a push. Nothing is durable. A node may push twice a second and
+state a bounded number of different series an hour, since Prometheus keeps each for hours.
 
-What only the coordinator that serves can know reads 0 elsewhere, which alerts take for a broken ledger or a run that
-stands still. So a standby shows that it is there, that it stands by, and how long its certificate lasts.
+Gauges that only the active coordinator knows would read 0 on a standby and raise alerts. So a standby shows only that
+it stands by and when its certificate expires.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from heterorl.coordinator.config import CoordinatorConfig
 KEPT_S = 60.0
 """From a push until its numbers are no longer shown; longer than the interval of any node that is to be watched."""
 BETWEEN_S = 0.5
-"""Shortest time between two pushes of a node."""
 VARIETY_S = 3600.0
 VARIETY = 2
 """How many times the numbers of its largest push a node may state under different labels in VARIETY_S."""
@@ -37,11 +34,9 @@ _REMEMBERED = 4
 @dataclass(slots=True)
 class _Node:
     since: float
-    """When `seen` began."""
     tried: float
-    """Its last push, whatever became of it."""
+    """Its last push, accepted or not."""
     at: float = float("-inf")
-    """When its lines came."""
     lines: Mapping[str, str] = field(default_factory=dict)
     seen: frozenset[int] = frozenset()
 
@@ -56,12 +51,8 @@ class NodeMetrics:
         self._nodes: dict[tuple[Service, str], _Node] = {}
 
     async def put(self, service: Service, site: str, found: Sequence[Series]) -> bool:
-        """Keep a node's numbers instead of its earlier ones; returns whether there is room for them.
-
-        Raises:
-            InvalidRequest: they are not that service's own, or too many.
-            QuotaExceeded: the node pushed a moment ago.
-        """
+        """Replace a node's series; returns whether there was room.
+        Raises InvalidRequest: not that service's own, or too many; QuotaExceeded: pushed a moment ago."""
         now = self._clock.monotonic()
         node = self._admitted((service, site), now)
         if node is None:
@@ -75,13 +66,12 @@ class NodeMetrics:
         return True
 
     def page(self) -> bytes:
-        """The text format of what nodes pushed lately."""
         now = self._clock.monotonic()
         # Copied: the loop may add one meanwhile.
         return pushed_metrics.page(node.lines for node in [*self._nodes.values()] if now - node.at <= KEPT_S)
 
     def _admitted(self, key: tuple[Service, str], now: float) -> _Node | None:
-        """The node that may push now; None where there is no room for it."""
+        """The node that may push now; None without room."""
         for other in [other for other, node in self._nodes.items() if now - node.tried > VARIETY_S]:
             del self._nodes[other]
         node = self._nodes.get(key)
@@ -103,7 +93,7 @@ def _made(
     found: Sequence[Series], service: Service, added: Mapping[str, str], seen: frozenset[int]
 ) -> tuple[Mapping[str, str], frozenset[int]]:
     lines = pushed_metrics.rendered(found, service=service, added=added)
-    # Of a process's own seed: nobody outside finds two texts of one number.
+    # hash() is seeded per process, so a node cannot craft collisions.
     seen = seen | frozenset(map(hash, pushed_metrics.lines_of(lines)))
     most = VARIETY * pushed_metrics.LIMITS[service].lines
     if len(seen) > most:
@@ -112,7 +102,7 @@ def _made(
 
 
 NODES_PAGE = "/nodes"
-"""Where the metrics of other nodes are, beside the coordinator's own at /metrics."""
+"""Path of other nodes' metrics; the coordinator's own are at /metrics."""
 OF_STANDBY = frozenset({"heterorl_coordinator_standing_by", "heterorl_certificate_expiry_seconds"})
 
 
@@ -127,16 +117,16 @@ class MetricsPage:
         self._is_whole = False
 
     def stand_by(self) -> int:
-        """Serve what a standby shows; returns the port.
-        Raises PortInUse, ConfigError: as `metrics.serve`, or a certificate cannot be used."""
+        """Serve a standby's metrics; returns the port. Raises PortInUse, ConfigError: as `metrics.serve`, or bad
+        certificates."""
         if self._config.tls.cert:
             self._files = MaterialFiles(self._config.tls)
         metrics.STANDING_BY.set(1)
         return self._open()
 
     def serve(self) -> int:
-        """Show all, on the same port; returns it. Whatever is shown must be known by now.
-        Raises PortInUse, ConfigError: as `metrics.serve`."""
+        """Serve all metrics on the same port, once they are known; returns it. Raises PortInUse, ConfigError: as
+        `metrics.serve`."""
         metrics.STANDING_BY.set(0)
         self._is_whole = True
         return self._open()

@@ -1,16 +1,13 @@
-"""Which sites are not trusted: by the learner's canary, by its checks, by members they lose; as store operations.
+"""Quarantine of sites: by canary, by the learner's checks, by lost members. Store operations.
 
-    canary     the median difference of a site's log-probs from the learner's is above the threshold: no work, until one
-               of its versions is right or an operator releases it
-    checks     too many of its newest groups failed the learner's checks: its pending groups are dropped and its work is
-               handed to others in the transaction of the failure that is one too many; an operator alone ends it
-    lost       lost_shares: site, share (of lost members, decayed over WINDOW_GROUPS). A site that says which members
-               are lost chooses which rewards its groups have; above `max_lost_share` its groups with lost members are
-               dropped, its whole ones are taken, and the share falls
+    canary     the median difference of log-probs from the learner's exceeds the threshold: no work until a version of
+               the site is right or an operator releases it
+    checks     too many of its newest groups failed the learner's checks: its pending groups are dropped and its work
+               reopened in the same transaction; only an operator ends it
+    lost       lost_shares: site, share of lost members, decayed over WINDOW_GROUPS. A site that chooses lost members
+               chooses its rewards: above `max_lost_share` groups with lost members are dropped, complete ones are taken
 
-Guarantees: durable, since a restarted coordinator must not trust what the last one did not; in quarantine a site gets
-no work, so that no rollout says log-probs that its engine did not draw with. `check_site` and `read_reasons` know both
-quarantines.
+All of it is durable. A site in quarantine gets no work.
 """
 
 from __future__ import annotations
@@ -59,8 +56,8 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 
 
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
-    """Set: record the learner's canary of a version, and of each of its variants.
-    Raises InvalidRequest: too many log-probs, or one that is not finite."""
+    """Record the learner's canary of a version and of its variants.
+    Raises InvalidRequest: too many log-probs, or one is not finite."""
     canaries = {"": request.canary, **{entry.variant: entry.canary for entry in request.variants}}
     for variant, stated in canaries.items():
         if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
@@ -132,7 +129,7 @@ def moved_share(share: float, lost: float) -> float:
 
 
 def lost_problem(share: float, bound: float) -> str:
-    """What to say of a site with such a share; empty while it is within the bound."""
+    """The problem with such a share; empty within the bound."""
     if share <= bound:
         return ""
     return (
@@ -157,7 +154,7 @@ def note_lost(connection: Connection, site: SiteId, lost: float, *, groups: int 
 
 
 def lost_problems(connection: Connection, bound: float) -> dict[str, str]:
-    """What to say of each site above the bound."""
+    """The problem of each site above the bound."""
     found = {site: lost_problem(float(share), bound) for site, share in connection.execute(_SHARES)}
     return {site: text for site, text in found.items() if text}
 
@@ -172,16 +169,13 @@ REJECTABLE = frozenset(
 )
 """Reasons that a check of the learner may give."""
 CODE_MISMATCHES = 10
-"""So many count as one failure: code that tosses a coin may agree with itself at the learner by chance. A site wins
-nothing by it, because such a group is never trained on."""
+"""Code mismatches that count as one failure: random code may match by chance, and such groups are never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0 failures: never.
-
-    CODE_MISMATCHES groups that failed by CODE_MISMATCH count as one.
-    """
+    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0: never. CODE_MISMATCHES
+    groups that failed by CODE_MISMATCH count as one."""
 
     failures: int
     window_groups: int
@@ -193,8 +187,8 @@ def rule_of(config: CoordinatorConfig) -> Rule:
 
 
 def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
-    """Whether a site's failures are too many, by how many groups it had delivered at each and has `accepted` now; those
-    by CODE_MISMATCH are counted apart."""
+    """Whether a site's failures are too many. Each is given by the groups delivered at that time; CODE_MISMATCH ones
+    apart."""
     recent, by_code = (
         sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
     )
@@ -227,8 +221,8 @@ def note_failure(
 
 
 def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
-    """Set: end a site's quarantine of either kind, forget its failures and lost members; returns why it was there.
-    Raises InvalidRequest: there is no reason, or no such site."""
+    """End a site's quarantine, forget its failures and lost members; returns the reason of the quarantine.
+    Raises InvalidRequest: no reason was given, or the site is unknown."""
     if not reason.strip():
         raise InvalidRequest("reason: must not be empty; it is kept in the log of audit")
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:

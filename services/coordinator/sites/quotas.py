@@ -1,13 +1,11 @@
-"""How much one site may take: assignments by an equal share less its debts, pushes by token buckets. In memory.
+"""Quotas of a site: assignments by an equal share less debts, pushes by token buckets. In memory.
 
-Guarantees of shares: a site alone may hold everything, but one that works ahead leaves room for a newcomer; a site that
-answers nothing comes down to one assignment at a time, no longer counts among those that share, and wins one assignment
-back with every group that it delivers. A site whose assignments are all away takes nobody's share. After a restart all
-begin without debts. They decide who works, never what is trained on.
+Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that answers
+nothing sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all away
+takes no share. A restart clears debts.
 
-Guarantees of buckets: a refusal takes nothing and says when to come again; what a site may do depends on its own pushes
-alone; a group larger than the burst passes when the bucket is full, so that nothing waits for ever. Buckets are full
-after a restart: quotas bound rates, and safety never depends on them.
+Buckets: a refusal takes nothing and says when to retry. A group larger than the burst passes when the bucket is full.
+Buckets are full after a restart.
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ class Claim:
     """What a site's share depends on."""
 
     limit: int
-    """What all sites together may hold."""
     at_least: int
-    """One version's worth: a site alone gets so much, whatever room it leaves."""
+    """One version's worth: the least a single site gets."""
     wanting: int
     """Sites that share, with this one."""
     owed: int
-    """Assignments that this one left unanswered."""
     debtors: int
-    """Those of `wanting` that owe an equal share or more, with this one."""
+    """Sites of `wanting` that owe an equal share or more, including this one."""
     works_ahead: bool
 
 
@@ -49,7 +45,7 @@ def equal_share(limit: int, wanting: int) -> int:
 def decide_share(claim: Claim) -> tuple[int, int]:
     """(assignments that the site may hold, what it owes from now on)."""
     if claim.wanting == 1:
-        # Nobody waits for what it does not answer but itself.
+        # A single site delays only itself.
         ahead = min(claim.limit, max(claim.at_least, claim.limit - claim.limit // 4))
         return ahead if claim.works_ahead else claim.limit, claim.owed
     equal = equal_share(claim.limit, claim.wanting)
@@ -81,8 +77,7 @@ def allowance(connection: Connection, site: str, *, limit: int, at_least: int, w
     wanting = tallies.read(connection, "wanting") + (not is_counted)
     equal = equal_share(limit, wanting)
     (debtors,) = connection.execute(
-        "SELECT count(*) FROM temp.sharer WHERE owed > 0 AND owed >= ? AND (counted > 0 OR asked IS NOT NULL)",
-        (equal,),
+        "SELECT count(*) FROM temp.sharer WHERE owed > 0 AND owed >= ? AND (counted > 0 OR asked IS NOT NULL)", (equal,)
     ).fetchone()
     claim = Claim(
         limit=limit,
@@ -134,10 +129,9 @@ def wait_s(bucket: Bucket, rate: Rate, amount: float) -> float:
 
 
 class Quotas:
-    """The buckets of all sites and the number of their refusals.
+    """The buckets of all sites and their refusals.
 
-    `take` is for store operations; what was told of refusals is written on the event loop. Either reads what
-    the other writes by single entries, or by a copy.
+    `take` runs in store operations, summaries on the event loop; they share single entries or copies.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -150,7 +144,6 @@ class Quotas:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._used: dict[tuple[str, str], float] = {}
         self.refused: Counter[tuple[str, str]] = Counter()
-        """Refusals since the start, by site and quota."""
         self._refusals: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
         self._summed: Counter[tuple[str, str]] = Counter()
@@ -181,7 +174,6 @@ class Quotas:
         self._refusals[site] += 1
 
     def used(self, site: str, now: float) -> dict[str, float]:
-        """Used share of each quota of a site, 0 to 1."""
         shares = {"pending_bytes": self._used.get((site, "pending_bytes"), 0.0)}
         for name, rate in self._rates.items():
             level = filled(self._buckets.get((site, name)), rate, now).level

@@ -1,7 +1,4 @@
-"""What is known of the samplers: durable registrations, and in memory who was seen when.
-
-Times are instants of the monotonic clock and affect liveness only.
-"""
+"""Registered sites (durable), and when each was last seen (in memory, monotonic clock)."""
 
 from __future__ import annotations
 
@@ -22,15 +19,13 @@ _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16
 """Incarnations of a site whose last sign of life is remembered, those seen most recently."""
 Holder = tuple[str, str]
-"""A site and its incarnation."""
 GROUPS_TIMED = 20
 """Over so many groups of a site the mean of its durations decays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """What a holder said of its times when it registered, seconds: its delay there and back, and how far it works
-    ahead, within the coordinator's bound."""
+    """A holder's declared delay there and back, and how far it works ahead (within the bound), seconds."""
 
     delay_s: float = 0.0
     ahead_s: float = 0.0
@@ -50,8 +45,7 @@ class _Seen:
 class Sites:
     """Registrations and last signs of life.
 
-    Signs of life are written on the event loop, where the store's thread may read them at any moment; that thread
-    forgets an incarnation in the operation that registers another one.
+    The event loop writes signs of life; the store's thread reads them and may forget an incarnation.
     """
 
     def __init__(self, *, max_work_ahead_s: float = math.inf) -> None:
@@ -60,7 +54,6 @@ class Sites:
         self._seen_of: dict[str, set[str]] = {}
         self._generation_s: dict[str, float] = {}
         self.revoked: Mapping[str, int] = {}
-        """Sites whose certificate is revoked, and its serial."""
 
     def seen_at(self, holder: Holder) -> float | None:
         """Instant of a site's last sign of life; None when this process saw none."""
@@ -68,7 +61,7 @@ class Sites:
         return None if seen is None else seen.at
 
     def generation_s(self, site: str) -> float:
-        """How long a group of a site takes: the decayed mean of what its groups say; 0 before the first."""
+        """Decayed mean seconds of a site's groups; 0 before the first."""
         return self._generation_s.get(site, 0.0)
 
     def time_group(self, site: str, seconds: float) -> None:
@@ -76,7 +69,6 @@ class Sites:
         self._generation_s[site] = mean + (seconds - mean) / GROUPS_TIMED
 
     def granted_ahead_s(self, registration: Registration) -> float:
-        """How far a site may work ahead of what it declares."""
         return min(registration.work_ahead_s, self._max_work_ahead_s)
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
@@ -162,7 +154,6 @@ class Sites:
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
     def variant(self, connection: Connection, site: str, incarnation: str) -> str:
-        """Form of the weights that a registered incarnation pulls."""
         row = connection.execute("SELECT variant FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
@@ -176,10 +167,9 @@ class Sites:
         holdings: Mapping[Holder, tuple[int, int]],
         problems: Mapping[str, str],
     ) -> tuple[SiteStatus, ...]:
-        """All sites, also those never seen by this process; of each the newest incarnations and the sum of others.
+        """Statuses of all sites: the newest incarnations, and the sum of others.
 
-        `holdings` says of each holder how many assignments it holds, and how many of them are away;
-        `problems` what the coordinator takes of a site no more, and why.
+        `holdings` gives held and away assignments by holder; `problems` gives what the coordinator refuses from a site.
         """
         rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
         quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)

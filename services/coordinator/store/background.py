@@ -1,8 +1,7 @@
-"""Background loops: turns that a failure does not end, and long work on a thread of the lowest priority.
+"""Background loops that survive failed turns, and workers with a thread of the lowest priority.
 
-What fails a turn is somebody's (a full disk, a damaged row, a defect here), and no reason for the others to stop: it is
-said once, counted, and tried again after a pause, and the process serves on without it. Only the end of the store ends
-a loop.
+A failed turn is logged once, counted and retried after PAUSE_S; the process serves on. Only the end of the store ends a
+loop.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOWEST_PRIORITY = 19
 
 
 class _Stopped(Exception):
-    """The process ends; what is under way is thrown away."""
+    """The process ends; unfinished work is discarded."""
 
 
 class RetryingLoop:
@@ -42,8 +41,7 @@ class RetryingLoop:
         LOOP_FAILURES.labels(name)
 
     async def attempt(self, turn: Callable[[], Awaitable[object]]) -> bool:
-        """Run one turn; returns whether it ended well.
-        Raises CorruptStore, StoreLost, Draining: the store has ended."""
+        """Run one turn; returns whether it succeeded. Raises CorruptStore, StoreLost, Draining: the store has ended."""
         try:
             await turn()
         except ENDED:
@@ -87,7 +85,6 @@ class BackgroundWorker:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=lower_priority)
 
     def poke(self) -> None:
-        """Look again for something to do."""
         self._idle.clear()
         self._wake.set()
 

@@ -1,12 +1,12 @@
 """Payload files named by their content; a name exists only when all its bytes are durable and right.
 
     data_dir/blobs/ab/<digest>      complete, verified, never changed
-    data_dir/partial/<digest>       an upload; its length is what `query` reports after an fsync
-    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for a person to look at, never served
+    data_dir/partial/<digest>       an upload; `query` reports its length after an fsync
+    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for inspection, never served
 
-Order of completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed: what the disk
-holds of it is unknown, and a second fsync would not tell. What is read is compared with its name before the first byte
-leaves. A payload that a publication names is held, so that nobody deletes it between the check and the commit.
+Completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed, because its content is
+unknown and a second fsync would not tell. A publication holds its payloads, so that none is deleted between check and
+commit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from heterorl.coordinator.store.payload_storage import PayloadStorage
 
 
 class Locks:
-    """Locks by name; one that nobody holds or waits for takes no memory. Of the event loop."""
+    """Locks by name for the event loop; an unused one takes no memory."""
 
     def __init__(self) -> None:
         # Who holds a lock or waits for it keeps it alive.
@@ -71,17 +71,9 @@ class BlobStore:
         on_full: Callable[[], None] = ignore,
         storage: PayloadStorage | None = None,
     ) -> None:
-        """Open the directory.
-
-        Args:
-            root: where `blobs`, `partial` and `damaged` lie.
-            store_bytes: that payloads and uploads may occupy.
-            max_payload_bytes: of one payload.
-            bound: the key that `store_bytes` comes from.
-            make_room: called with the missing bytes before an upload is refused.
-            on_full: called when the disk refused a payload.
-            storage: where payloads are kept; without one, here.
-        """
+        """Open the directory. `bound` names the key of `store_bytes`, which payloads and uploads may occupy;
+        `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk refused a
+        payload."""
         self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
@@ -89,7 +81,6 @@ class BlobStore:
         self._locks = Locks()
         self._held: Counter[Digest] = Counter()
         self._used = 0
-        """Bytes on disk, and those that the uploads under way may still bring."""
         self.freed = Bell()
         """Rings when there may be more room."""
         self._make_room, self._on_full = make_room, on_full
@@ -111,7 +102,7 @@ class BlobStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all payloads, and those that uploads under way may still bring."""
+        """Bytes of all payloads plus those reserved for uploads."""
         at_home = self._storage.used_bytes
         return self._used if at_home is None else at_home
 
@@ -127,20 +118,13 @@ class BlobStore:
             return False
 
     def query(self, digest: Digest) -> int:
-        """Bytes of a payload that are durable."""
         size = self.size(digest)
         return self._partial_size(digest) if size is None else size
 
     async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
-        """Write frames from `offset` and complete the payload when all bytes are there; returns the durable bytes.
-
-        Raises:
-            InvalidRequest: digest, offset or size is impossible; ask `query`.
-            QuotaExceeded: the payload is larger than allowed.
-            StoreFull: quota or disk is full.
-            DigestMismatch: the complete content has another digest; the upload starts again.
-            CorruptStore: the disk failed; the process must end.
-        """
+        """Write frames from `offset`, and complete the payload when all bytes are there; returns the durable bytes.
+        Raises InvalidRequest: digest, offset or size is impossible; QuotaExceeded: the payload is too large; StoreFull;
+        DigestMismatch: wrong content, start again; CorruptStore: the disk failed, the process must end."""
         if not 0 < num_bytes <= self._max_payload_bytes:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
@@ -161,8 +145,8 @@ class BlobStore:
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
-        """Whether the payload is complete; names an upload that was cut between its last byte and its name.
-        Raises DigestMismatch: the bytes were all there and wrong; the upload starts again."""
+        """Whether the payload is complete; completes an upload that was cut before its rename.
+        Raises DigestMismatch: wrong content, start again."""
         # Under the lock although there may be nothing to do: a deletion under way ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
@@ -184,12 +168,8 @@ class BlobStore:
             self._held -= names
 
     async def adopt(self, path: Path, *, digest: Digest, num_bytes: int) -> None:
-        """Give a durable file of this file system its place among the payloads.
-
-        Raises:
-            StoreFull: the quota is reached.
-            CorruptStore: the disk failed; the process must end.
-        """
+        """Move a durable file of this file system among the payloads.
+        Raises StoreFull: the quota is reached; CorruptStore: the disk failed, the process must end."""
         async with self._locks[digest]:
             if self.size(digest) is not None:
                 await asyncio.to_thread(path.unlink)
@@ -202,8 +182,8 @@ class BlobStore:
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.
 
-        Whoever publishes holds the payload first and looks for it under its lock; so either this sees the hold, or
-        the publication sees that the payload is gone, or `is_needed` sees the publication.
+        A publication holds the payload, then looks for it under its lock. So either this sees the hold, or the
+        publication sees the deletion, or `is_needed` sees the publication.
         """
         if self._locks.is_held(digest):
             # Written, or looked at by a publication. Not waited for: the writer may wait for the room.
@@ -291,7 +271,7 @@ class BlobStore:
 
     def path(self, digest: Digest) -> Path:
         """Where the complete payload lies, whether or not it does already."""
-        # The one place where a digest becomes a path: whatever else a peer writes there names no file.
+        # The only place where a digest becomes a path; anything else is refused.
         if not is_digest(digest):
             raise InvalidRequest("digest: not 64 lower-case hex digits")
         return self._blobs / digest[:2] / digest
@@ -301,7 +281,7 @@ class BlobStore:
 
     @contextmanager
     def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
-        """Give back what was reserved and is not on disk then; all of it stays counted while nobody can tell."""
+        """Release the reservation beyond what is on disk; keep all of it while that is unknown."""
         try:
             yield
         except StoreFull:

@@ -1,13 +1,12 @@
-"""One connection, one thread and group commit: an operation answers only after its bytes are on disk.
+"""One connection, one thread and group commit: an operation answers after its bytes are on disk.
 
-Guarantees: operations run one after another, each wholly or not at all; those that wait together share one fsync;
-a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
-an fsync that failed cannot be repeated, and so is the loss of a database that is elsewhere. Operations that met a full
-disk together run again one by one, so that what needs no room is done. Which database holds the bytes is the engine's
-(`store/database_engine.py`).
+Operations run one after another, each completely or not at all; those that wait together share one fsync. A full disk
+fails them with StoreFull and leaves the store unchanged; they then run again one by one, so that those that need no
+room succeed. Any other I/O error is fatal, because an fsync that failed cannot be repeated; so is a lost database
+server.
 
-An order that a person gives under an id is remembered in its own transaction with its answer: said again, it has no
-effect again. The newest MAX_KEPT orders of a kind are known, so one whose answer was lost may come late, behind others.
+A person's order is remembered with its answer in its own transaction, so a repeat has no second effect. The newest
+MAX_KEPT orders of a kind are known.
 """
 
 from __future__ import annotations
@@ -86,26 +85,16 @@ class Database:
     @classmethod
     async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None] = _ignore) -> Self:
         """Open a store and check it; `on_full` is called on the event loop when the disk refuses.
-
-        Raises:
-            CorruptStore: the store fails its check, or was written by another schema.
-            StoreLost: the database is away.
-            DiskFull: the store cannot be opened for want of space.
-        """
+        Raises CorruptStore: it fails its check or has another schema; StoreLost: the database is down; DiskFull."""
         return cls(await asyncio.to_thread(opened), asyncio.get_running_loop(), on_full=on_full)
 
     async def run(self, operation: Callable[[Connection], ResultT]) -> ResultT:
         """Run one operation in a transaction; returns after the commit.
-
-        Raises:
-            StoreFull: the disk is full; nothing of the operation remains.
-            CorruptStore, StoreLost: the store failed earlier or now, or has gone; the process must end.
-            Draining: the store is closed.
-        """
+        Raises StoreFull: undone, the disk is full; CorruptStore, StoreLost: the process must end; Draining: closed."""
         return await self.submit(operation)
 
     def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
-        """Queue one operation, which runs whether or not anybody still waits for the future."""
+        """Queue one operation; it runs even if its caller leaves."""
         if self._end is not None:
             raise self._end(_ENDED_EARLIER)
         if self._is_closed:
@@ -115,8 +104,7 @@ class Database:
         return future
 
     async def run_alone(self, operation: Callable[[Connection], ResultT]) -> ResultT:
-        """Run one operation between two transactions, for what the engine does in none; it must change nothing.
-        Raises CorruptStore, StoreLost, Draining: as `run`."""
+        """Run one read-only operation between two transactions. Raises CorruptStore, StoreLost, Draining: as `run`."""
         return await self.submit(_Alone(operation))
 
     def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
@@ -158,7 +146,7 @@ class Database:
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         engine = self._engine
-        # Real time, whatever clock the run has: it is the disk that is measured.
+        # Real time, not the run's clock: this measures the disk.
         started = time.perf_counter()
         try:
             if self._end is not None:
@@ -182,7 +170,7 @@ class Database:
                 return
             if fault is Fault.FULL:
                 self._call(self._on_full)
-            # One for each caller: whoever raises it adds its own traceback.
+            # One for each caller, since raising adds a traceback.
             results = [(None, self._failure(problem, fault)) for _ in batch]
         for (_, future), (result, exception) in zip(batch, results, strict=True):
             self._tell(future, result, exception)
@@ -204,14 +192,14 @@ class Database:
     def _failure(self, problem: str, fault: Fault) -> Exception:
         if fault is Fault.FULL:
             return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-        assert self._end is not None, "whatever is no full disk ended it"
+        assert self._end is not None, "any other fault has ended the store"
         return self._end(f"the store {'has gone' if self._end is StoreLost else 'failed'}: {problem}")
 
     def _tell(self, future: asyncio.Future[Any], result: Any, exception: BaseException | None) -> None:
         self._call(_resolve, future, result, exception)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # A loop that closed meanwhile has nobody left who waits; the store must still be folded and closed.
+        # No caller waits on a closed loop; the store must still be closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 

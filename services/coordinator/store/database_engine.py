@@ -1,10 +1,7 @@
-"""What a database is to the store: statements of operations, transactions with a savepoint for each, errors.
+"""The interface of a database engine: connection, transactions with savepoints, meaning of errors.
 
-An operation has a `Connection`, and writes `?` for values in SQL that every engine knows. Where the dialects differ, it
-names a statement of SQLite's from here, and the engine of PostgreSQL looks its own text up by that. `Database` queues
-operations and shares commits among them; an engine says what the statements of that are, and which of its errors are an
-operation's, which mean that there is no room, and that all others end the process: because the database is elsewhere
-and has gone, or because what it holds is unknown.
+Operations write SQLite's SQL with `?` for values. IN_POSTGRES translates statements where the dialects differ.
+`Database` queues operations and shares commits.
 """
 
 from __future__ import annotations
@@ -15,42 +12,34 @@ from typing import Any, Protocol
 
 
 class Cursor(Protocol):
-    """The answer to a statement."""
+    """The answer to a statement, as in PEP 249; rows are tuples."""
 
     @property
-    def rowcount(self) -> int:
-        """Rows that an INSERT, UPDATE or DELETE changed."""
+    def rowcount(self) -> int: ...
 
-    def fetchone(self) -> Any:
-        """The next row as a tuple; None after the last one."""
+    def fetchone(self) -> Any: ...
 
-    def fetchall(self) -> list[Any]:
-        """All rows that are left."""
+    def fetchall(self) -> list[Any]: ...
 
-    def close(self) -> None:
-        """Ask for no more rows."""
+    def close(self) -> None: ...
 
-    def __iter__(self) -> Iterator[Any]:
-        """The rows that are left."""
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Connection(Protocol):
     """The store as an operation sees it, inside its transaction."""
 
-    def execute(self, statement: str, parameters: Sequence[Any] = ..., /) -> Cursor:
-        """Run one statement."""
+    def execute(self, statement: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
 
-    def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Cursor:
-        """Run one statement for each row of values."""
+    def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Cursor: ...
 
 
 class Fault(Enum):
-    """What an error of the engine says."""
+    """The meaning of an engine's error."""
 
     OPERATION = "operation"
     """One operation made a mistake; it is undone, and the store lives on."""
     FULL = "full"
-    """There is no room; nothing was written."""
     LOST = "lost"
     """The database has gone; a process that starts again finds what was acknowledged, and no more: this one ends."""
     FATAL = "fatal"
@@ -61,7 +50,6 @@ class DatabaseEngine(Protocol):
     """One connection that writes. Belongs to the store's thread."""
 
     errors: tuple[type[Exception], ...]
-    """What its statements raise."""
 
     @property
     def connection(self) -> Connection:
@@ -83,10 +71,10 @@ class DatabaseEngine(Protocol):
         """End the operation."""
 
     def undo(self) -> None:
-        """Undo the operation alone."""
+        """Undo the operation only."""
 
     def fault(self, error: Exception) -> Fault:
-        """What one of `errors` says."""
+        """Classify one of `errors`."""
 
     def close(self) -> None:
         """Fold what is open, give the connection up."""

@@ -1,9 +1,9 @@
-"""Room on the disk of data_dir: groups are refused before it is full, so that versions and deletions still find room.
+"""Free space on the disk of data_dir: groups are refused early, so that versions and deletions still have room.
 
-free bytes               what happens
-below min_free_bytes     no group is taken, no merged delta or sample is written, the keeper deletes what may go
+free bytes               effect
+below min_free_bytes     no group, merged delta or sample is written; the garbage collector deletes what may go
 below half of it         no payload is taken either
-none                     the disk itself refuses; nothing acknowledged is lost
+none                     the disk refuses writes; no acknowledged data is lost
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETRY_AFTER_S = 5.0
 
 
 def operators_error(data_dir: Path, error: OSError) -> OperatorError:
-    """What a start tells a person about a data_dir that the system refuses."""
+    """The operator's error for a data_dir that the system refuses."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(str(data_dir))
     return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")
@@ -92,7 +92,7 @@ class DiskSpace:
             _LOG.warning("the disk of %s has room again", self._directory.resolve())
 
     def _usage(self) -> tuple[int, int]:
-        """The low-water mark, and the bytes that are free; a disk that does not say has no mark."""
+        """The low-water mark and the free bytes; (0, 0) if the disk does not tell."""
         try:
             usage = shutil.disk_usage(self._directory)
         except OSError:

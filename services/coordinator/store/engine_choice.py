@@ -1,7 +1,7 @@
-"""Which engine keeps the store, and that the payloads of a data directory are those of that store.
+"""Chooses the store's engine and checks that the data directory's payloads belong to that store.
 
-A row names payloads that lie as files in data_dir, and files that no row names are deleted: a store with the payloads
-of another one would lose both. Whoever takes a store in PostgreSQL therefore needs the data_dir that belongs to it.
+Rows name payload files in data_dir, and files without a row are deleted, so a mix-up would lose both. A coordinator
+that takes a store in PostgreSQL needs the data_dir of that store.
 
     data_dir/coordinator.sqlite    the store in SQLite, where there is one
     data_dir/postgres              the name of the store in PostgreSQL whose payloads are here
@@ -27,15 +27,9 @@ _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 
 def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> DatabaseEngine:
-    """Open the store of a data directory, at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
-
-    Raises:
-        ConfigError: the payloads there belong to another store.
-        StoreLost: PostgreSQL cannot be reached.
-        OperatorError: it refuses the session.
-        StoreHeld: another coordinator has the store.
-        CorruptStore, DiskFull: the store cannot be opened.
-    """
+    """Open the store at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
+    Raises ConfigError: the payloads belong to another store; StoreLost: PostgreSQL is unreachable; OperatorError: it
+    refuses; StoreHeld: another coordinator has it; CorruptStore, DiskFull: it cannot be opened."""
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
     if not url:
         if mark.exists():
@@ -49,8 +43,8 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
 
 
 def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
-    """A wait for the store at a url; where it is not patient, for its server alone and for no other coordinator.
-    Raises ConfigError: there is no url, or data_dir has a store of its own."""
+    """A wait for the store at a url; if not patient, only for its server and not for another coordinator.
+    Raises ConfigError: there is no url, or data_dir has its own store."""
     if not url:
         raise ConfigError("store.url", "--standby needs a store that two coordinators reach: one in PostgreSQL")
     _require_psycopg()
@@ -69,8 +63,7 @@ def refuse_file(data_dir: Path) -> None:
 
 
 def claimed(data_dir: Path, engine: DatabaseEngine, *, is_elsewhere: bool = False) -> DatabaseEngine:
-    """The engine, once its payloads are known to be those of the data directory, or all in a bucket.
-    Raises ConfigError: they are another store's."""
+    """Return the engine if data_dir (or a bucket) has its payloads. Raises ConfigError: they are another store's."""
     store_id = getattr(engine, "store_id", "")
     try:
         if is_elsewhere and get_meta(engine.connection, OWNER) is not None:

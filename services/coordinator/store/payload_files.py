@@ -1,9 +1,9 @@
-"""The file operations of payloads: whole, durable, and with errors that say whose fault they are.
+"""File operations of payloads: complete, durable, with typed errors.
 
-nothing is there            FileNotFoundError, the one error of a read that means loss
+nothing is there            FileNotFoundError, the only read error that means loss
 no room                     StoreFull
 out of something, refused   Busy: nothing was changed, and nothing is known about the file
-the disk failed a write     CorruptStore: what it holds is unknown
+the disk failed a write     CorruptStore: its content is unknown
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from heterorl.common.process.files import make_directory, opened_directory, sync
 
 ResultT = TypeVar("ResultT")
 BUSY_S = 2.0
-"""Delay that a caller is told when the system refuses."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EACCES, errno.EPERM,
     errno.ESTALE, errno.ETIMEDOUT,
 )  # fmt: skip
-"""The system said no before it did anything."""
+"""The system refused before it did anything."""
 
 
 async def no_room(_missing: int) -> None:
@@ -35,11 +34,11 @@ async def no_room(_missing: int) -> None:
 
 
 def ignore() -> None:
-    """Nobody is told."""
+    """Do nothing."""
 
 
 def identity(directory: Path) -> tuple[int, int]:
-    """What tells a directory from another one that is mounted in its place."""
+    """Device and inode: tells a directory from one mounted in its place."""
     found = directory.stat()
     return found.st_dev, found.st_ino
 
@@ -60,12 +59,8 @@ def remove_file(path: Path) -> None:
 
 
 def rename_file(source: Path, target: Path) -> None:
-    """Give a durable file another name, durably.
-
-    Raises:
-        StoreFull, Busy: it has its old name.
-        CorruptStore: which name survives a power cut is unknown.
-    """
+    """Rename a durable file durably.
+    Raises StoreFull, Busy: it keeps its old name; CorruptStore: the surviving name is unknown."""
     with _typed(), opened_directory(target.parent) as to, opened_directory(source.parent) as left:
         source.replace(target)
         try:
@@ -112,12 +107,8 @@ def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
 
 
 def open_file(path: Path, mode: str) -> BinaryIO:
-    """Open a file without a buffer.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        StoreFull, Busy, CorruptStore: it cannot be opened.
-    """
+    """Open a file unbuffered. Raises FileNotFoundError: it is missing; StoreFull, Busy, CorruptStore: the system
+    refuses."""
     try:
         return path.open(mode, buffering=0)  # type: ignore[return-value]
     except FileNotFoundError:
@@ -127,12 +118,12 @@ def open_file(path: Path, mode: str) -> BinaryIO:
 
 
 def file_size(path: Path) -> int | None:
-    """Size of a file, None when there is none. Raises Busy: nobody can tell now."""
+    """Size of a file, None if missing. Raises Busy: unknown now."""
     return looked_at(lambda: path.stat().st_size)
 
 
 def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
-    """What a look at a file shows, None when there is none. Raises Busy: nobody can tell now."""
+    """Result of `look`, None if the file is missing. Raises Busy: unknown now."""
     try:
         return look()
     except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +133,7 @@ def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
 
 
 def unreadable(error: OSError) -> Busy:
-    """The error of a read, which says nothing about the bytes, whatever the system's reason is."""
+    """Busy for a failed read, which says nothing about the bytes."""
     return Busy(f"the coordinator cannot read a payload now: {error.strerror}", retry_after_s=BUSY_S)
 
 

@@ -1,8 +1,8 @@
 """The tables of the store.
 
-A variant is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
-verified snapshots and canaries of every variant lie side by side, and the view `stated` reads the versions of all.
-These tables have rowids: SQLite 3.40 finds faults that are none in a table without, whose key is not its first columns.
+The column `variant` is empty for the trained weights. Rows of all variants share tables, and the view `stated` joins
+their versions. Tables that variants share keep rowids: SQLite 3.40 reports false faults in a WITHOUT ROWID table whose
+key is not its first columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""SQLite with one connection: the store of a coordinator that has its own disk.
+"""SQLite with one connection: the default store.
 
-Never opens a second connection: SQLite before 3.51.3 can corrupt its log when two connections write and checkpoint at
+Never open a second connection: SQLite before 3.51.3 can corrupt its log when two connections write and checkpoint at
 the same time.
 """
 
@@ -33,12 +33,8 @@ class SqliteEngine:
 
     @classmethod
     def open(cls, path: Path) -> SqliteEngine:
-        """Open or create the file and check it.
-
-        Raises:
-            CorruptStore: the file fails SQLite's check, or was written by another schema.
-            DiskFull: the store cannot be opened for want of space.
-        """
+        """Open or create the file and check it. Raises CorruptStore: it fails its check or has another schema;
+        DiskFull."""
         return cls(connect(path))
 
     def begin(self) -> None:
@@ -76,7 +72,7 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         make_directory(path.parent, mode=0o700)
         if not path.exists() and path.name != ":memory:":
-            # Before SQLite makes it: its log takes the file's mode. Groups and audit are nobody else's to read.
+            # Before SQLite makes it: its log takes the file's mode, and only the owner may read groups and audit.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
@@ -131,12 +127,10 @@ def _make_indexes(connection: sqlite3.Connection) -> None:
 CHECKED_BYTES = 64 << 20
 """A store up to this size is checked as a whole at every start, which takes a fraction of a second."""
 HISTORY = frozenset({"groups", "versions", "variant_versions", "steps", "signatures", "canaries", "audit"})
-"""Tables that grow with the run."""
 
 
 def check_file(connection: sqlite3.Connection, path: Path) -> None:
-    """Let SQLite check the store: all of a small one; of a large one what is read and written all the time.
-    Raises CorruptStore: it fails the check."""
+    """Check a small store completely, a large one without its history. Raises CorruptStore: it fails the check."""
     pages, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
     names = ["1"]
     if pages * size > CHECKED_BYTES:

@@ -1,17 +1,16 @@
-"""What is counted of work beside the store: tables in memory, kept by triggers, so that no operation counts for itself.
+"""Counts of assignments in temporary tables, kept up to date by triggers.
 
-Guarantees: part of every transaction, so an operation that is undone is undone here too; each count costs the rows that
-change, never those that are there; nothing of it reaches the disk. Made anew at a start from what is out, never from
-history. Instants are of the monotonic clock, so they belong to this process. Groups that wait are few and counted by
-queries over indexes: with 4,000 of 1,000 sites in 0.2 ms, where one look at 8,000 assignments by holder takes 6 ms.
+They change in the transaction of the rows, so an undone operation is not counted. Each count costs the rows that
+change. Nothing reaches the disk; a start fills them from open assignments only. Instants are of this process's
+monotonic clock. Waiting groups are few and counted by queries over indexes.
 
-tally     assignments that count as outstanding (`out`) or that left with a silent site (`away`), and sites that share
-          the work (`wanting`)
-out_work  assignments that are out: since when, and whether they are away
-holder    who holds some, and when to look at them again (groups/deadlines.py)
-sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
+    tally     assignments that count as outstanding (`out`) or are away with a silent site (`away`), sites that share
+              the work (`wanting`)
+    out_work  assignments that are out: since when, and whether they are away
+    holder    who holds some, and when to look at them again (groups/deadlines.py)
+    sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
 
-Held-out prompts (HELD_OUT and more) are in out_work and holder alone: evaluation takes nothing of training's share.
+Held-out prompts (HELD_OUT and more) are in out_work and holder only: evaluation uses no share of training.
 """
 
 from __future__ import annotations
@@ -117,5 +116,5 @@ def held(connection: Connection, site: str) -> int:
 
 
 def look_soon(connection: Connection, site: str) -> None:
-    """Look at the terms of what a site holds at the next chance: something was said of it."""
+    """Check a site's deadlines at the next chance."""
     connection.execute("UPDATE temp.holder SET due = ? WHERE site = ?", (SOON, site))

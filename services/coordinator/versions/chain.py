@@ -1,8 +1,7 @@
-"""One variant's chain of versions as the store has it: states, manifests, signatures, payloads; for one operation.
+"""The versions of one variant in the store: states, manifests, signatures, payloads.
 
-A variant has manifests, payloads and signatures of its own under the numbers of the versions; whether a version is the
-head or abandoned is the version's alone. Manifests go in and out as exact bytes. The coordinator holds no key and
-checks no signature: whoever trusts a key does.
+Head and abandonment belong to the version, not to the variant. Manifests are exact bytes. The coordinator holds no key
+and checks no signature; samplers do.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
 from heterorl.coordinator.store.database_engine import Connection
 
 TRAINED = ""
-"""The name of the weights that are trained."""
 MAX_MANIFESTS = 256
-"""Manifests in one answer."""
 MAX_MANIFEST_BYTES = 4 << 20
 """Bytes of the manifests in one answer, beyond which only the first may go."""
 PAYLOAD_ROW = "kind, from_version, to_version, digest, num_bytes"
@@ -42,10 +39,7 @@ def payload_of(row: tuple[str, int, int, str, int]) -> PayloadRef:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The versions of one variant.
-
-    Example: `await database.run(lambda connection: Chain(connection, "int8").manifest(3))`
-    """
+    """The versions of one variant."""
 
     connection: Connection
     variant: str = TRAINED
@@ -56,7 +50,7 @@ class Chain:
         return row is not None and not row[0]
 
     def state_root(self, version: int) -> str | None:
-        """The state of a version, also of an abandoned one; None when there is no such version."""
+        """The state of a version, abandoned or not; None if it does not exist."""
         row = self._one("SELECT state_root FROM stated WHERE variant = ? AND version = ?", version)
         return None if row is None else str(row[0])
 
@@ -71,17 +65,13 @@ class Chain:
         return bytes(row[0])
 
     def manifest_bytes(self, version: int) -> int:
-        """Size of a manifest, which is not read; 0 when there is no such version."""
+        """Size of a manifest, without reading it; 0 if it does not exist."""
         row = self._one("SELECT length(manifest) FROM stated WHERE variant = ? AND version = ?", version)
         return 0 if row is None else int(row[0])
 
     def manifests(self, *, first: int, last: int, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[bytes, ...]:
-        """Exact bytes of the manifests of versions last, last - 1, ..., first, as many as fit; at least one.
-
-        Raises:
-            InvalidRequest: the range is empty.
-            UnknownVersion: the newest does not exist.
-        """
+        """Exact manifests of versions last, last - 1, ..., first, as many as fit; at least one.
+        Raises InvalidRequest: the range is empty; UnknownVersion: the newest does not exist."""
         if first > last:
             raise InvalidRequest(f"versions {first} to {last} are no range")
         found = [self.manifest(last)]

@@ -1,8 +1,7 @@
-"""The learner's lease and the chain of versions, as pure decisions and store operations.
+"""The learner's lease and the chain of versions: pure decisions and store operations.
 
-Guarantees: epochs only grow, and safety is the epoch's: time only decides liveness; a version is committed by one
-compare-and-set transaction that also consumes its groups, or not at all; versions are dense; the same step id gives the
-same answer. Each store operation runs inside one operation of heterorl.coordinator.store.database.
+Epochs only grow, and only they decide safety; time decides liveness. One compare-and-set transaction commits a version
+and consumes its groups. Versions have no gaps. The same step id gives the same answer.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The newest lease. `expires` is an instant of the monotonic clock; `is_released` ends it early.
-
-    `incarnation` is of the holder's state directory; empty for holders of earlier programs, which have none.
-    """
+    """The newest lease. `expires` is a monotonic instant; `is_released` ends it early; `incarnation` is the holder's
+    state_dir."""
 
     epoch: int
     holder: str
@@ -71,9 +68,9 @@ class Acquire:
 def decide_acquire(
     now: float, lease: Lease, *, holder: str, request_id: str, incarnation: str = ""
 ) -> tuple[Acquire, str]:
-    """Decide on a request for the lease; a holder may always come back from its own state directory, to a new epoch.
+    """Decide on a lease request; a holder may always return from its own state directory, to a new epoch.
 
-    A name alone proves nothing: a configuration that was copied, or started twice, has the same.
+    The name is not enough: a copied configuration, or one started twice, has the same.
     """
     if lease.request_id == request_id and not lease.is_released:
         return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
@@ -111,11 +108,11 @@ class Standing:
     _heard: float = 0.0
 
     def note(self, progress: LearnerProgress | None, *, epoch: int, now: float) -> None:
-        """Keep what the holder of an epoch said at an instant of the monotonic clock."""
+        """Keep an epoch's progress at a monotonic instant."""
         self._epoch, self._progress, self._heard = epoch, progress, now
 
     def of(self, epoch: int, now: float) -> tuple[LearnerProgress | None, float]:
-        """What the holder of this epoch said last, and seconds since then; of another epoch nothing is known."""
+        """Progress of this epoch's holder, and seconds since then; (None, 0) for another epoch."""
         if epoch != self._epoch or self._progress is None:
             return None, 0.0
         return self._progress, max(0.0, now - self._heard)
@@ -187,7 +184,7 @@ def num_versions(connection: Connection) -> int:
 
 
 def check_publication(connection: Connection, request: PublishRequest, manifest: Manifest, run_id: str) -> int | None:
-    """Compare before set; returns the version when this step id is committed already.
+    """Check before the set; returns the version if this step id is committed already.
     Raises StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings."""
     check_epoch(connection, request.epoch)
     if not request.step_id:
@@ -220,15 +217,14 @@ def check_publication(connection: Connection, request: PublishRequest, manifest:
 
 
 def check_signature(signature: bytes) -> None:
-    """Refuse what cannot be a signature; whose it is, is for others to say.
-    Raises InvalidRequest: it has another length."""
+    """Check a signature's length. Raises InvalidRequest: it is wrong."""
     if len(signature) not in (0, SIGNATURE_BYTES):
         raise InvalidRequest(f"signature: {len(signature)} bytes, expected none or {SIGNATURE_BYTES}")
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_snapshot: bool, name: str) -> None:
-    """Check the fields of a manifest against what is expected, and that its payloads lead to it. Raises InvalidRequest:
-    names the field, of a manifest that is called `name`."""
+    """Check a manifest's fields, and that its payloads lead to it. Raises InvalidRequest: names the field below
+    `name`."""
     for key, right in expected.items():
         if getattr(manifest, key) != right:
             raise InvalidRequest(f"{name}.{key}: {getattr(manifest, key)!r}, expected {right!r}")
@@ -322,10 +318,8 @@ def read_statement(connection: Connection) -> bytes:
 
 
 def keep_statement(connection: Connection, statement: bytes) -> str:
-    """Keep the first statement of the run's contract; returns in what a later one differs, which changes nothing.
-
-    The contract is the same, so both mean the same prompts; a file may lie elsewhere on another learner.
-    """
+    """Keep the first statement of the contract; returns how a later one differs, such as in paths, and changes
+    nothing."""
     if not statement:
         return ""
     kept = read_statement(connection)

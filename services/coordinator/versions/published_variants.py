@@ -1,10 +1,7 @@
-"""Variants of the run's versions, as store operations: the same weights coded otherwise, published with each version.
+"""Variants: quantised forms published with each version. Store operations.
 
-What one variant consists of is its chain (`chain`); here is which there are, and how a publication extends them.
-
-Guarantees: a variant's version is committed in the transaction of its version, so a sampler sees both or neither; its
-manifest follows that of the same variant at the version that its version follows, or begins the variant with a
-snapshot where there is none.
+A variant's version is committed in the transaction of its version. Its manifest follows the same variant's at the
+parent version, or begins the variant with a snapshot.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ _OFFERED = "variants"
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that no label or path may have.
-    Raises InvalidRequest: one is malformed, one repeats, or there are too many."""
+    """Check names of variants. Raises InvalidRequest: one is malformed or repeated, or there are too many."""
     if len(names) > MAX_VARIANTS or len(set(names)) != len(names):
         raise InvalidRequest(f"variants: {len(names)} names, at most {MAX_VARIANTS} different ones are allowed")
     for name in names:
@@ -43,12 +39,12 @@ def offer(connection: Connection, names: Sequence[str]) -> None:
 
 
 def offered(connection: Connection) -> tuple[str, ...]:
-    """What the learner publishes beside the weights that it trains."""
+    """The variants that the learner publishes."""
     return tuple(json.loads(get_meta(connection, _OFFERED) or "[]"))
 
 
 def check_offered(connection: Connection, variant: str) -> None:
-    """Refuse a sampler whose variant nobody publishes. Raises ContractMismatch: names what there is."""
+    """Refuse a sampler whose variant is not published. Raises ContractMismatch: names the published ones."""
     names = offered(connection)
     if variant != TRAINED and variant not in names:
         there = ", ".join(f'"{name}"' for name in (TRAINED, *names))
@@ -70,10 +66,7 @@ def stored(connection: Connection) -> tuple[str, ...]:
 
 
 def of_state(connection: Connection, version: int, state_root: str) -> str:
-    """The variant in which a version has this state.
-
-    A group says by the state what it was generated with: a site that changed its variant still pushes groups of before.
-    """
+    """The variant in which a version has this state, which a group states even after its site changed variants."""
     row = connection.execute(
         "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
     ).fetchone()
@@ -83,8 +76,8 @@ def of_state(connection: Connection, version: int, state_root: str) -> str:
 def check_publication(
     connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:
-    """Compare before set: each variant's manifest against the version's own, which is checked already.
-    Raises InvalidRequest: names the field."""
+    """Check each variant's manifest against the version's own, already checked. Raises InvalidRequest: names the
+    field."""
     check_names([entry.variant for entry in request.variants])
     for entry in request.variants:
         mine, chain = parsed[entry.variant], Chain(connection, entry.variant)

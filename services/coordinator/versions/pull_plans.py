@@ -1,13 +1,11 @@
-"""Which payloads lead from what a sampler has to what it wants: the cheapest way over its link, as a plan.
+"""Pull plans: the cheapest payloads from the version that a sampler has to the one it wants.
 
-Versions are nodes, payloads are edges (a snapshot starts from nothing). Whatever edge is added, a merged delta for
-example, needs no change here. A path of payloads of b_1 ... b_n bytes takes sum(b_i) / bandwidth + n * round_trip
-seconds; in units of the link's bytes it costs
+Versions are nodes, payloads are edges; a snapshot starts from nothing. A path of payloads of b_1 ... b_n bytes takes
+sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs
 
     sum(b_i + object_bytes)        object_bytes = bandwidth * round_trip
 
-so one number describes a link, and each edge has its price. `plan_pull` is pure and asks only for the payloads of
-versions that a cheapest path could visit; `plan` is a store operation, which believes what a caller holds only with its
+so one number describes a link. `plan_pull` is pure; `plan` is a store operation that checks the caller's version by its
 state root.
 """
 
@@ -30,18 +28,10 @@ def plan_pull(
     base_version: int | None = None,
     object_bytes: int = 0,
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
-    """Choose the payloads to apply, in order, and say why.
-
-    Args:
-        into: payloads that lead to a version, sizes not negative; called at most once a version.
-        have_version: that the caller holds; None for nothing.
-        want_version: of the state that it wants.
-        base_version: that it can rebuild without a transfer, from its base model; None for nothing.
-        object_bytes: the price of each payload beside its bytes, not negative.
-
-    Raises:
-        UnknownVersion: no path leads to the version.
-    """
+    """Choose the payloads to apply, in order, and say why. `into` gives the payloads that lead to a version and is
+    called once a version; `base_version` needs no transfer; `object_bytes` is the price of each payload in addition to
+    its bytes.
+    Raises UnknownVersion: no path leads to the version."""
     if have_version == want_version:
         return PlanKind.SAME, (), f"version {want_version} is already there"
     if base_version == want_version:
@@ -61,7 +51,7 @@ def plan_pull(
             is_whole = payload.kind is PayloadKind.SNAPSHOT
             start = None if is_whole else version_or_none(payload.from_version)
             if start is None and not is_whole:
-                # Nothing can be built from a difference to nothing, whatever is stated.
+                # A delta from nothing cannot be applied.
                 continue
             total = spent + payload.num_bytes + object_bytes
             if total < cost.get(start, total + 1):
@@ -129,12 +119,10 @@ def plan(
     base_root: str = "",
     object_bytes: int = 0,
 ) -> PullPlan:
-    """Plan a pull, to the head where none is wanted; what the caller claims to hold counts by its state root alone.
+    """Plan a pull (to the head if `want_version` is None); the caller's version counts by its state root only.
 
-    `merged_into` names the merged deltas that lead to a version; `base_root` is the state of the caller's base model.
-
-    Raises:
-        UnknownVersion: the wanted version does not exist or was abandoned.
+    `merged_into` gives merged deltas into a version; `base_root` is the state of the caller's base model.
+    Raises UnknownVersion: the wanted version does not exist or was abandoned.
     """
     want = lineage.head_version(chain.connection) if want_version is None else want_version
     if want is None or not chain.is_in_lineage(want):
@@ -165,9 +153,9 @@ def plan(
 
 
 def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
-    """Those of a whole way where they are small together, else the target's alone: others are listed by who needs them.
+    """Manifests of a whole path if they are small together, else only the target's.
 
-    A large model's manifest is hundreds of kilobytes, and a way may have hundreds of payloads.
+    A large model's manifest has hundreds of kilobytes, and a path may have hundreds of payloads.
     """
     # Before the bytes are read: an operation of the store must stay short.
     sizes = [chain.manifest_bytes(version) for version in versions]
@@ -176,5 +164,5 @@ def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def _version_of_root(chain: Chain, root: str) -> int | None:
-    """The first version if it has this state: the one that anybody may hold without the run."""
+    """Version 0 if it has this state, which a caller may hold without the run."""
     return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else None

@@ -1,8 +1,7 @@
-"""The operator's order to go back: the next version is to hold what an earlier one held; as store operations.
+"""The operator's rollback order: the next version shall have an earlier version's state. Store operations.
 
-Guarantees: at most one order, durable; an order given twice under one id is one order, also after it was carried out;
-it ends in the transaction that commits a version with the state asked for, so it is carried out once, whoever dies.
-Numbers go on: nothing is abandoned, and the version that carries an order out is an ordinary child of the head.
+There is at most one order, and it is durable. The same request id is the same order, also after it was carried out. The
+transaction that commits a version with that state ends it. Numbers continue and no version is abandoned.
 """
 
 from __future__ import annotations
@@ -37,17 +36,13 @@ def ordered(connection: Connection) -> int | None:
 
 
 def is_known(connection: Connection, request_id: str) -> bool:
-    """Whether an order was given under this id: it is said again because an answer was lost."""
+    """Whether an order was given under this id before."""
     return answer_to_order(connection, _KIND, request_id) is not None
 
 
 def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
-    """Replace the order (None takes it back); returns the plans by which the learner can carry it out.
-
-    Raises:
-        InvalidRequest: there is no id.
-        UnknownVersion: the version does not exist, was abandoned, or its weights can no longer be had.
-    """
+    """Replace the order (None cancels it); returns the plans by which the learner can carry it out.
+    Raises InvalidRequest: no id; UnknownVersion: the version is missing, abandoned, or cannot be rebuilt."""
     if not request_id or (to_version is not None and to_version < 0):
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
     if is_known(connection, request_id):

@@ -1,9 +1,8 @@
-"""Copies of the bucket's payloads in the data directory: bounded, fetched for who reads, compared with their names.
+"""Bounded cache of the bucket's payloads in the data directory.
 
-Guarantees: room for a copy is taken before its first byte is fetched, so that the bound holds for all readers together;
-one alone may exceed it. A copy that is read stays; others go when room is wanted, the longest unused first. Two who
-want the same wait for one fetch, which ends when both have gone and is gone on with for the next one; a copy that a
-disk changed is fetched again. A reader waits half a minute for room, then it is Busy; of fetches a few run at once.
+Room is reserved before the first byte is fetched, so the bound holds for all readers together; one reader may exceed
+it. Files in use stay; others are evicted, the longest unused first. Readers of one payload share a fetch. A damaged
+file is fetched again. A reader waits WAIT_S for room, then gets Busy; FETCHES_AT_ONCE run in parallel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_fil
 from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
 
 SCRATCH = "copies"
-"""Directory beside the payloads for what is on its way here."""
+"""Directory of partial fetches, next to the payloads."""
 
 
 class CacheFiles(BlobStore):
@@ -37,11 +36,9 @@ class CacheFiles(BlobStore):
         return [Digest(path.name) for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
 
     def has(self, digest: Digest) -> bool:
-        """Whether there is a copy; blocks."""
         return file_size(self.path(digest)) is not None
 
     def is_right(self, digest: Digest) -> bool:
-        """Whether there is a copy with the bytes of its name; reads all of it."""
         try:
             return file_digest(self.path(digest)) == digest
         except OSError:
@@ -55,7 +52,6 @@ class CacheFiles(BlobStore):
             return await self._remove_files(self.path(digest))
 
     def scratch(self, digest: Digest) -> Path:
-        """Where bytes for a copy may be written."""
         return self._blobs.parent / SCRATCH / digest
 
     def scratch_bytes(self, digest: Digest) -> int:
@@ -66,7 +62,7 @@ class CacheFiles(BlobStore):
         return self._used + num_bytes - self._store_bytes
 
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
-        """Make a file a copy where it has the bytes of this name; returns whether it has. They were counted before.
+        """Adopt a fetched file if its digest is right; returns whether it is. Its bytes were reserved before.
         Raises StoreFull, Busy, CorruptStore: the disk refuses."""
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
@@ -84,7 +80,6 @@ class CacheFiles(BlobStore):
 _LOG = logging.getLogger(__name__)
 FETCHES_AT_ONCE = 4
 WAIT_S = 30.0
-"""For room, before a reader is told to come again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,25 +104,23 @@ class BucketCache(PayloadCache):
         self._promised: dict[Digest, int] = {}
         """Bytes that are counted for copies which are not there yet."""
         self._begun: dict[Digest, int] = {}
-        """Bytes of fetches that nobody waits for any more."""
         self._fetches: dict[Digest, _Fetch] = {}
         self._going: set[Digest] = set()
-        """Copies that are being deleted."""
         self._turns = asyncio.Semaphore(FETCHES_AT_ONCE)
 
     def note(self, digest: Digest) -> None:
-        """A file is a copy: it may go when room is wanted, as the last one."""
+        """Mark a file as cached and most recently used."""
         self._order[digest] = None
         self._order.move_to_end(digest)
 
     def forget(self, digest: Digest) -> None:
-        """A payload is at home no longer: its file is no copy."""
+        """A payload left the bucket: its file is not a copy any more."""
         if digest not in self._begun:
             self._order.pop(digest, None)
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:
-        """While copies of these payloads are there, as far as the bucket has them."""
+        """Keep copies of these payloads in the cache while the context is open, if the bucket has them."""
         names = Counter(digests)
         self._in_use += names
         try:
@@ -149,7 +142,7 @@ class BucketCache(PayloadCache):
             self._files.freed.ring()
 
     async def heal(self, digest: Digest) -> Repair:
-        """Fetch a payload again whose copy is gone or wrong, unless somebody else did; lost is what the bucket lost."""
+        """Fetch a missing or damaged copy again; LOST if the bucket lost it."""
         if self._storage.size(digest) is None:
             return Repair.LOST
         if await asyncio.to_thread(self._files.is_right, digest):
@@ -164,7 +157,7 @@ class BucketCache(PayloadCache):
             return Repair.LOST
 
     async def make_room(self, missing_bytes: int) -> None:
-        """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""
+        """Evict unused copies and partial fetches, the longest unused first."""
         for digest in [*self._order]:
             if missing_bytes <= 0:
                 return
@@ -183,7 +176,7 @@ class BucketCache(PayloadCache):
                     self._order.pop(digest, None)
 
     async def _drop(self, digest: Digest) -> int:
-        """Delete a copy; returns its bytes. Who comes meanwhile takes it for gone, and who leaves changes nothing."""
+        """Delete a copy; returns its bytes. It counts as gone from now on."""
         self._going.add(digest)
         dropping = asyncio.ensure_future(self._files.drop(digest))
         dropping.add_done_callback(lambda _: self._going.discard(digest))
@@ -195,7 +188,7 @@ class BucketCache(PayloadCache):
     # room
 
     async def _take_room(self, names: Iterable[Digest]) -> None:
-        """Count the bytes of copies that are not there yet. Raises Busy: others read so much that there is no room."""
+        """Reserve room for missing copies. Raises Busy: other readers fill the cache."""
         try:
             async with asyncio.timeout(WAIT_S):
                 while not self._count(wanted := self._wanted(names), may_exceed=False):
@@ -239,13 +232,8 @@ class BucketCache(PayloadCache):
     # fetching
 
     async def _fetch(self, digest: Digest) -> None:
-        """Make a copy; a payload that arrives with other bytes is no copy.
-
-        Raises:
-            FileNotFoundError: the bucket has lost it.
-            Busy: the bucket does not answer, or sent other bytes.
-            StoreFull: the disk is full.
-        """
+        """Fetch a copy and verify its digest.
+        Raises FileNotFoundError: the bucket lost it; Busy: no answer or wrong bytes; StoreFull: the disk is full."""
         while (fetch := self._fetches.get(digest)) is not None and fetch.is_given_up:
             await asyncio.wait([fetch.task])
         if fetch is None:
@@ -269,7 +257,7 @@ class BucketCache(PayloadCache):
             while True:
                 is_resumed = self._files.scratch_bytes(digest) > 0
                 await self._storage.fetch(digest, scratch)
-                # What has arrived is compared and named whoever waits.
+                # An arrived file is verified and adopted even if all waiters left.
                 fetch.is_arriving = False
                 is_right = await self._files.take(scratch, digest=digest, num_bytes=size)
                 await asyncio.to_thread(scratch.unlink, missing_ok=True)

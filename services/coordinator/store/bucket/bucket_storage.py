@@ -1,13 +1,11 @@
-"""A bucket as the home of payloads, and the place where learners put theirs until the coordinator has taken them.
+"""A bucket as payload storage, and direct uploads of learners into it.
 
-Guarantees: a payload is complete when the bucket has it, and nobody is told before; what is there was listed at the
-start and is known since, as one coordinator alone writes; an upload that the bucket did not take stays as a file and is
-offered again.
+A payload is complete when the bucket has it. The start lists the bucket; after that only this coordinator writes. A
+payload that the bucket refused stays as a file and is offered again.
 
-A learner puts a payload piece by piece, each an object of its own: one that breaks off costs one piece, and whoever
-asks again is told which is missing. Such an object is no payload: no plan names it, and its bytes get a payload's name
-only from the copy that the coordinator verified. Addresses that are open at once are bounded, and what nobody took is
-deleted when the address of its last piece is over.
+A learner puts a payload in pieces, each one object, so a broken upload repeats one piece. Pieces are not payloads: the
+coordinator reads, verifies and stores them first. Open addresses are bounded; pieces that no call took are deleted when
+the last address expires.
 """
 
 from __future__ import annotations
@@ -40,16 +38,8 @@ class BucketStorage(PayloadStorage):
         on_kept: Callable[[Digest], None],
         on_gone: Callable[[Digest], None],
     ) -> None:
-        """Take over what a prefix that was claimed has.
-
-        Args:
-            objects: of the prefix.
-            sizes: of its payloads, as they were just listed.
-            store_bytes: that payloads may occupy there.
-            make_room: called with the missing bytes before a payload is refused.
-            on_kept: told of each payload whose file is a copy from then on.
-            on_gone: told of each payload that is there no longer.
-        """
+        """Take over a claimed prefix with its listed `sizes`. `make_room` gets the missing bytes before a payload is
+        refused; `on_kept` and `on_gone` get each payload that enters or leaves the bucket."""
         self._on_kept = on_kept
         self._on_gone = on_gone
         self._objects = objects
@@ -118,7 +108,7 @@ MAX_OPEN = 16
 """Payloads for which there are addresses at once; a learner brings one after another."""
 SWEEP_S = 300.0
 ANSWER_S = 10.0
-"""Until the bucket has said what is there: a learner waits for the answer."""
+"""Limit of the bucket's answer: a learner waits for it."""
 
 
 class BucketUploads(DirectUploads):
@@ -162,7 +152,7 @@ class BucketUploads(DirectUploads):
             put = sum(piece.num_bytes for piece in there)
             wrong = [piece for piece in pieces if piece.offset == put and put < num_bytes]
             if wrong:
-                # Before a byte is read: whoever has the address may put anything there.
+                # Before a byte is read: the holder of the URL may have put anything there.
                 await self.drop(digest)
                 problem = f"has {put + wrong[0].num_bytes} bytes, not {num_bytes}"
                 raise DigestMismatch(f"what was put as payload {digest[:12]} {problem}")
@@ -188,12 +178,8 @@ class BucketUploads(DirectUploads):
             _LOG.info("what was put as payload %s is deleted later: %s", digest[:12], error)
 
     async def sweep(self) -> None:
-        """Delete what lies there for longer than an address lasts; the rest counts as open.
-
-        Raises:
-            Busy: the bucket does not answer, or refuses.
-            CorruptStore: the prefix is another store's by now.
-        """
+        """Delete pieces older than an address lasts; the rest counts as open.
+        Raises Busy: the bucket does not answer, or refuses; CorruptStore: another store has the prefix."""
         now, wall = self._clock.monotonic(), self._clock.wall()
         found: dict[Digest, list[Piece]] = {}
         for piece in await self._objects.pieces():

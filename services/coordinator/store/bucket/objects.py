@@ -1,15 +1,14 @@
-"""The objects of one run in a bucket, and the requests to it; errors say no address and no credentials.
+"""Requests to the objects of one run in a bucket; errors show no address and no credentials.
 
     PREFIX/run                       the mark: the store whose rows name these payloads
     PREFIX/blobs/ab/DIGEST           payloads; a name appears with all its bytes or not at all
-    PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put there; no payload before the coordinator verified them
-    PREFIX/damaged/DIGEST            payloads whose bytes changed; for a person to look at, never served
+    PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put; not payloads before the coordinator verified them
+    PREFIX/damaged/DIGEST            payloads whose bytes changed; for inspection, never served
 
-Guarantees: no text of the library leaves this module, since it quotes addresses. A request that the store does not
-answer ends within a minute or two. A read has no such end while bytes arrive: it goes range by range, and what breaks
-off is asked for again from the byte that is missing, as long as each attempt brings some. A prefix has one mark, made
-by a conditional put; nothing is deleted or moved before it was read again, and a coordinator that finds another store's
-name in it ends. Needs the package obstore.
+No text of the library leaves this module, since it quotes addresses. A request without an answer ends within two
+minutes. A read lasts while bytes arrive and resumes at the missing byte. A conditional put makes the mark. It is read
+again before anything is deleted or moved; a coordinator that finds another store's name ends. Needs the package
+obstore.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ BLOCK_BYTES = 1 << 20
 REQUEST_S = 120.0
 """For a request whose answer is short, with the bytes that it brings: a part needs 140 kB/s of the line."""
 SILENCE_S = 20.0
-"""For the next bytes of a read."""
 RANGE_S = 600.0
 """For a range of a read; then it is asked for from where it is."""
 _RETRIES: dict[str, Any] = {
@@ -61,19 +59,14 @@ class Entry:
     key: str
     num_bytes: int
     put_at: float
-    """Wall time of its last change."""
 
 
 class BucketClient:
     """One prefix of one bucket."""
 
     def __init__(self, config: BucketConfig, *, run_id: str) -> None:
-        """Prepare; nothing is asked yet.
-
-        Raises:
-            DependencyMissing: obstore is not installed.
-            ConfigError: the credentials cannot be read.
-        """
+        """Prepare without a request. Raises DependencyMissing: obstore is missing; ConfigError: unreadable
+        credentials."""
         self._library, self._errors = _obstore()
         self._lifetime = datetime.timedelta(seconds=config.url_lifetime_s)
         where: dict[str, Any] = {
@@ -92,7 +85,6 @@ class BucketClient:
         self._reads: S3Store = store(config.bucket, client_options={**allow, **reading}, **where)
 
     async def create(self, key: str, data: bytes, *, action: str = "be written to") -> bool:
-        """Put an object that is not there; False where one is."""
         async with self._asked(action):
             try:
                 await self._library.put_async(self._store, key, data, mode="create")
@@ -101,7 +93,7 @@ class BucketClient:
         return True
 
     async def put_file(self, key: str, path: Path, *, action: str) -> None:
-        """Put a file in parts, whatever is there under this key."""
+        """Put a file in parts, replacing the object."""
         async with self._asked(action):
             await self._library.put_async(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
@@ -141,7 +133,6 @@ class BucketClient:
         ]
 
     async def delete(self, *keys: str) -> None:
-        """Delete objects, there or not."""
         async with self._asked("delete a payload"):
             for key in keys:
                 await self._library.delete_async(self._store, key)
@@ -152,7 +143,7 @@ class BucketClient:
             await self._library.rename_async(self._store, key, target)
 
     async def urls(self, method: str, keys: Sequence[str]) -> list[str]:
-        """Addresses at which whoever has them may do this for a while. Signed here; the bucket is not asked."""
+        """Presigned URLs for this method; signed locally."""
         async with self._asked("be signed for"):
             return list(await self._library.sign_async(self._store, method, [*keys], self._lifetime)) if keys else []
 
@@ -189,8 +180,8 @@ MAX_CREDENTIALS_BYTES = 1 << 16
 
 
 def read_credentials(path: Path) -> dict[str, str]:
-    """Keys of a file in the form of ~/.aws/credentials.
-    Raises ConfigError: it cannot be read, others may read it, or it has no keys."""
+    """Read keys from a file in the form of ~/.aws/credentials. Raises ConfigError: unreadable, or readable by
+    others."""
     key = "payloads.credentials_file"
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -213,7 +204,6 @@ def read_credentials(path: Path) -> dict[str, str]:
 
 _TAKES = "take a payload"
 MARK = "run"
-"""Key of the mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +214,13 @@ class Piece:
     offset: int
     num_bytes: int
     put_at: float
-    """Wall time."""
 
 
 class Objects:
     """Payloads by digest, below one prefix."""
 
     def __init__(self, client: BucketClient, *, on_lost: Callable[[str], None]) -> None:
-        """`on_lost` is told why, when the prefix is this store's no longer. `claim` comes first."""
+        """`on_lost` gets the reason when another store takes the prefix. Call `claim` first."""
         self._client = client
         self._on_lost = on_lost
         self._owner = ""
@@ -244,19 +233,15 @@ class Objects:
             return ""
 
     async def claim(self, owner: str) -> None:
-        """Put the mark where none is.
-
-        Raises:
-            ConfigError: the prefix is another store's.
-            Busy: the bucket does not answer, or refuses.
-        """
+        """Put the mark if there is none. Raises ConfigError: another store has the prefix; Busy: no answer, or
+        refused."""
         if not await self._client.create(MARK, owner.encode()) and (found := await self.owner()) != owner:
             raise self.of_another(found)
         self._owner = owner
 
     @staticmethod
     def of_another(owner: str) -> ConfigError:
-        """What is said of a prefix that another store has."""
+        """The error for a prefix of another store."""
         return ConfigError(
             "payloads.prefix",
             f"has the payloads of another store, {owner[:64]!r}",
@@ -288,12 +273,8 @@ class Objects:
             await self._client.put_file(key, path, action=_TAKES)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
-        """Write a payload into a file, behind what the file has already; nobody has compared its bytes yet.
-
-        Raises:
-            FileNotFoundError: it is not there.
-            StoreFull, CorruptStore: the disk refuses.
-        """
+        """Append the missing bytes of a payload to a file; they are not verified.
+        Raises FileNotFoundError: it is not there; StoreFull, CorruptStore: the disk refuses."""
         key = _key(digest)
         stop = await self._client.size(key)
         file = await asyncio.to_thread(open_file, path, "ab")
@@ -319,13 +300,12 @@ class Objects:
             return
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
-        """Addresses that whoever has them may read for a while. Signed here; the bucket is not asked."""
+        """Presigned URLs to read payloads; signed locally."""
         return await self._client.urls("GET", [_key(digest) for digest in digests])
 
     # what learners put
 
     async def put_url(self, digest: Digest, offset: int) -> str:
-        """An address at which whoever has it may put a piece for a while."""
         (url,) = await self._client.urls("PUT", [_piece(digest, offset)])
         return url
 
@@ -342,7 +322,7 @@ class Objects:
         return sorted(found, key=lambda piece: (piece.digest, piece.offset))
 
     async def read_piece(self, piece: Piece, *, skip: int = 0) -> AsyncIterator[bytes]:
-        """Yield what was put, but its first bytes. Raises FileNotFoundError: it is no longer there."""
+        """Yield a piece from byte `skip` on. Raises FileNotFoundError: it is gone."""
         key = _piece(piece.digest, piece.offset)
         async for block in self._client.read(key, offset=skip, stop=piece.num_bytes):
             yield block
@@ -355,7 +335,7 @@ class Objects:
 
 
 def _key(digest: Digest) -> str:
-    # The one place where a digest becomes a key: whatever else a peer writes there names no object.
+    # The only place where a digest becomes a key; file_name refuses anything else.
     name = file_name(digest)
     return f"blobs/{name[:2]}/{name}"
 

@@ -1,15 +1,13 @@
-"""The engine of PostgreSQL: one session that holds the store's lock and writes, and ends with either.
+"""The PostgreSQL engine: one session that holds the store's lock and writes.
 
-Guarantees: a session takes the advisory lock of the store before it writes anything, and the store's epoch with it;
-each transaction reads that epoch first and keeps it from changing, so at most one epoch commits at any time, whatever
-became of the lock. A commit is durable when it is answered. A lost connection is the end of this process: what its last
-transaction did is unknown, and another coordinator may have the lock already.
+A session takes the store's advisory lock before it writes, and then a new epoch. Each transaction reads and locks that
+epoch, so only one epoch commits at any time, even if the lock was lost. A commit is durable when it is answered. A
+lost connection ends the process: its last transaction is unknown, and another coordinator may have the lock.
 
-Never through a pooler that hands sessions around: the lock would stay behind in one of them.
+Never use a pooler that shares sessions: the lock would stay in one of them.
 
-An error of PostgreSQL's says that a person must act, or that it passes, or that an operation made a mistake. A session
-that cannot be begun has no code: libpq gives the server's words alone, in the server's language. What those do not
-prove to be a refusal is taken for something that passes, and is asked again.
+A failed connect has no error code, only the server's words in its language. Words that do not prove a refusal count as
+transient and are retried.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ _DAMAGE = (
     errors.UndefinedFile,
     errors.DuplicateFile,
 )
-"""XX000 to XX002, and what class 58 says of the database's own files. Not psycopg's InternalError, which has class 25
-too: a server that is read-only for a while, as managed ones are while their disk is full, has lost nothing."""
+"""XX000 to XX002, and class 58 about the database's own files. Not psycopg's InternalError, which includes class 25: a
+server that is read-only while its disk is full has lost nothing."""
 _REFUSALS = (
     " does not exist",
     "authentication failed",
@@ -58,7 +56,7 @@ _REFUSALS = (
     "invalid integer value",
     " value: ",
 )
-"""Parts of what a server or libpq says when it will say the same again."""
+"""Parts of permanent refusals of a server or libpq."""
 
 
 def error_of_connecting(error: psycopg.Error) -> HeterorlError:
@@ -86,7 +84,7 @@ def error_of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
     if not is_broken and isinstance(error, _OPERATION_ERRORS):
         return OperatorError(
             f"PostgreSQL refuses the store's tables: {brief(error)}",
-            action="the user of store.url must own the database or schema, and nobody else's tables may be in it",
+            action="the user of store.url must own the database or schema, and no foreign tables may be in it",
         )
     if not is_broken and isinstance(error, _DAMAGE):
         return CorruptStore(f"the store in PostgreSQL cannot be opened: {brief(error)}")
@@ -94,7 +92,7 @@ def error_of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
 
 
 def fault_of_statement(error: Exception, *, is_broken: bool) -> Fault:
-    """What an error of a coordinator that has the store says."""
+    """Classify an error of a coordinator that has the store."""
     if is_broken:
         return Fault.LOST
     if isinstance(error, errors.DiskFull):
@@ -113,12 +111,11 @@ _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
 CONNECT_S = 5
 HELD_S = 5.0
-"""How long a start waits for a session that has the lock: that of a process that has just ended is noticed within
-milliseconds where it was idle, and by the next CHECK_MS where a statement of it runs."""
+"""How long a start waits for a session that has the lock. A dead process is noticed within milliseconds if it was idle,
+else at the next CHECK_MS."""
 CHECK_MS = 2000
 LOCK_S = 3
-"""How long a start waits for somebody else's lock before it asks anew, and says so: nothing that it does needs one that
-readers hold, but for a migration."""
+"""How long a start waits for a table lock before it logs and retries; only a migration needs one that readers hold."""
 _DEAD_S = 5
 _LINK: dict[str, Any] = {
     "autocommit": True,
@@ -141,8 +138,8 @@ SET standard_conforming_strings = on; SET timezone = 'UTC'; SET jit = off;
 """
 """The server notices in seconds that this host is gone, and frees the lock; nothing else ends the session."""
 _CHECK = f"SET client_connection_check_interval = {CHECK_MS}"
-"""A running statement notices too that this process is gone, and frees the lock. Not a COMMIT that waits for a
-synchronous replica: PostgreSQL lets nothing but the replica or pg_terminate_backend end that."""
+"""A running statement notices too that this process is gone, and frees the lock. Only the replica or
+pg_terminate_backend ends a COMMIT that waits for a synchronous replica."""
 _KEY = "hashtextextended('heterorl ' || current_schema(), 0)"
 _HOLDER = f"""
 SELECT pid, CASE WHEN client_port = -1 THEN 'its own host' ELSE host(client_addr) END,
@@ -152,8 +149,8 @@ WHERE locktype = 'advisory' AND objsubid = 1 AND granted
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
     AND classid::bigint << 32 | objid::bigint = {_KEY}
 """
-"""An advisory lock stands in pg_locks by the two halves of its key. A session at the server's socket has port -1; one
-of another user has none that is shown."""
+"""pg_locks shows an advisory lock by the two halves of its key. A session at the server's socket has port -1; sessions
+of other users show none."""
 
 
 class _Fenced(psycopg.OperationalError):
@@ -232,13 +229,9 @@ class PostgresEngine:
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
-        """Take over a session that holds the lock: make or migrate the tables, and begin an epoch.
-
-        Raises:
-            CorruptStore: the store was written by another schema.
-            StoreLost: the session ended meanwhile, or somebody keeps a table from being migrated.
-            OperatorError: the session's user may not write.
-        """
+        """Take over a session that holds the lock: make the tables, begin an epoch.
+        Raises CorruptStore: another schema; StoreLost: the session ended, or a table is locked; OperatorError: the user
+        may not write."""
         self._raw = raw
         self.connection = PostgresConnection(raw)
         with _opening(raw):
@@ -263,8 +256,7 @@ class PostgresEngine:
     def save(self) -> None:
         """Begin an operation inside the transaction.
 
-        The savepoint is that of the operation before where that one only read: most do, as every heartbeat does, and
-        each round trip is waited for by all operations behind it.
+        A read-only operation before leaves its savepoint for this one, which spares a round trip.
         """
         if self.connection.has_written:
             self._raw.execute("RELEASE one; SAVEPOINT one")
@@ -285,12 +277,8 @@ class PostgresEngine:
 
 
 def connect(url: str) -> psycopg.Connection[Any]:
-    """Begin a session that waits for nobody else's limits and in which a dead end of it is noticed in seconds.
-
-    Raises:
-        StoreLost: the server cannot be reached, or takes nobody for now.
-        OperatorError: it refuses the session, or is none that keeps what it acknowledges.
-    """
+    """Begin a session without foreign time limits that notices a dead peer in seconds.
+    Raises StoreLost: the server is unreachable or full; OperatorError: it refuses, or is unsuitable."""
     try:
         raw = psycopg.connect(url, **_LINK)
     except psycopg.Error as error:
@@ -307,7 +295,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
 
 @contextlib.contextmanager
 def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Close a session by which the store cannot be taken, and say why."""
+    """Close a session that could not take the store, and raise the typed error."""
     try:
         yield
     except psycopg.Error as error:
@@ -320,13 +308,13 @@ def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
 
 
 def try_lock(raw: psycopg.Connection[Any]) -> bool:
-    """Take the store's lock for as long as the session lasts; returns whether nobody has it."""
+    """Try to take the store's lock for the session's life."""
     row = raw.execute(f"SELECT pg_try_advisory_lock({_KEY})").fetchone()
     return bool(row and row[0])
 
 
 def lock_soon(raw: psycopg.Connection[Any]) -> bool:
-    """Take the store's lock, and give a session that is just ending HELD_S; returns whether nobody has it."""
+    """Take the store's lock, waiting up to HELD_S; returns whether it is free."""
     deadline = time.monotonic() + HELD_S
     while not try_lock(raw):
         if time.monotonic() > deadline:
@@ -337,13 +325,8 @@ def lock_soon(raw: psycopg.Connection[Any]) -> bool:
 
 def open_store(url: str) -> PostgresEngine:
     """Take the store at once.
-
-    Raises:
-        StoreLost: the server cannot be reached.
-        OperatorError: it refuses the session.
-        StoreHeld: another session has had the store for HELD_S.
-        CorruptStore: the store was written by another schema.
-    """
+    Raises StoreLost: the server is unreachable; OperatorError: it refuses; StoreHeld: another session has had the store
+    for HELD_S; CorruptStore: another schema."""
     return take(connect(url))
 
 
@@ -356,7 +339,7 @@ def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
 
 
 def _holder(raw: psycopg.Connection[Any]) -> str:
-    """Who has the store's lock, as far as this user may see it, and how to end a session whose process is gone."""
+    """Describe the lock's holder, and how to end its session."""
     row = raw.execute(_HOLDER).fetchone()
     if row is None:
         # Ended since, or of a server that keeps pg_locks to itself.

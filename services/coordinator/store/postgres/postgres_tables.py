@@ -1,21 +1,17 @@
-"""The tables of the store in PostgreSQL: made, counted, and copied between them and a file of SQLite's.
+"""The tables in PostgreSQL: created, counted, and copied to and from a SQLite file.
 
-They are those of `store/schema.py` in PostgreSQL's types, and a row that says who writes. Both engines have the same
-schema number. Texts are compared by their bytes, as in SQLite, and what groups consist of is stored as it is: it is
-compressed already. All that a database has of a store is made under a number, the counts beside it too: a coordinator
-that takes a store of this schema changes rows alone, for which it waits for no reader.
+They are those of `store/schema.py` in PostgreSQL's types, plus a row that names the writer. Texts compare by bytes, as
+in SQLite. Group content is stored uncompressed, since it is compressed already. A coordinator that takes a store of
+this schema changes only rows, so it waits for no reader.
 
-What `store/tallies.py` counts is counted by triggers as there, in tables that are never logged, and counted anew by
-each coordinator that takes the store; PostgreSQL empties them when it crashes, and the coordinator ends with it. Rows
-are deleted and no table is dropped, so that nobody who only reads is waited for, as pg_dump does for hours. Temporary
-tables would be nearer to SQLite's, but no trigger of a lasting table may name them while two coordinators follow one
-another, and nobody vacuums them.
+The counts of `store/tallies.py` are kept by triggers in unlogged tables and refilled by each new coordinator. Rows are
+deleted and no table is dropped, so that pg_dump does not block a start. Triggers of lasting tables cannot name
+temporary ones.
 
-A backup of either store is a file of SQLite's beside payloads, so there is one format, whatever reads a data directory
-reads every backup, and a run may go on in the other store:
+A backup of either store is a SQLite file, so one format serves all tools:
 
     read    from one snapshot of the database (REPEATABLE READ), while the coordinator writes on
-    write   in the caller's transaction; what numbers were given out stays given out
+    write   in the caller's transaction; identities continue after the numbers that were given out
 """
 
 from __future__ import annotations
@@ -170,7 +166,7 @@ def in_postgres(script: str) -> str:
 
 
 WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _TALLIES
-"""All that a new store has, beside its row of WRITER."""
+"""Everything in a new store except its row of WRITER."""
 
 
 _TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
@@ -184,7 +180,7 @@ class _Table:
     columns: tuple[str, ...]
     types: tuple[str, ...]
     counted: str
-    """The column whose numbers are never given out twice; empty where there is none."""
+    """The identity column; empty where there is none."""
 
     def copy(self, form: LiteralString) -> sql.Composed:
         """COPY in PostgreSQL's words."""
@@ -193,13 +189,9 @@ class _Table:
 
 
 def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
-    """Write the rows of a database, as they are at one moment, into a new file; it is not yet durable.
-
-    Raises:
-        psycopg.Error: the database cannot be read.
-        sqlite3.Error: the file cannot be written.
-        CorruptStore: the store has another schema.
-    """
+    """Write one snapshot of a database into a new, not yet durable file.
+    Raises psycopg.Error: unreadable database; sqlite3.Error: the file cannot be written; CorruptStore: another
+    schema."""
     file = sqlite3.connect(path, isolation_level=None)
     try:
         # What fails is thrown away as a whole.
@@ -222,8 +214,8 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
 
 
 def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
-    """Write the rows of a file of this schema into tables that are empty; the caller ends the transaction. Raises
-    psycopg.Error: PostgreSQL refuses a row."""
+    """Copy a file of this schema into empty tables, in the caller's transaction. Raises psycopg.Error: a row is
+    refused."""
     raw.execute(PAUSE_COUNTS)
     for table in tables_of(file):
         with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:

@@ -1,8 +1,7 @@
-"""Waiting for the store: for a server that is away, and for the coordinator that has the store to end.
+"""Waiting for the store: for a server that is down, or for the active coordinator to end.
 
-A session of PostgreSQL keeps the lock as long as its process lives: it ends with the process at once, and within
-seconds after its host is gone. What a server refuses before the first session that it grants is for a person to see;
-after that everything is waited for, as the coordinator that has the store waits for its network.
+The lock ends with the holder's process, or within seconds after its host is gone. A refusal before the first session is
+an operator's error. After it every error is retried.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ ASK_EVERY_S = 0.5
 
 
 class Standby:
-    """A wait for the store at a url. `wait` belongs to a thread of its own.
+    """A wait for the store at a url; `wait` belongs to its own thread.
 
-    `check` is asked about a store with payloads before the wait: a standby that could not serve it ends at once. One
-    that is not patient is refused while another coordinator has the store.
+    `check` is called for a store with payloads before the wait, so that an unfit standby ends at once. If not patient,
+    another active coordinator is an error.
     """
 
     def __init__(self, url: str, check: Callable[[str], None], *, is_patient: bool = True) -> None:
@@ -41,14 +40,9 @@ class Standby:
         self._is_over.set()
 
     def wait(self) -> PostgresEngine | None:
-        """Take the store as soon as that can be; None when the wait was given up.
-
-        Raises:
-            ConfigError: the payloads at hand are not the store's.
-            OperatorError: the server refuses the session.
-            StoreHeld: another coordinator has the store and is not waited for.
-            CorruptStore: the store was written by another schema.
-        """
+        """Take the store as soon as possible; None when the wait was given up.
+        Raises ConfigError: the payloads are not the store's; OperatorError: the server refuses; StoreHeld: another
+        coordinator has it and the wait is not patient; CorruptStore: another schema."""
         problem = ""
         while not self._is_over.is_set():
             try:
@@ -87,7 +81,7 @@ class Standby:
                 return PostgresEngine(raw)
         except BaseException as error:
             raw.close()
-            # Whoever was told to stop meanwhile did, and met no fault.
+            # The wait was given up meanwhile, so this is not an error.
             if isinstance(error, StoreHeld) and self._is_over.is_set():
                 return None
             raise

@@ -103,8 +103,8 @@ async def test_group_of_a_larger_limit_is_dropped_before_the_learner_is_sent_it(
     (first, second) = await run.lease(2)
     await run.api.push_groups([_sized(run, first, 1 << 20), run.group(second)])
     # The operator lowers the limit, and starts again.
-    small = queue.Queue.of(dataclasses_config(run.api.config, max_message_bytes=1 << 20), run.api.parts.queue.ring)
-    run.api.rollout._parts = dataclasses.replace(run.api.parts, queue=small)
+    small = queue.Queue.of(dataclasses_config(run.api.config, max_message_bytes=1 << 20), run.api.context.queue.ring)
+    run.api.rollout._context = dataclasses.replace(run.api.context, queue=small)
 
     stream = run.api.stream_groups(epoch=run.epoch, held=(), credits=credits_of(2))
     queued = await anext(stream)

@@ -47,7 +47,7 @@ class BackupServiceServicer(object):
     """
 
     def Backup(self, request, context):
-        """Backup writes the run as it is at one moment into a directory beside the coordinator's data.
+        """Backup writes the run as it is at one moment into a directory next to the coordinator's data.
 
         INVALID_ARGUMENT: choose another name. RESOURCE_EXHAUSTED: free space. UNAVAILABLE: repeat with the same name.
         """

@@ -61,7 +61,7 @@ class BackupServiceStub(typing.Generic[_BackupServiceBackupType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Backup: _BackupServiceBackupType
-    """Backup writes the run as it is at one moment into a directory beside the coordinator's data.
+    """Backup writes the run as it is at one moment into a directory next to the coordinator's data.
 
     INVALID_ARGUMENT: choose another name. RESOURCE_EXHAUSTED: free space. UNAVAILABLE: repeat with the same name.
     """
@@ -82,7 +82,7 @@ class BackupServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.backup_pb2.BackupRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.backup_pb2.BackupResponse, collections.abc.Awaitable[heterorl.v1.backup_pb2.BackupResponse]]:
-        """Backup writes the run as it is at one moment into a directory beside the coordinator's data.
+        """Backup writes the run as it is at one moment into a directory next to the coordinator's data.
 
         INVALID_ARGUMENT: choose another name. RESOURCE_EXHAUSTED: free space. UNAVAILABLE: repeat with the same name.
         """

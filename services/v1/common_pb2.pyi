@@ -593,7 +593,7 @@ class LearnerProgress(google.protobuf.message.Message):
     MICRO_BATCHES_DONE_FIELD_NUMBER: builtins.int
     MICRO_BATCHES_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """Optimizer step under way, from 1."""
+    """Current optimizer step, from 1."""
     phase: Global___LearnerPhase.ValueType
     """What is being done."""
     phase_s: builtins.float

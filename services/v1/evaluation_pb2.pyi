@@ -28,7 +28,7 @@ class _EvaluationStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     EVALUATION_STATE_UNSPECIFIED: _EvaluationState.ValueType  # 0
     """Not stated."""
     EVALUATION_STATE_OPEN: _EvaluationState.ValueType  # 1
-    """Nobody has begun it."""
+    """No site has begun it."""
     EVALUATION_STATE_RUNNING: _EvaluationState.ValueType  # 2
     """Prompts are handed out."""
     EVALUATION_STATE_DONE: _EvaluationState.ValueType  # 3
@@ -42,7 +42,7 @@ class EvaluationState(_EvaluationState, metaclass=_EvaluationStateEnumTypeWrappe
 EVALUATION_STATE_UNSPECIFIED: EvaluationState.ValueType  # 0
 """Not stated."""
 EVALUATION_STATE_OPEN: EvaluationState.ValueType  # 1
-"""Nobody has begun it."""
+"""No site has begun it."""
 EVALUATION_STATE_RUNNING: EvaluationState.ValueType  # 2
 """Prompts are handed out."""
 EVALUATION_STATE_DONE: EvaluationState.ValueType  # 3

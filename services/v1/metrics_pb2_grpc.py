@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class MetricsServiceStub(object):
-    """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
-    own. Only the newest of a node are kept, in memory, and for about a minute.
+    """MetricsService takes metrics of nodes that Prometheus cannot reach: the coordinator serves them with its own. It
+    keeps only a node's newest ones, in memory, for about a minute.
     """
 
     def __init__(self, channel):
@@ -54,8 +54,8 @@ class MetricsServiceStub(object):
 
 
 class MetricsServiceServicer(object):
-    """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
-    own. Only the newest of a node are kept, in memory, and for about a minute.
+    """MetricsService takes metrics of nodes that Prometheus cannot reach: the coordinator serves them with its own. It
+    keeps only a node's newest ones, in memory, for about a minute.
     """
 
     def PushSamplerMetrics(self, request, context):
@@ -113,8 +113,8 @@ def add_MetricsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MetricsService(object):
-    """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
-    own. Only the newest of a node are kept, in memory, and for about a minute.
+    """MetricsService takes metrics of nodes that Prometheus cannot reach: the coordinator serves them with its own. It
+    keeps only a node's newest ones, in memory, for about a minute.
     """
 
     @staticmethod

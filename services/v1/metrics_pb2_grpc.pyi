@@ -74,8 +74,8 @@ _MetricsServicePushRelayMetricsType = typing_extensions.TypeVar(
 )
 
 class MetricsServiceStub(typing.Generic[_MetricsServicePushSamplerMetricsType, _MetricsServicePushLearnerMetricsType, _MetricsServicePushRelayMetricsType]):
-    """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
-    own. Only the newest of a node are kept, in memory, and for about a minute.
+    """MetricsService takes metrics of nodes that Prometheus cannot reach: the coordinator serves them with its own. It
+    keeps only a node's newest ones, in memory, for about a minute.
     """
 
     @typing.overload
@@ -145,8 +145,8 @@ MetricsServiceAsyncStub: typing_extensions.TypeAlias = MetricsServiceStub[
 ]
 
 class MetricsServiceServicer(metaclass=abc.ABCMeta):
-    """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
-    own. Only the newest of a node are kept, in memory, and for about a minute.
+    """MetricsService takes metrics of nodes that Prometheus cannot reach: the coordinator serves them with its own. It
+    keeps only a node's newest ones, in memory, for about a minute.
     """
 
     @abc.abstractmethod

@@ -229,7 +229,7 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
 
     @property
     def variants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Variants in which the learner publishes every version beside the weights that it trains."""
+        """Variants that the learner publishes with every version."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     masks_stale: builtins.bool
     """Whether tokens beyond that bound are context, and the others of their group are trained."""
     most_groups_per_version: builtins.int
-    """Groups that may be under way while no version is published; 0 where it does not say."""
+    """Most groups between two versions; 0: not stated."""
     def __init__(
         self,
         *,
@@ -848,7 +848,7 @@ class PlanPullRequest(google.protobuf.message.Message):
     base_root: builtins.str
     """State root (hex) of the model that the caller has without the run; empty for none."""
     object_bytes: builtins.int
-    """What each payload costs beside its bytes, bytes: bandwidth times round trip."""
+    """Cost of one payload more, bytes: bandwidth times round trip."""
     variant: builtins.str
     """Variant that the caller holds and wants; empty for the weights that are trained."""
     def __init__(

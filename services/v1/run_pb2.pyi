@@ -393,7 +393,7 @@ class SiteStatus(google.protobuf.message.Message):
     problem: builtins.str
     """Why the site generates nothing, as it says, or why its calls or groups are refused; empty while all is well."""
     work_away: builtins.int
-    """Those of the leased assignments that left with a silent site and keep nobody waiting."""
+    """Leased assignments at a silent site: counted for no site, kept for its return."""
     work_ahead_s: builtins.float
     """How far ahead it holds assignments, seconds."""
     def __init__(
@@ -582,7 +582,7 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def variants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VariantStatus]:
-        """Variants beside the weights that are trained."""
+        """Variants of the trained weights."""
 
     @property
     def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -598,7 +598,7 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def closed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClosedCount]:
-        """Assignments that were closed because their rows gave no group, by reason; beside the conservation law of groups."""
+        """Assignments closed because their rows gave no group, by reason; not part of the conservation law."""
 
     def __init__(
         self,

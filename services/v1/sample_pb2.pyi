@@ -404,7 +404,7 @@ class ListSamplesResponse(google.protobuf.message.Message):
     looked_up_to: builtins.int
     """Last id that was looked at, from which to go on; unset at the end."""
     num_kept: builtins.int
-    """Samples that are kept, whatever was asked for."""
+    """Samples that are kept, without the filter."""
     kept_bytes: builtins.int
     """Bytes that they take."""
     limit_bytes: builtins.int

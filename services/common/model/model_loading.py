@@ -56,7 +56,7 @@ class TokenLimits:
         """Refuse a prompt that the model cannot compute.
 
         Raises:
-            ConfigError: no prompt has room beside such a completion.
+            ConfigError: such completions leave no room for any prompt.
             PromptTooLong: this prompt has none.
             PromptRefused: one of its tokens is outside the vocabulary.
         """

@@ -84,7 +84,7 @@ RELAY_BYTES = _counter(
 RELAY_READS = _counter("relay_payload_reads_total", "Reads of payloads, by where the bytes came from.", "outcome")
 RELAY_CACHE_BYTES = _gauge("relay_cache_bytes", "Bytes of payloads that are kept or arriving.")
 RELAY_CACHE_LIMIT_BYTES = _gauge("relay_cache_limit_bytes", "Bytes that they may occupy.")
-RELAY_CALLS = _gauge("relay_calls", "Calls of samplers under way.")
+RELAY_CALLS = _gauge("relay_calls", "Calls of samplers in progress.")
 
 # coordinator: the run
 STANDING_BY = _gauge(
@@ -161,7 +161,7 @@ VARIANT_BYTES = _gauge(
 SAMPLE_BYTES = _gauge("coordinator_sample_bytes", "Bytes of samples that are kept to be read, by why.", "kind")
 DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is nearly full and groups or versions are refused.")
 LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
-RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
+RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of deleted payloads that no node needed.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
 UNREADABLE_PAYLOADS = _counter(
     "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
@@ -171,7 +171,7 @@ UNREADABLE_PAYLOADS = _counter(
 STEPS = _counter("learner_steps_total", "Optimizer steps; empty: no group had rewards that differ.", "applied")
 STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
 PHASE_SECONDS = _counter("learner_phase_seconds_total", "What the trainer's time went to.", "phase")
-STEP_PROGRESS = _gauge("learner_step_progress_ratio", "Share of the micro-batches of the step under way that are done.")
+STEP_PROGRESS = _gauge("learner_step_progress_ratio", "Share of finished micro-batches of the current step.")
 LAST_STEP_TIMESTAMP = _gauge("learner_last_step_timestamp_seconds", "When the last step ended (start if none).")
 STALENESS_VERSIONS = _histogram("learner_staleness_versions", "Staleness of trained groups.", "site", buckets=_VERSIONS)
 POLICY_AGE_SECONDS = _histogram(
@@ -357,7 +357,7 @@ def serve(
         address: of this machine.
         may_move: the port is a default: if it is taken, as by a second sampler, use one of the next.
         pages: pages in the same format at other paths, made for each request in a thread of its own.
-        shown: names of the only metrics shown beside the process's, read at each scrape; None is all.
+        shown: names of the only metrics shown besides those of the process, read at each scrape; None is all.
 
     Raises:
         PortInUse: the address is taken.

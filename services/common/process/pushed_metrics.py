@@ -200,7 +200,7 @@ async def push_metrics(
     while interval_s:
         try:
             kept = await push(series_of(registry))
-            problem = "" if kept else "it keeps those of so many other nodes"
+            problem = "" if kept else "it keeps too many other nodes' metrics"
         except HeterorlError as error:
             # A permanent refusal, as of an earlier release, will be repeated.
             kept, problem = isinstance(error, RemoteError) and error.is_transient, str(error)

@@ -14,7 +14,7 @@
 
 The coordinator chooses the plan, so its basis is read off the plan; the highest one counts. A plan on a closed basis is
 itself damaged, and counts as a failure of the basis that was asked for. So every failure closes a basis, uses up a
-replan or ends the call, whatever the coordinator sends. Closed bases outlive a call, because one version may take
+replan or ends the call. Closed bases outlive a call, because one version may take
 several calls. A built version opens all bases but BASE, which a caller that holds a version does not need.
 """
 

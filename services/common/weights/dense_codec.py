@@ -103,7 +103,7 @@ def encode_planes(values: IntArray) -> bytes:
         frame = compress(plane)
         data = frame if len(frame) < len(plane) else plane
         parts += [_SIZE.pack(len(data)), data]
-        # Not to be held beside the next plane.
+        # Free it before the next plane.
         del plane, frame
     return b"".join(parts)
 

@@ -55,7 +55,7 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
-    """Undo `compress`, allocating no more than `num_bytes` and a window, whatever the sender states.
+    """Undo `compress`, allocating no more than `num_bytes` and a window, for any stated size.
 
     The library bounds only frames that state their size: a frame without one grows with its blocks (64 KiB can become 2
     GiB in one call), a stated size is allocated unchecked, and a second frame is dropped silently. So a frame must

@@ -106,7 +106,8 @@ def _evaluate(
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
     from heterorl.evaluation.evaluate_sets import evaluate_all
-    from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of
+    from heterorl.evaluation.subject import open_model, open_set, open_versions
+    from heterorl.sampler.components import prompter_of
 
     # The set belongs to the run, so the run's tokenizer counts its prompts, whichever model is evaluated.
     by_subject = not config.model_dir and not is_run

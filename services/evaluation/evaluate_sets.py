@@ -1,11 +1,7 @@
-"""Evaluates sets on subjects, with an engine that has nothing else under way, as sites evaluate them in a run.
+"""Evaluates sets on subjects with an idle engine, by the same code as sites in a run.
 
-    evaluated  waits for its place among those under way, then for its completions and their rewards
-    collect    waits for a completion that ends; unblocked by the engine
-
-Guarantees: the engine always has a little more than it computes at once, and no more; rewards are computed beside
-generation by as many processes as the task has; a reward that fails is counted and left out, and so are the completions
-of a prompt that the template or the engine refuses.
+The engine always has a little more than it computes at once. As many processes as the task has compute rewards during
+generation. A reward that fails is counted and left out, as are completions of a refused prompt.
 """
 
 from __future__ import annotations
@@ -39,26 +35,19 @@ def evaluate_set(
     max_trajectory_tokens: int,
     on_prompt: Callable[[PromptResult], None] = lambda _: None,
 ) -> list[PromptResult]:
-    """Draw and score held-out prompts with the weights that the engine has.
+    """Draw and score held-out prompts with the engine's weights; nothing else may be in flight in it.
 
-    Args:
-        engine: nothing is under way in it.
-        of: the set whose held-out prompts these are.
-        prompter: from texts to tokens and back.
-        draws: how they are drawn.
-        indices: of the prompts.
-        max_trajectory_tokens: of a completion of several turns, drawn and given.
-        on_prompt: called as each prompt is done, in the order in which they are.
+    `on_prompt` is called as each prompt ends, in that order.
 
     Raises:
         PromptRefused: all of the prompts are refused.
         ConfigError: the engine has no room for such completions.
-        EngineError: not all of them ended.
+        EngineError: not all completions ended.
     """
     try:
         return asyncio.run(_evaluate(engine, of, prompter, draws, indices, max_trajectory_tokens, on_prompt))
     except BaseException:
-        # What threads had not submitted yet when it failed.
+        # For requests that threads had not submitted at the failure.
         engine.cancel()
         raise
 
@@ -102,7 +91,7 @@ async def _evaluate(
     finally:
         collecting.cancel()
         evaluating.cancel()
-        # A thread that waits for the engine would hold the end of the loop.
+        # A thread that waits for the engine would delay the end of the loop.
         engine.cancel()
         evaluator.close()
     if results and len(evaluator.refused) == len(results):
@@ -114,7 +103,7 @@ async def _collect(engine: Engine, evaluation_requests: EvaluationRequests, news
     """Hand over what ends, until cancelled.
 
     Raises:
-        EngineError: everything under way is given up.
+        EngineError: the engine failed.
     """
     while True:
         ticket = news.ticket()
@@ -146,13 +135,7 @@ def evaluate_all(
     on_begin: Callable[[str, OpenSet], None],
     on_prompt: Callable[[PromptResult], None],
 ) -> list[Row]:
-    """Draw and score every set with every subject, one after another.
-
-    Args:
-        subjects: each is used before the next one is asked for.
-        sets: loaded.
-        on_begin: called with the subject's name and the set.
-        on_prompt: called as each prompt is done.
+    """Draw and score every set with every subject, one after another; a subject is used before the next one is taken.
 
     Raises:
         ConfigError: a reward or an environment fails here, or no prompt of a set can be drawn.

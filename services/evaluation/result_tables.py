@@ -1,4 +1,4 @@
-"""Rows of evaluations for people (tables) and programs (JSON values)."""
+"""Results of evaluations as tables for people and JSON values for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heterorl.evaluation.evaluate_sets import Row
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table of all rows; where a set was evaluated on several versions, one of best and last too."""
+    """A table of all rows; also one of best and last if a set was evaluated on several versions."""
     shown = Table(title="evaluation, 95 % intervals over prompts")
     for name in ("of", "set", "prompts", "n", "avg@n"):
         shown.add_column(name)
@@ -43,7 +43,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def estimate_text(found: Estimate | None) -> str:
-    """`0.420 [0.380, 0.460]`; a dash where there is none."""
+    """`0.420 [0.380, 0.460]`; a dash for None."""
     return "-" if found is None else f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
@@ -55,7 +55,7 @@ def standing_cells(found: Standing) -> list[str]:
 
 
 def as_json(rows: Sequence[Row], *, with_texts: bool) -> dict[str, Any]:
-    """Everything as plain JSON values; with every completion where that is wanted."""
+    """All results as plain JSON values; `with_texts` adds every completion."""
     return {
         "evaluations": [_row_json(row, with_texts=with_texts) for row in rows],
         "standings": {

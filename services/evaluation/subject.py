@@ -1,6 +1,5 @@
-"""What a command evaluates: sets of its configuration or options; a model's files, or versions of a run, pulled.
-
-Loads tasks and models.
+"""Subjects of `heterorl evaluate`: the sets, and a model's files or pulled versions of a run. Loads tasks and
+models.
 """
 
 from __future__ import annotations
@@ -34,36 +33,32 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
+from heterorl.sampler.components import prompter_of
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet
 from heterorl.sampler.prompt_evaluator import open_set as open_site_set
 
 FROM_TASK = "task"
-"""Name of the set that is made of the run's own task where none is configured."""
+"""Name of the set made from the run's own task if none is configured."""
 _OF_SAMPLING = ("temperature", "top_p", "max_new_tokens")
-"""Keys of [sampling] that this set takes where the file states them."""
+"""Keys of [sampling] that this set takes if the file states them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSet(SiteSet):
-    """A set whose data is loaded; `draws.num_prompts` is no more than it has."""
+    """A loaded set; `draws.num_prompts` is at most its number of prompts."""
 
     draws: EvaluationDraws
 
 
 def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -> tuple[EvaluationSetConfig, ...]:
-    """The sets to evaluate: those of the configuration, or the task's own held-out prompts; each with the changes.
+    """The sets to evaluate, with `changes` of their keys (None: unchanged): those in `names`, by default all.
 
-    The task's own prompts are drawn as [sampling] states, as far as it states how.
-
-    Args:
-        config: a sampler's.
-        names: which of its sets; all where none is named.
-        **changes: keys of a set that options override; None leaves the set's own.
+    Without configured sets, the task's own held-out prompts, drawn as [sampling] states.
 
     Raises:
-        ConfigError: a name is not there, or a change cannot be.
+        ConfigError: a name is unknown, or a change is invalid.
     """
     sampling = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
     sets = config.evaluation or (EvaluationSetConfig(name=FROM_TASK, task=config.task, **sampling),)
@@ -82,13 +77,8 @@ def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -
 def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None) -> OpenSet:
     """Load a set's task, with its rewards in processes that can be killed.
 
-    Args:
-        config: of the set.
-        measure: counts a prompt's tokens, for sets whose prompts are bounded.
-        notes: see heterorl.common.tasks.task_config.build_task.
-
     Raises:
-        ConfigError: its data cannot be read, or holds out nothing.
+        ConfigError: its data cannot be read, or has no held-out prompts.
     """
     found = open_site_set(config, measure=measure, notes=notes)
     num = min(config.num_prompts, found.task.num_evaluation_prompts)
@@ -97,12 +87,12 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, not
 
 
 BUDGET_S = 30.0
-"""What a call may be repeated for over a link that breaks."""
+"""Time for which a call is retried over a broken link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine that generates with what is evaluated; `name` says what that is, `version` is -1 of a model's files."""
+    """An engine with the weights to evaluate; `version` is -1 for a model's files."""
 
     name: str
     version: int
@@ -113,22 +103,9 @@ class Subject:
     """Of a completion of several turns."""
 
 
-def prompter_of(config: SamplerConfig) -> Prompter:
-    """The tokenizer of a configuration's model, and the way prompts go through it.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    return Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
-    )
-
-
 @contextmanager
 def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
-    """A model as its files are: neither a run's adapters nor a variant are put on it.
+    """A model's files as they are, without a run's adapters or variant.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -140,16 +117,11 @@ def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
 
 @contextmanager
 def open_versions(address: str, versions: list[int], config: SamplerConfig) -> Iterator[Iterator[Subject]]:
-    """Versions of a run, one after another, with the engine of the sampler that the configuration describes.
-
-    Args:
-        address: host:port of the coordinator.
-        versions: to pull; -1 is the newest one.
-        config: a sampler's; its certificate asks, its trusted keys judge.
+    """Versions of a run (-1: the newest), one after another, with the engine of the sampler's configuration.
 
     Raises:
         UntrustedVersion: no trusted key signed one of them.
-        UnknownVersion: there is none of this number, or no payloads lead to it any more.
+        UnknownVersion: a version does not exist, or no payloads lead to it any more.
         Unreachable: the coordinator does not answer.
     """
     with _engine(config) as (subject, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
@@ -211,6 +183,6 @@ async def _pull(
             threads=num_threads(config.engine.threads),
             variant=config.variant,
         )
-        # Deltas lead forward only: what is older is built anew.
+        # Deltas lead forward only: an older version starts from a snapshot.
         is_ahead = held is not None and version != NO_VERSION and held.version > version
         return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)

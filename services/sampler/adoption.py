@@ -1,8 +1,7 @@
-"""Joining a run with a short file: what the learner stated is adopted as far as the file's [join] section accepts it.
+"""Adopts the run's stated configuration where the file leaves it out, within the bounds of its [join] section.
 
-`adopted` asks the coordinator before anything is loaded, and waits for a learner that has not begun. `check_consent`
-judges what a stated task would make this site read or run; it is pure but for links in paths. `adopt` makes the whole
-configuration, pure.
+`adopted` asks the coordinator before anything is loaded and waits for the learner's statement. `check_consent` judges
+what the stated task would make this site read or run. `adopt` merges both.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from heterorl.sampler.config import JoinConfig, SamplerConfig
 _LOG = logging.getLogger(__name__)
 _REWARDS = ("reward", "rewards")
 _BY_DIGEST = ("sampling.end_token_ids", "lora.target_modules")
-"""Empty or in another order they may mean the same: the contract decides."""
+"""Keys whose values may differ in form and mean the same: the contract's digest decides."""
 _BOUNDS = (
     ("group_size", "max_group_size"), ("sampling.max_new_tokens", "max_new_tokens"), ("lora.rank", "max_lora_rank"),
 )  # fmt: skip
@@ -40,16 +39,16 @@ ASK_AGAIN_S = 2.0
 _BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "seeds", "mixture")
 _OWN_REVISION = re.compile(r"[A-Za-z0-9._/-]*")
 _FOREIGN_REVISION = re.compile(r"(/*refs(/|$)|[0-9a-f]{7,64}$)", re.IGNORECASE)
-"""Of a hub's data set: what its owner did not name, such as a pull request, or a commit that may be one's."""
+"""Hub revisions that the dataset's owner may not have made: pull requests, and what may be a commit."""
 _INSTEAD = "state task in this file"
 _STATE = f"or {_INSTEAD}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """A whole configuration; `got` are the keys that the file left out, `other` those of [task] that it has otherwise.
+    """The whole configuration; `got` has the adopted keys, `other` the keys of [task] that the file states differently.
 
-    `contract` is the digest that must come of it.
+    `contract` is the digest that the loaded components must give.
     """
 
     config: SamplerConfig
@@ -58,10 +57,10 @@ class Adopted:
     other: tuple[str, ...]
 
     def check(self, contract: Contract) -> None:
-        """See that what was loaded is what the run agreed on.
+        """Check that the loaded components give the run's contract.
 
         Raises:
-            ConfigError: it is not; names the keys in which the file differs, if any.
+            ConfigError: they do not; names the keys in which the file differs, if any.
         """
         own = contract_digest(contract)
         if own == self.contract:
@@ -77,12 +76,12 @@ class Adopted:
 
 
 def missing_keys(config: SamplerConfig) -> tuple[str, ...]:
-    """What a file leaves to the run: of KEYS those that it states no part of."""
+    """Keys of KEYS that the file leaves to the run."""
     return () if config.join is None else tuple(key for key in KEYS if key not in config.model_fields_set)
 
 
 def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
-    """The configuration with what the run states where the file says nothing.
+    """Merge the file with the run's statement.
 
     Raises:
         ConfigError: [join] does not accept it, or the file states another value; names the key.
@@ -121,7 +120,7 @@ def _own(config: SamplerConfig, key: str) -> Any:
 
 
 def _placed(task: dict[str, Any], own: Mapping[str, Any], join: JoinConfig) -> dict[str, Any]:
-    """With the directory of this site's code wherever code is named."""
+    """Add this site's code directory to each key that names code."""
     if not any(key in own for key in _REWARDS):
         task = _with_code(task, join)
         if "reward_path" in own:
@@ -162,10 +161,10 @@ def _validated(values: dict[str, Any]) -> SamplerConfig:
 
 
 async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> Adopted | None:
-    """The configuration with what the run states; None when `stop` came first. Says each key that it got.
+    """Ask for the run's statement, adopt it and log each adopted key; None if `stop` came first.
 
     Raises:
-        ConfigError: [join] does not accept what is stated, or nothing is.
+        ConfigError: [join] does not accept the statement, or there is none.
         RemoteError: the coordinator refuses this node.
     """
     asking = asyncio.ensure_future(_ask(config, clock))
@@ -208,7 +207,7 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
 
 
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
-    """See that every file, data set and function that the adopted keys of a stated task name is accepted.
+    """Check that [join] accepts every file, dataset and function that the adopted keys of a task name.
 
     Raises:
         ConfigError: names the key of [join] and what to add to it.
@@ -219,7 +218,7 @@ def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
 
 
 def _tables(value: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    # What is no list is one entry that is no table.
+    # A value that is not a list counts as one entry that is not a table.
     for entry in value if isinstance(value, list | tuple) else (None,):
         if not isinstance(entry, Mapping):
             raise ConfigError("join.accept", f"{key}: the run states {value!r} where tables belong", action=_INSTEAD)
@@ -234,7 +233,7 @@ def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
         _check_hub(argument, join)
     elif kind not in _BUILT_IN:
         raise ConfigError("join.accept", f"the run's task is {kind!r}, which this program does not know")
-    # Also without a name: the one of the file itself or of another source may take them.
+    # Also without a name: the file's own source, or another one, may use them.
     _check_patterns(source.get("data", {}))
     if held_out := source.get("evaluation_path"):
         _check_path(kind if kind in ("jsonl", "parquet") else "jsonl", str(held_out), join)
@@ -261,7 +260,7 @@ def _functions(source: Mapping[str, Any]) -> Iterator[str]:
 def _check_patterns(data: Any) -> None:
     patterns = data.get("files", ()) if isinstance(data, Mapping) else ()
     for pattern in map(str, patterns if isinstance(patterns, list | tuple) else (patterns,)):
-        # With a colon the datasets library takes an address, file:// among them, or a file within another.
+        # With a colon the datasets library takes an address (also file://) or a file within another.
         if pattern.startswith(("/", "~")) or ":" in pattern or ".." in PurePosixPath(pattern).parts:
             problem = f"the run reads {pattern!r}, which leaves the data set"
             raise ConfigError("join.accept", problem, action=_INSTEAD)
@@ -276,13 +275,13 @@ def _check_hub(argument: str, join: JoinConfig) -> None:
     elif f"hf:{place.place}" not in join.accept:
         _refuse(f"the run's task reads the data set {place.place}", f"hf:{place.place}")
     elif not _OWN_REVISION.fullmatch(place.revision) or _FOREIGN_REVISION.match(place.revision):
-        # Anybody may open a pull request at the hub, and its commits are found by their numbers.
+        # Any user may open a pull request at the hub, and its commits are addressable.
         what = f"the run's task reads revision {place.revision!r} of the data set {place.place}, no branch or tag of it"
         _refuse(what, f"hf:{place.place}@{place.revision}")
 
 
 def _check_path(kind: str, path: str, join: JoinConfig) -> None:
-    # Links are followed on both sides: what counts is the file that would be read.
+    # Both sides follow links: the file that would be read counts.
     if path.startswith("~"):
         raise ConfigError("join.accept", f"the run's task reads {path}: a home is another one at each site")
     try:
@@ -291,7 +290,7 @@ def _check_path(kind: str, path: str, join: JoinConfig) -> None:
         raise ConfigError("join.accept", f"the run's task reads {path!r}: {error}", action=_INSTEAD) from error
     for entry in join.accept:
         accepted, _, directory = entry.partition(":")
-        # Of the hub, `hf:NAME` is no directory.
+        # `hf:NAME` of the hub is not a directory.
         is_directory = kind in ("jsonl", "parquet") or directory.startswith("/")
         if accepted == kind and is_directory and target.is_relative_to(Path(directory).resolve()):
             return

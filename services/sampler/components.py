@@ -1,4 +1,4 @@
-"""From a configuration to what a sampler loads: task, tokenizer, engine, contract. Blocking; loads models."""
+"""Loads a sampler's components from its configuration: task, tokenizer, engine, contract. Blocking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from heterorl.sampler.prompt_evaluator import SiteSet, open_set, with_workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What `heterorl.sampler.sampler_app.join` needs beside a coordinator and an outbox."""
+    """Arguments of `heterorl.sampler.sampler_app.join`, without coordinator and outbox."""
 
     engine: Engine
     task: Task
@@ -34,17 +34,29 @@ class Components:
     base: Callable[[], Arena | None] = lambda: None
     """Weights of model_dir in the published type, until the engine loads others."""
     canary: tuple[ScoredText, ...] = ()
-    """What the engine is compared with the learner on; none: it is not."""
+    """Texts on which the coordinator compares the engine with the learner; empty: no comparison."""
     sets: tuple[SiteSet, ...] = ()
-    """What it can evaluate."""
     conversations: Conversations | None = None
-    """The environments of the task; None where no prompt has one."""
+    """Environments of the task; None if no prompt has one."""
     close: Callable[[], None] = lambda: None
-    """Ends what the engine runs outside this process."""
+    """Ends the reward processes and the engine's processes."""
+
+
+def prompter_of(config: SamplerConfig) -> Prompter:
+    """The tokenizer and template of a configuration's model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
 
 
 def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Components:
-    """Load model, tokenizer and task; with `scores_here` the task's own score is computed in this process.
+    """Load model, tokenizer and task; `scores_here` computes the task's own score in this process.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -54,15 +66,11 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    prompter = Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
-    )
+    prompter = prompter_of(config)
     settings = with_workers(config.task)
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else score_in_workers(task, settings)
-    # Before the model is loaded and before anybody counts on this site.
+    # Before the model is loaded and before the coordinator counts on this site.
     try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
@@ -77,7 +85,7 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
-    # The contract is the trained weights': a variant is another form of the same run.
+    # The contract states the trained weights; a variant is another form of them.
     taken = take_variant(engines, config.variant)
     contract = build_contract(
         text=prompter.digests,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -37,7 +37,7 @@ OWN_ARGUMENTS = frozenset(
         "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
     }
 )  # fmt: skip
-"""Of vLLM's arguments those that have keys of their own here, or that an engine depends on."""
+"""Arguments of vLLM that [engine] has keys for or that the engine depends on."""
 _FILES = ("jsonl:", "parquet:")
 Engines = Annotated[int, Field(ge=1, le=64)]
 
@@ -53,16 +53,15 @@ def _entry(value: str) -> str:
 
 
 class JoinConfig(Config):
-    """What is taken of the run's task, sampling, group size, adapters and template where this file leaves them out."""
+    """Bounds within which the sampler adopts what the run states for keys that this file leaves out."""
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
-    """What the run's task may name here beside built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` for files
-    below it, relative to where the process is started as in task.name; `hf:NAME` for branches and tags of a data set of
-    the hub, `hf:NAME@REVISION` for a commit or a pull request of it, `hf:/DIRECTORY` for one on this machine,
-    `reward:MODULE:FUNCTION` for your own code, `environment:NAME` for an environment as task.environment names it.
-    Rewards of other kinds are never adopted: state task.rewards in this file."""
+    """What the run's task may use here besides built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` (files below
+    it; relative to the working directory), `hf:NAME` (branches and tags of a hub dataset), `hf:NAME@REVISION` (a commit
+    or pull request), `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`, `environment:NAME`. Rewards of other kinds are never
+    adopted: state task.rewards in this file."""
     reward_path: str = ""
-    """Directory of accepted rewards and environments, taken from the configuration file's directory on; empty is that
+    """Directory of accepted rewards and environments, relative to the configuration file; empty: the file's own
     directory."""
     max_group_size: int = Field(default=64, ge=2)
     """Largest group_size that is adopted."""
@@ -85,73 +84,64 @@ def _distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
     return devices
 
 
-def _only_one(devices: tuple[int, ...], engines: int) -> None:
-    if devices and engines > 1:
-        raise ValueError("devices says how many engines there are: remove engines")
-
-
 Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_distinct)]
 
 
-class HfEngineConfig(Config):
-    """transformers, on the CPU or GPUs."""
-
-    kind: Literal["hf"] = "hf"
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where the weights live: cpu, cuda or cuda:N."""
+class _EngineConfig(Config):
     devices: Devices = ()
-    """Numbers of the GPUs of one sampler, an engine on each; empty takes `device`."""
+    """GPU numbers, one (vLLM: `tensor_parallel_size`) for each engine; empty: `device`, or vLLM's own choice."""
     engines: Engines = 1
-    """Engines side by side on `device`."""
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products; log-probs are float32 either way."""
+    """Engines without `devices`: on a CPU, or on one GPU with a share of its memory each."""
     batch_rows: int = Field(default=256, ge=1)
-    """Completions that each engine generates at once; as each ends, another one begins."""
+    """Completions that an engine generates at once."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
+    """CPU threads of torch and of the weight codec; 0: torch's default, one per core."""
 
     @model_validator(mode="after")
-    def _check_engines(self) -> HfEngineConfig:
-        _only_one(self.devices, self.engines)
+    def _check_engines(self) -> Self:
+        if self.devices and self.engines > 1:
+            raise ValueError("devices says how many engines there are: remove engines")
         return self
 
 
-class VllmEngineConfig(Config):
-    """vLLM in processes of its own, on the devices that its package is built for."""
+class HfEngineConfig(_EngineConfig):
+    """Generation with transformers, on the CPU or GPUs."""
+
+    kind: Literal["hf"] = "hf"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Device of the weights: cpu, cuda or cuda:N."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the matrix products; log-probs are always float32."""
+
+
+class VllmEngineConfig(_EngineConfig):
+    """Generation with vLLM, in processes of its own."""
 
     kind: Literal["vllm"] = "vllm"
     compute_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of the matrix products; log-probs are float32 in any case."""
-    devices: Devices = ()
-    """Numbers of the GPUs of one sampler, `tensor_parallel_size` for each engine; empty takes what vLLM takes."""
-    engines: Engines = 1
-    """Engines side by side without `devices`: on a CPU, or on one GPU with a share of its memory each."""
+    """Type of the matrix products; log-probs are always float32."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share the model."""
-    batch_rows: int = Field(default=256, ge=1)
-    """Completions that each engine generates at once; as each ends, another one begins."""
+    """Devices that share one copy of the model."""
     enforce_eager: bool | None = None
-    """Compile nothing and record no graphs: slower on a GPU, quicker to start. Left out, it is so on a CPU only."""
+    """Compile nothing and record no CUDA graphs: a quicker start, slower tokens on a GPU. Default: only on a CPU."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
-    """More arguments of vLLM's engine, by its own names, such as `quantization`; none that other keys decide."""
+    """More vLLM engine arguments by their own names, such as `quantization`; keys that heterorl sets are refused."""
     prefix_cache: bool = True
     """Share keys and values of equal prompt prefixes within a version."""
     max_model_len: int = Field(default=0, ge=0)
-    """Longest prompt and completion, tokens; 0 is the model's."""
+    """Longest prompt and completion together, tokens; 0: the model's limit."""
     kv_cache_bytes: int = Field(default=0, ge=0)
-    """Memory of keys and values; 0 leaves it to vLLM. Set it on the CPU, where vLLM takes most of the machine's."""
+    """Memory of keys and values; 0 leaves it to vLLM. Set it on a CPU, where vLLM takes most of the memory."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of the device's memory for weights, keys and values."""
     canary_tolerance: float = Field(default=0.0, ge=0)
-    """Mean difference of log-probs from the float32 reference at which a swap is refused, nats; 0 takes 1e-4 for fp32,
-    0.02 for fp16 and 0.1 for bf16."""
+    """Mean log-prob difference from the float32 reference above which a swap is refused, nats; 0: 1e-4 for fp32, 0.02
+    for fp16, 0.1 for bf16."""
     canary_device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """What computes the float32 reference: cpu, cuda or cuda:N. On a CPU a swap costs some 6 core-seconds for each
-    10^9 weights; on a GPU it needs room beside vLLM (`memory_share`) for the largest layer in float32."""
+    """Device of the float32 reference: cpu (about 6 core-seconds per 10^9 weights and swap), cuda or cuda:N (memory for
+    the largest layer in float32, outside `memory_share`)."""
     weights_dir: str = ""
-    """Where weights lie on their way to vLLM's processes; empty is state_dir. A memory file system saves time."""
-    threads: int = Field(default=0, ge=0)
-    """Threads of the weight codec and the reference on the CPU; 0 leaves torch's choice, and one for each core."""
+    """Directory for weights on their way to vLLM; empty: state_dir. A memory file system is faster."""
 
     @field_validator("extra")
     @classmethod
@@ -168,11 +158,6 @@ class VllmEngineConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_engines(self) -> VllmEngineConfig:
-        _only_one(self.devices, self.engines)
-        return self
-
 
 def _kind(value: object) -> str:
     # Tables that set a detail of the default engine need not name it.
@@ -186,85 +171,84 @@ EngineConfig = Annotated[
 
 
 class SamplerConfig(Config):
-    """One sampler at one site."""
+    """One sampler of one site."""
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the site; unique among the run's samplers."""
+    """Name of the site, unique among the run's samplers."""
     coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list where a standby may take its place."""
+    """host:port of the coordinator; a list if a standby may take over."""
     tls: TlsConfig = TlsConfig()
     """Certificates of the link."""
     model_dir: str = ""
-    """Hugging Face directory or hub id that the run starts from: configuration, tokenizer and layout come from it."""
+    """Hugging Face directory or hub id of the base model: its configuration, tokenizer and layout."""
     state_dir: Path = Path("runs/sampler")
-    """Directory of the outbox, the verified versions and the weights being fetched; each sampler needs its own."""
+    """Directory of the outbox, the record of verified versions and weights being fetched; one for each sampler."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
+    """Port of the Prometheus metrics; 0: any free port. Left out: 9103, or the next free port in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    """Address of the metrics. They hold no secret; every host that reaches the address can read them."""
     metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Seconds between two pushes of these metrics to the coordinator, which shows them in its place; 0 is never."""
+    """Seconds between two pushes of the metrics to the coordinator, which serves them too; 0: never."""
     tracing: TracingConfig = TracingConfig()
-    """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
+    """OpenTelemetry traces of groups; off without an endpoint."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type that the learner publishes: bf16, fp16 or fp32."""
+    """Type of the weights that the learner publishes: bf16, fp16 or fp32."""
     variant: Literal["", "int8", "fp8_e4m3"] = ""
-    """Form of the weights that is pulled: int8 or fp8_e4m3, one of the learner's variants; empty takes them as they are
-    trained. Rollouts are then the quantised policy's, and so are their log-probs."""
+    """Variant of the weights to pull: int8 or fp8_e4m3, if the learner publishes it; empty: the trained weights.
+    Rollouts and their log-probs are then the quantised policy's."""
     lora: LoraConfig = LoraConfig()
-    """Low-rank adapters on the weights of model_dir; the same on every node."""
+    """Low-rank adapters on the base model; the same on every node."""
     engine: EngineConfig = HfEngineConfig()
     """Engine that generates; `kind` is hf or vllm."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; the same on every node."""
+    """Prompts and rewards; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn; the same on every node."""
+    """Sampling parameters; the same on every node."""
     join: JoinConfig | None = None
-    """Take from the run what this file leaves out of task, sampling, lora, group_size and template, within these
-    bounds. Without this section nothing is taken: the file states everything."""
+    """With this section the sampler adopts task, sampling, lora, group_size and template from the run where this file
+    leaves them out. Without it the file must state everything."""
     evaluation: tuple[EvaluationSetConfig, ...] = ()
-    """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
+    """Evaluation sets that this site can draw, by the coordinator's names for them."""
     evaluation_share: float = Field(default=0.25, gt=0, le=1)
-    """Largest part of the engine's rows that an evaluation takes beside rollouts, which have the others."""
+    """Largest share of the engine's rows for evaluation while rollouts go on."""
     evaluation_hold_s: float = Field(default=300.0, ge=0)
-    """How long newer weights wait for an evaluation of the ones in use, seconds, while rollouts go on; and how long a
-    drained sampler waits for the last version."""
+    """Seconds that newer weights wait for an evaluation of the current version, and that a drained sampler waits for
+    the last version."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node.
-    `strftime_now = "2026-11-25"` is the date for templates that write one; without it they write 1 January 2025."""
+    """Arguments of the chat template, such as `enable_thinking = false`; the same on every node. `strftime_now =
+    "2026-11-25"` sets the date of templates that write one (default 1 January 2025)."""
     seeded_sampling: bool = False
-    """Draw every token with noise that the assignment, the weights and the position decide, so that the learner can
-    repeat the draws; engine hf, without top_p and top_k. vLLM cannot: its rollouts are checked by log-probs alone."""
+    """Derive the noise of every token from assignment, weights and position, so that the learner can repeat the draws.
+    Engine hf only, without top_p and top_k; with vLLM the learner checks log-probs."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
     swap: Literal["in_flight", "drain"] = "in_flight"
-    """When new weights are taken: `in_flight` between two tokens of what is under way, whose rollouts then span
-    versions and keep the keys and values that they have; `drain` when no completion and no turn is under way: a swap
-    that is due lets none begin. seeded_sampling takes `drain`."""
+    """When the engine takes new weights: `in_flight` between two tokens (rollouts then span versions and keep old keys
+    and values), `drain` when the engine is empty. seeded_sampling needs `drain`."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
-    """Seconds for which assignments are leased ahead, at this sampler's own speed: an outage so long idles nothing. 0
-    leases a fill of the engine when everything before it is spooled, for experiments."""
+    """Seconds of work to lease ahead, at this sampler's measured speed; an outage of that length idles nothing. 0
+    leases one fill of the engine after everything is spooled, for experiments."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
-    """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull, exponential, sawtooth
-    or uniform_lag."""
+    """Delay added to the link's own, for experiments; `kind` is none, fixed, uniform, lognormal, weibull, exponential,
+    sawtooth or uniform_lag."""
     trusted_keys: tuple[PublicKey, ...] = ()
-    """Public keys of learners whose versions are used (`heterorl keys new` prints one); none accepts unsigned ones."""
+    """Public keys of trusted learners (`heterorl keys new` prints one); empty accepts unsigned versions."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Seconds between two heartbeats."""
     bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps of what this process receives and sends."""
+    """Caps on received and sent bytes of this process."""
     payload_urls: Allowed = "https"
-    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https` on other
-    machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
+    """Bucket addresses that this node may read payloads from: `https`, `any` (also http and loopback) or `none`. Each
+    payload is checked against its digest."""
     payload_hosts: tuple[Host, ...] = ()
-    """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
-    them. Empty: any host whose name resolves neither to this machine nor to its link, and no proxy."""
+    """Hosts of such addresses, `*.amazonaws.com` for all below one; HTTPS_PROXY applies to them. Empty: any host that
+    does not resolve to this machine or its link, without a proxy."""
     pull_streams: int = Field(default=1, ge=1, le=16)
-    """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
+    """Ranges of a payload fetched at once; 2 to 4 help on long links with packet loss."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""
 

@@ -1,19 +1,17 @@
-"""How far behind a sampler is made to be: delay models for experiments and for what a real link does not do itself.
+"""Delay models: how far behind the newest version a sampler is held, for experiments.
 
-Two meanings. `transit`: every version becomes visible D after its publication, every group arrives D after its
-generation. `refresh_interval` (the paper's): when a drawn interval D has passed, the newest version is taken; groups
-are not held. Intervals follow each other from the first version on, whether or not anybody asks when one ends. D is
-drawn per version, per group or per interval: a function of the sampler's own seed, a stream and that number alone.
+`transit`: a version becomes visible D after its publication, a group arrives D after its generation.
+`refresh_interval` (the paper's): each time an interval D ends, the sampler takes the newest version; groups are not
+held. D is a function of the sampler's seed, a stream and the number of the version, group or interval.
 
-D counts seconds (divided by `time_scale`, so that 1800 s can be shown in a minute) or versions. In versions, only
-weights are held: a group held for versions that only groups can produce would wait for itself. `sawtooth` and
-`uniform_lag` say for each head how many versions the one in use is behind it.
+D counts seconds (divided by `time_scale`) or versions. In versions only weights are held: a group that waits for
+versions would wait for itself. `sawtooth` and `uniform_lag` give the lag for each head.
 
-Uniform, lognormal, Weibull and exponential delays are given by `low` and `high`, which hold 99.5 % of the distribution
-(0.25 % lie below, 0.25 % above; draws are cut to the interval), or by their parameters, which say where the interval
-is. From 60 to 1920 s: lognormal mu 5.827212514, sigma 0.617330640; Weibull k 2.244991927, lambda 864.888494.
+Lognormal, Weibull and exponential delays are given by `low` and `high`, which hold 99.5 % of the distribution (0.25 %
+below, 0.25 % above; draws are cut), or by their parameters. From 60 to 1920 s: lognormal mu 5.827212514, sigma
+0.617330640; Weibull k 2.244991927, lambda 864.888494.
 
-A delay is clip(T - default, low, high) with T of the distribution. The published runs of arXiv 2508.17850 have
+A delay is clip(T - default, low, high) with T from the distribution. The published runs of arXiv 2508.17850 have
 60/1920/60 and 400/3600/400: medians 279 and 800 s, where `default = 0` gives 339 and 1200.
 """
 
@@ -23,7 +21,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -33,32 +31,32 @@ _TAIL = 0.0025
 _Z = NormalDist().inv_cdf(1.0 - _TAIL)
 _LOW_HAZARD = -math.log1p(-_TAIL)
 _HIGH_HAZARD = -math.log(_TAIL)
-"""-log(1 - p) at the two ends, by which Weibull and exponential quantiles are written."""
+"""-log(1 - p) at the two ends of the interval, for Weibull and exponential quantiles."""
 MAX_SEEN = 100_000
-"""Versions on their way at once, as far as they are told; more than any delay holds at a version a second."""
+"""Versions in transit at once: more than any delay holds at a version a second."""
 MIN_INTERVAL_S = 0.01
-"""Shortest refresh interval, real seconds: an interval of nothing would expire without end."""
+"""Shortest refresh interval, real seconds: an interval of 0 would expire without end."""
 
 
 class TimedDelay(Config):
-    """What every delay but none has."""
+    """Keys of every delay except none."""
 
     semantics: Literal["transit", "refresh_interval"] = "transit"
-    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken every so often."""
+    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken at intervals."""
     unit: Literal["seconds", "versions"] = "seconds"
-    """What the delay counts."""
+    """Unit of the delay."""
     time_scale: float = Field(default=1.0, gt=0)
-    """Seconds of delay shown as one second; 30 shows 1800 s in a minute."""
+    """Seconds of delay that pass in one real second; 30 shows 1800 s in a minute."""
 
 
 class NoDelay(Config):
-    """The link's own delay and no other."""
+    """No delay beyond the link's own."""
 
     kind: Literal["none"] = "none"
 
 
 class FixedDelay(TimedDelay):
-    """Always the same delay."""
+    """A constant delay."""
 
     kind: Literal["fixed"] = "fixed"
     value: float = Field(ge=0)
@@ -66,21 +64,30 @@ class FixedDelay(TimedDelay):
 
 
 class _DrawnDelay(TimedDelay):
-    """What every delay has that is drawn at random."""
+    """Keys of every random delay."""
 
     default: float = Field(default=0.0, ge=0)
-    """What is taken off every draw before it is cut to low and high, in the unit: what the link takes anyway."""
+    """Delay of the link itself, in the unit: subtracted from each draw before the cut to low and high."""
+    low: float = Field(ge=0)
+    """Lower end, in the unit."""
+    high: float = Field(gt=0)
+    """Upper end, in the unit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        return self
+
+    @abstractmethod
+    def quantile(self, uniform: float) -> float:
+        """The delay below which a share `uniform` of the distribution lies, before the cut."""
 
 
 class _IntervalDelay(_DrawnDelay):
     """A distribution between two ends; see the module docstring."""
 
     parameters: ClassVar[tuple[str, str]]
-
-    low: float = Field(ge=0)
-    """Lower end of the interval, in the unit."""
-    high: float = Field(gt=0)
-    """Upper end of the interval, in the unit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,12 +116,6 @@ class _IntervalDelay(_DrawnDelay):
                 raise ValueError(f"{name} = {table[name]} contradicts low and high, which give {value:.6g}")
         return {**table, **dict(zip(names, derived, strict=True))}
 
-    @model_validator(mode="after")
-    def _ordered(self) -> _IntervalDelay:
-        if not self.low < self.high:
-            raise ValueError("low must be below high")
-        return self
-
     @classmethod
     @abstractmethod
     def _from_interval(cls, low: float, high: float) -> tuple[float, ...]: ...
@@ -123,28 +124,13 @@ class _IntervalDelay(_DrawnDelay):
     @abstractmethod
     def _to_interval(cls, first: float, second: float) -> tuple[float, float]: ...
 
-    @abstractmethod
-    def quantile(self, uniform: float) -> float:
-        """The delay below which a share `uniform` of the distribution lies, before it is cut."""
-
 
 class UniformDelay(_DrawnDelay):
-    """Equally likely everywhere from low to high, which are its ends."""
+    """Uniform between low and high."""
 
     kind: Literal["uniform"] = "uniform"
-    low: float = Field(ge=0)
-    """Shortest delay, in the unit."""
-    high: float = Field(gt=0)
-    """Longest delay, in the unit."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> UniformDelay:
-        if not self.low < self.high:
-            raise ValueError("low must be below high")
-        return self
 
     def quantile(self, uniform: float) -> float:
-        """Linear."""
         return self.low + (self.high - self.low) * uniform
 
 
@@ -167,7 +153,6 @@ class LognormalDelay(_IntervalDelay):
         return math.exp(first - _Z * second), math.exp(first + _Z * second)
 
     def quantile(self, uniform: float) -> float:
-        """exp(mu + sigma z)."""
         return math.exp(self.mu + self.sigma * NormalDist().inv_cdf(uniform))
 
 
@@ -191,7 +176,6 @@ class WeibullDelay(_IntervalDelay):
         return second * _LOW_HAZARD ** (1.0 / first), second * _HIGH_HAZARD ** (1.0 / first)
 
     def quantile(self, uniform: float) -> float:
-        """scale (-log(1 - u))^(1 / shape)."""
         return float(self.scale * (-math.log1p(-uniform)) ** (1.0 / self.shape))
 
 
@@ -215,51 +199,44 @@ class ExponentialDelay(_IntervalDelay):
         return first + second * _LOW_HAZARD, first + second * _HIGH_HAZARD
 
     def quantile(self, uniform: float) -> float:
-        """start - scale log(1 - u)."""
         return self.start - self.scale * math.log1p(-uniform)
 
 
 class _LagDelay(TimedDelay):
-    """How many versions the newest one that may be used is behind; it never goes back to an older version."""
+    """A lag in versions behind the head; the policy in use never goes back to an older version."""
 
     semantics: Literal["transit"] = "transit"
-    """The lag says which version is to be had; groups are not held."""
     unit: Literal["versions"] = "versions"
-    """What the lag counts."""
     high: int = Field(ge=1)
     """Largest lag, versions."""
 
     @abstractmethod
     def lag_after(self, lag: int, *, seed: int, version: int) -> int:
-        """The lag at a version, where that at the version before it is `lag`."""
+        """The lag at `version`, given the lag at the version before."""
 
 
 class SawtoothDelay(_LagDelay):
-    """0, 1, 2, ... high, 0, 1, ...: the lag at version v is v modulo high + 1, on average high / 2.
+    """Lag 0, 1, ... high, 0, 1, ...: version v modulo high + 1, on average high / 2.
 
     A queue that takes the newest version first and then the oldest ones makes such a lag: 0 to 57, on average 26.5, in
-    the log of arXiv 2508.17850 that is called "max delay 64". All samplers are in step, as in that log.
+    the "max delay 64" log of arXiv 2508.17850. All samplers are in step, as in that log.
     """
 
     kind: Literal["sawtooth"] = "sawtooth"
 
     def lag_after(self, lag: int, *, seed: int, version: int) -> int:  # noqa: ARG002 - of every lag alike
-        """One more, or none."""
         return version % (self.high + 1)
 
 
 class UniformLagDelay(_LagDelay):
-    """Every lag from 0 to high equally often, and the policy never an older one than before.
-
-    From a lag l below `high` to l + 1 with probability (l + 1) / (l + 2), else, and always from `high`, to a lag drawn
-    evenly from 0 ... l. Uniform is the stationary distribution: j is risen to at the rate j / (j + 1), and fallen to at
-    1 / (high + 1) plus the sum of 1 / ((l + 1) (l + 2)) over l = j ... high - 1, which is 1 / (j + 1).
-    """
+    """Every lag from 0 to high equally often; the policy never goes back to an older version."""
 
     kind: Literal["uniform_lag"] = "uniform_lag"
 
     def lag_after(self, lag: int, *, seed: int, version: int) -> int:
-        """One step of the walk."""
+        # From a lag l < high to l + 1 with probability (l + 1) / (l + 2), else to a lag drawn evenly from 0 ... l. The
+        # stationary distribution is uniform: the walk rises to j at the rate j / (j + 1), and falls to it at
+        # 1 / (high + 1) plus the sum of 1 / ((l + 1) (l + 2)) over l = j ... high - 1, which is 1 / (j + 1).
         share = _uniform(seed, "lag", version)
         if lag < self.high:
             share *= lag + 2
@@ -285,7 +262,7 @@ DelayConfig = Annotated[
 
 
 def draw(config: DrawnDelay, *, seed: int, stream: str, index: int) -> float:
-    """The delay number `index` of a stream, in the config's unit; a function of its arguments alone."""
+    """Delay number `index` of a stream, in the config's unit; a pure function of its arguments."""
     if isinstance(config, FixedDelay):
         return config.value
     value = config.quantile(_uniform(seed, stream, index))
@@ -293,7 +270,7 @@ def draw(config: DrawnDelay, *, seed: int, stream: str, index: int) -> float:
 
 
 def _uniform(seed: int, stream: str, index: int) -> float:
-    """Evenly between 0 and 1, without either."""
+    """A number strictly between 0 and 1."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
     # The integer of all ones rounds to 1, where the quantile is infinite.
@@ -301,21 +278,21 @@ def _uniform(seed: int, stream: str, index: int) -> float:
 
 
 def upper_end(config: DelayConfig) -> float:
-    """The largest delay, in the config's unit; 0 for none."""
+    """Largest delay, in the config's unit; 0 for none."""
     if isinstance(config, NoDelay):
         return 0.0
     return config.value if isinstance(config, FixedDelay) else config.high
 
 
 def max_delay_versions(config: DelayConfig) -> int:
-    """The largest version lag that the delay itself causes; 0 where it counts seconds."""
+    """Largest lag of the delay, versions; 0 if it counts seconds."""
     if isinstance(config, NoDelay) or config.unit == "seconds":
         return 0
     return math.ceil(upper_end(config))
 
 
 def max_delay_s(config: DelayConfig) -> float:
-    """Longest that the delay keeps a version and its groups from the coordinator, there and back, real seconds."""
+    """Longest time that the delay keeps a version and its groups from the coordinator, both ways, real seconds."""
     if isinstance(config, NoDelay) or config.unit == "versions":
         return 0.0
     num_ways = 2 if config.semantics == "transit" else 1
@@ -323,21 +300,21 @@ def max_delay_s(config: DelayConfig) -> float:
 
 
 def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
-    """How long a group is held before it is pushed, real seconds."""
+    """Seconds that a group is held before it is pushed."""
     if isinstance(config, NoDelay | LagDelay) or config.semantics != "transit" or config.unit != "seconds":
         return 0.0
     return draw(config, seed=seed, stream="group", index=sequence) / config.time_scale
 
 
 def max_group_delay_s(config: DelayConfig) -> float:
-    """The longest that any group is held, real seconds."""
+    """Longest time that any group is held, real seconds."""
     if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
         return 0.0
     return upper_end(config) / config.time_scale
 
 
 def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
-    """How many versions a sampler is behind at heads 0, 1, ... count - 1, each of which it hears of. Pure.
+    """Lags at heads 0, 1, ... count - 1, for a sampler that hears of each head.
 
     Raises:
         ValueError: the delay counts seconds, so the lag depends on when versions are made.
@@ -353,7 +330,7 @@ def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
 
 
 class Visibility:
-    """Which version a sampler may use at an instant; fed with the heads it hears of."""
+    """The version that a sampler may use at an instant."""
 
     def __init__(self, config: DelayConfig, *, seed: int) -> None:
         self._config = config
@@ -363,7 +340,7 @@ class Visibility:
         self._refreshes = 0
         self._last_refresh: tuple[int, float] | None = None
         self._lag = (0, 0)
-        """A head that was asked about and the lag there."""
+        """The last head that was asked for, and its lag."""
 
     def see(self, version: int, now: float) -> None:
         """Note that `version` is the head since `now` (monotonic seconds)."""
@@ -375,9 +352,9 @@ class Visibility:
                     del self._seen[next(iter(self._seen))]
 
     def target(self, now: float, *, current: int) -> tuple[int, float | None]:
-        """The version to use and the instant at which the answer may change by time alone (None: only by a new head).
+        """The version to use, and the instant at which time can change the answer (None: only a new head can).
 
-        The first version is taken at once: a sampler that joins starts from what it can get.
+        The first version is taken at once: a sampler that joins starts with what it gets.
         """
         config = self._config
         if self._head < 0 or isinstance(config, NoDelay):

@@ -1,12 +1,12 @@
-"""Several engines behind one Protocol: one version, one identity, N machines that draw.
+"""Several engines behind one Engine Protocol, with one version and one identity.
 
-    submit   the engine with the least under way takes a request whole
-    collect  waits for any of them; one thread for each engine waits in its own `collect`
-    load     all at once; the engines that fail are out, the others go on
+    submit   the engine with the least load takes the whole request
+    collect  returns what ended on any engine; one thread for each engine waits in its `collect`
+    load     on all engines at once; an engine that fails is out, the others continue
 
-Guarantees: an engine that is out gets nothing until a `load` gave it a version; what it had under way is `Lost`, and
-EngineError is raised only where no engine is left; `version` is what every engine that is not out has, but while `load`
-runs; `load` of that version again starts those that are out, and leaves the others alone.
+An engine that is out gets no request until a `load` succeeds on it; its requests become `Lost`. EngineError is raised
+only if no engine is left. Except during `load`, `version` is the version of every engine that is not out. Another
+`load` of the same version restarts the engines that are out and leaves the others alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine; `under_way` has how many completions each of its requests lacks, by the group's own number."""
+    """One engine; `in_flight` maps the group's request number to completions that are missing."""
 
     number: int
     engine: Engine
@@ -44,21 +44,21 @@ class _Member:
 
 
 class EngineGroup:
-    """Implements heterorl.common.generation.inference_engine.Engine around several of one kind."""
+    """Implements heterorl.common.generation.inference_engine.Engine around several engines of one kind."""
 
     def __init__(
         self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Take at least one engine of one layout, name and dtype; `close` does not close them.
+        """Take at least one engine, all of one layout, name and dtype; `close` does not close them.
 
-        `staged` is entered around a load of all: what it makes of the weights is made once.
+        `staged` is a context around a load on all engines: it prepares the weights once.
         """
         self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
         self._staged = staged or (lambda _: nullcontext())
         self.layout, self.name, self.dtype = engines[0].layout, engines[0].name, engines[0].dtype
         self.version = engines[0].version
-        """That all that are not out have; -1 before the first `load`, and when all are out."""
-        # Of all below, and of the members.
+        """Version of all engines that are not out; -1 before the first `load`, and if all are out."""
+        # Guards all fields below, and the members.
         self._news = threading.Condition()
         self._ended: list[Finished | Lost] = []
         self._keys: dict[int, int] = {}
@@ -76,17 +76,17 @@ class EngineGroup:
 
     @property
     def max_running(self) -> int:
-        """Completions computed at once by those that are not out."""
+        """Completions computed at once by the engines that are not out."""
         return sum(member.engine.max_running for member in self._living() or self._members)
 
     @property
     def is_whole(self) -> bool:
-        """Whether none is out."""
+        """Whether no engine is out."""
         return len(self._living()) == len(self._members)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights of all; with the version that they have, start those again that are out."""
-        # A new version does not wait for one that is out: it would cost the others the time of a start.
+        """Swap the weights of all; with the current version, restart the engines that are out."""
+        # A new version does not wait for an engine that is out: a start would delay the others.
         is_out = [member for member in self._members if member.is_out]
         wanted = is_out if version == self.version else self._living() or self._members
         with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
@@ -98,7 +98,7 @@ class EngineGroup:
         raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """What the engine says that is farthest from the median of all: one wrong engine is the group's word."""
+        """The scores of the engine that is farthest from the median: one wrong engine shows in the canary."""
         answers: list[list[Float32Array]] = []
         failure: EngineError | None = None
         for member in self._living():
@@ -112,7 +112,6 @@ class EngineGroup:
         return _farthest(answers)
 
     def submit(self, request: Request) -> None:
-        """Give a request to the engine with the least under way."""
         with self._news:
             while living := self._living():
                 member = min(living, key=lambda one: one.load_share)
@@ -129,7 +128,7 @@ class EngineGroup:
         raise EngineError("all engines are out: nothing is generated before a version is loaded")
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion of any of them ended, or one is out; all that ended."""
+        """Wait until a completion ended on any engine or an engine is out; returns all that ended."""
         with self._news:
             num_cancels = self._num_cancels
             self._news.wait_for(
@@ -147,12 +146,11 @@ class EngineGroup:
             return ended
 
     def cancel(self) -> None:
-        """Give up everything under way."""
         with self._news:
             self._drop()
 
     def close(self) -> None:
-        """End the threads; the engines are their owner's."""
+        """End the threads; the owner closes the engines."""
         with self._news:
             self._is_closed = True
             self._drop()
@@ -166,7 +164,7 @@ class EngineGroup:
         try:
             member.engine.load(arena, version)
         except (EngineError, OSError) as error:
-            # A file that cannot be written is one engine's trouble, not that of those that have loaded.
+            # A file that cannot be written puts one engine out; the engines that loaded go on.
             failure = error if isinstance(error, EngineError) else EngineError(f"its weights: {error}")
             self._put_out(member, failure)
             return failure
@@ -175,7 +173,6 @@ class EngineGroup:
         return None
 
     def _gather(self, member: _Member) -> None:
-        """Wait in the engine while it has something under way."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._is_closed or member.in_flight)
@@ -197,7 +194,7 @@ class EngineGroup:
                 self._news.notify_all()
 
     def _note(self, member: _Member, one: Finished | Lost) -> None:
-        # What was cancelled meanwhile has no key any more.
+        # A cancelled request has no key any more.
         if one.key not in member.in_flight:
             return
         self._ended.append(replace(one, key=self._keys[one.key]))
@@ -206,7 +203,7 @@ class EngineGroup:
             del member.in_flight[one.key], self._keys[one.key]
 
     def _put_out(self, member: _Member, error: EngineError) -> None:
-        """Give an engine nothing more; tell of what it had, unless it was the last."""
+        """Take an engine out and report its requests as lost; an error instead if no engine is left."""
         with self._news:
             lost, member.in_flight = list(member.in_flight), {}
             if not member.is_out:
@@ -220,7 +217,7 @@ class EngineGroup:
             if not self._living():
                 self.version = -1
                 finished: list[Finished | Lost] = [one for one in self._ended if isinstance(one, Finished)]
-                # The error says more than that each is lost.
+                # The error says more than a `Lost` for each request.
                 if len(finished) < len(self._ended):
                     self._failure = error
                 self._ended = finished
@@ -241,6 +238,6 @@ def _farthest(answers: Sequence[list[Float32Array]]) -> list[Float32Array]:
         return answers[0]
     flat = np.array([np.concatenate(answer) for answer in answers])
     distances = np.abs(flat - np.median(flat, axis=0)).mean(axis=1)
-    # Of two that are equally far the one that thinks less of the texts: wrong weights do.
+    # Of two at the same distance, the one with lower log-probs: wrong weights have these.
     order = np.lexsort((flat.mean(axis=1), -distances))
     return answers[int(order[0])]

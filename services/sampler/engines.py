@@ -1,4 +1,4 @@
-"""The engines of a node: from [engine] of the configuration to one Engine, whatever stands behind it. Loads models."""
+"""Builds the engines of [engine] and returns them as one Engine. Loads models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """One engine or a group of them, and what is known of their model."""
+    """One engine or a group of engines, and properties of their model."""
 
     engine: Engine
     vocab_size: int
@@ -37,7 +37,7 @@ class Engines:
 
 
 def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]) -> Engines:
-    """Start what [engine] asks for.
+    """Start the engines of [engine].
 
     Raises:
         ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says.
@@ -112,7 +112,7 @@ def _vllm(
 
 
 def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
-    """The settings of each engine, with the devices that it has."""
+    """The settings of each engine, with its devices."""
     size = settings.tensor_parallel_size
     devices = [settings.devices[first : first + size] for first in range(0, len(settings.devices), size)]
     return [settings.model_copy(update={"devices": own}) for own in devices or [()] * settings.engines]
@@ -121,13 +121,14 @@ def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
 def start_vllm(
     source: SharedModel, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
 ) -> tuple[Engine, Callable[[], None]]:
-    """Start an engine for each of the settings, side by side; and what ends all of them and the source.
+    """Start one engine per settings in parallel; returns the engine and a function that ends all of them and the
+    source.
 
     Raises:
         EngineDied: one of them does not start; the others are ended.
     """
     if len(settings) > 1:
-        # A process that is forked while another thread holds a lock inherits a lock that nobody gives back.
+        # A process forked while another thread holds a lock inherits a lock that is never released.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with ThreadPoolExecutor(len(settings)) as threads, ExitStack() as started:
         futures = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one) for one in settings]
@@ -153,9 +154,9 @@ def start_vllm(
 
 
 def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
-    """Engines that take a variant of the weights, made whole again before they load it; empty: the weights themselves.
+    """Wrap engines so that they load a variant of the weights, dequantised; empty `variant`: no change.
 
-    What they compute with is what the variant stands for, in the published type and on every machine the same bits.
+    Dequantised weights have the published type and the same bits on every machine.
     """
     if not variant:
         return engines
@@ -173,7 +174,7 @@ def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
 
 
 class _VariantedEngine:
-    """heterorl.common.generation.inference_engine.Engine: but for layout and load it is the engine behind it."""
+    """An Engine that dequantises the arena before `load`; everything else is the wrapped engine's."""
 
     def __init__(self, engine: Engine, variant: Variant) -> None:
         self._engine = engine
@@ -184,8 +185,7 @@ class _VariantedEngine:
         return getattr(self._engine, name)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights for what a state of the variant stands for."""
-        # Made anew each time: between two swaps it would be memory for nothing.
+        # Allocated for each swap only: it is as large as the model.
         whole = Arena(self._engine.layout)
         dequantise(arena, whole, self._variant)
         self._engine.load(whole, version)

@@ -1,13 +1,8 @@
-"""The loop that evaluates: leases held-out prompts of the version that the engine has, draws, delivers.
+"""The evaluation loop: leases held-out prompts of the engine's version, draws them and delivers results.
 
-    run  waits for a verified version, for work, for the engine, for the coordinator; unblocked by sync, time, the
-         engine, the coordinator; ends when the run drains and has nothing left for this site
-
-While it holds prompts the engine keeps their version and rollouts go on beside them; newer weights wait until there are
-no more prompts, `evaluation_hold_s` at most. A drained site waits as long for the last version.
-
-Guarantees: what is delivered was drawn by the evaluated version alone; a prompt that gives nothing is handed back; a
-set that this site cannot draw is not asked for again.
+While the site holds prompts, the engine keeps their version and rollouts go on; newer weights wait at most
+`evaluation_hold_s`. A drained site waits as long for the last version. The evaluated version alone draws what is
+delivered, a prompt without a result is handed back, and a set that this site cannot draw is not asked for again.
 """
 
 from __future__ import annotations
@@ -20,9 +15,8 @@ from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
-from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.clock import ring_or_time
 from heterorl.common.process.threads import cause_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import (
@@ -36,22 +30,19 @@ from heterorl.common.types.rollout import WorkAssignment, WorkGrant
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.prompt_evaluator import BLOCK, PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.generation_loop import GenerationLoop
-from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.prefetch import WorkClient
-from heterorl.sampler.site_session import Session
-from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 2.0
-"""At least, after a question that found nothing or a set that was not drawn."""
+"""Shortest wait after an empty answer or a set that was not drawn."""
 MAX_FAILURES = 8
-"""In a row, before a sampler that drains ends without the evaluation: about a minute of waiting."""
+"""Failures in a row after which a draining sampler ends without the evaluation: about a minute."""
 HAND_BACK_S = 3.0
-"""What a stop waits for a coordinator that takes prompts back."""
+"""Longest wait at a stop for a coordinator that takes prompts back."""
 
 
 class EvaluationLoop:
-    """Evaluation beside the rollouts of one engine."""
+    """Evaluation in the engine that rollouts use."""
 
     def __init__(
         self,
@@ -59,43 +50,35 @@ class EvaluationLoop:
         config: SamplerConfig,
         api: SamplerApi,
         sets: Sequence[SiteSet],
-        engine: Engine,
         generation: GenerationLoop,
-        builder: GroupBuilder,
-        policy: WeightSync,
-        session: Session,
-        clock: Clock,
-        bell: Bell,
         rng: random.Random,
     ) -> None:
         self._config = config
         self._api = api
         self._sets = {each.name: each for each in sets}
         self._generation = generation
+        self._policy, self._session = generation.policy, generation.session
+        self._clock, self._bell = generation.clock, generation.bell
         self._evaluation_requests = generation.evaluation_requests
         self._evaluator = PromptEvaluator(
-            engine=engine, evaluation_requests=generation.evaluation_requests, builder=builder,
+            engine=generation.engine, evaluation_requests=generation.evaluation_requests, builder=generation.builder,
             share=config.evaluation_share, max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             news=generation.news,
         )  # fmt: skip
-        self._work = WorkClient(api=api, session=session, clock=clock, rng=rng, name="evaluate")
-        self._policy = policy
-        self._session = session
-        self._clock = clock
-        self._bell = bell
-        self._backoff = Backoff(clock=clock, rng=rng)
+        self._work = WorkClient(api=api, session=self._session, clock=self._clock, rng=rng, name="evaluate")
+        self._backoff = Backoff(clock=self._clock, rng=rng)
         self._held: set[int] = set()
         self._drawn: list[PromptResult] = []
         self._pushing = asyncio.Lock()
         self._num_samples = BLOCK
-        """Completions of a prompt of the set that was drawn last."""
+        """Completions of a prompt of the last set."""
         self._kept_version, self._kept_until = -1, math.inf
-        """The version that was evaluated last, and when newer weights need not wait for it any longer."""
+        """The last evaluated version, and the time from which newer weights do not wait for it."""
         self._drained_at = math.inf
         self._num_failures = 0
-        """Questions and deliveries that failed since one was taken."""
+        """Failed questions and deliveries since the last success."""
         self._is_over = False
-        """Whether the coordinator said that the run has nothing left for this site."""
+        """Whether the coordinator said that the run has no evaluation left for this site."""
         self._evaluation_requests.is_expected = True
 
     async def run(self) -> None:
@@ -114,7 +97,7 @@ class EvaluationLoop:
             self._release()
 
     async def hand_back(self) -> None:
-        """Hand back what is under way, as long as a stop may take; where that fails it expires."""
+        """Hand prompts back within HAND_BACK_S; after that they expire."""
         try:
             async with asyncio.timeout(HAND_BACK_S):
                 await self._give_back()
@@ -122,7 +105,7 @@ class EvaluationLoop:
             _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
     def _may_end(self, version: int) -> bool:
-        """Whether a sampler that drains need not wait for an evaluation."""
+        """Whether a draining sampler need not wait for an evaluation."""
         now = self._clock.monotonic()
         self._drained_at = min(self._drained_at, now)
         if version < 0 or self._is_over:
@@ -135,7 +118,7 @@ class EvaluationLoop:
         return False
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate a version as long as there are prompts, and newer weights may wait."""
+        """Evaluate a version while there are prompts and newer weights may wait."""
         if version != self._kept_version:
             self._kept_version, self._kept_until = version, math.inf
         try:
@@ -156,7 +139,7 @@ class EvaluationLoop:
         self._generation.news.ring()
 
     async def _lease(self, version: int) -> WorkGrant | None:
-        """Prompts of the version that the engine has, which it keeps from now on; None where there are none."""
+        """Lease prompts of the engine's version, which it keeps from now on; None if there are none."""
         if not self._sets:
             self._is_over = True
             return None
@@ -180,7 +163,7 @@ class EvaluationLoop:
         return grant
 
     async def _deliver(self, grant: WorkGrant) -> bool:
-        """Draw prompts together and deliver each when it is whole; whether the engine can go on."""
+        """Draw prompts together and deliver each when it is complete; returns whether the engine can continue."""
         spec = grant.evaluation
         assert spec is not None, "they are held-out prompts"
         of = self._sets[spec.task_set]
@@ -195,7 +178,7 @@ class EvaluationLoop:
             if not isinstance(error, ConfigError | EngineError | RemoteError):
                 raise
             if isinstance(error, ConfigError | InvalidRequest | MessageTooLarge):
-                # Drawn again it would fail again; another site's engine may have more room.
+                # A second try here would fail again; another site's engine may have more room.
                 self._sets.pop(of.name, None)
                 _LOG.error("set %s is not evaluated here: %s", of.name, error)
             else:
@@ -208,7 +191,7 @@ class EvaluationLoop:
 
     async def _prompt(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> None:
         self._drawn.append(await self._evaluator.result(spec, of, assignment))
-        # What ended while another delivery was under way goes together.
+        # Results that ended during another delivery go together.
         async with self._pushing:
             while self._drawn:
                 some = self._drawn[: max(1, MAX_RESULT_SAMPLES // spec.draws.num_samples)]
@@ -220,7 +203,7 @@ class EvaluationLoop:
         try:
             await self._pushed(state_root, results)
         except MessageTooLarge as error:
-            # Texts are for people to read; what a prompt is drawn for are the numbers.
+            # Texts are for readers; statistics need only the numbers.
             _LOG.warning("%d results are delivered without their texts: %s", len(results), error)
             await self._pushed(state_root, [without_texts(result) for result in results])
 

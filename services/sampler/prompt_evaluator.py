@@ -1,12 +1,8 @@
-"""Sets that a site has the data of; draws and scores their prompts beside rollouts, in a share of the engine's rows.
+"""Draws and scores held-out prompts in a share of the engine's rows, while rollouts go on.
 
-    draw   waits for rows of the share, then for its completions; unblocked by the engine
-    play   waits for an environment that answers a turn; unblocked by it, and by its time limit
-    score  waits for a process that computes rewards; unblocked by it, and by its time limit
-
-Guarantees: a completion of another version than the evaluated one is never scored; what the engine lost is said, not
-counted; a member that its environment loses has no reward. The requests of a prompt depend on the
-set's draws and the prompt's index alone, so versions compare, and every site draws the same.
+A completion of another version than the evaluated one is never scored. A request that the engine lost raises an error.
+A member that its environment loses has no reward. Requests depend only on the set's draws and the prompt's index, so
+versions compare and every site draws the same.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from heterorl.common.text.conversation import Conversations, open_conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.text.tool_calls import Parser
-from heterorl.common.types.common import Int32Array
 from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSet, EvaluationSpec, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
 from heterorl.common.types.sample import shown_answer
@@ -41,24 +36,24 @@ from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupDraft
 
 REWARD_WORKERS = 4
-"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
+"""Default of reward_workers at a sampler: completions end faster than one process scores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSet:
-    """A set and its task."""
+    """An evaluation set and its task."""
 
     name: str
     task: Task
     tool_parser: Parser | Literal["auto"] = "auto"
     conversations: Conversations | None = None
-    """The environments of the task; None where no prompt has one."""
+    """Environments of the task; None if no prompt has one."""
 
     def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
-        """The set with its environments, tried.
+        """The set with its environments, after a trial.
 
         Raises:
-            ConfigError: one of them fails, or the template does not write what it says.
+            ConfigError: an environment fails, or the template does not write what it says.
         """
         conversations = open_conversations(
             self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
@@ -67,27 +62,21 @@ class SiteSet:
 
     @property
     def stated(self) -> EvaluationSet:
-        """What the coordinator is told of it."""
         return EvaluationSet(name=self.name, task_digest=self.task.digest, num_prompts=self.task.num_evaluation_prompts)
 
 
 def with_workers(config: TaskConfig) -> TaskConfig:
-    """A sampler's task: with its own number of processes where none is stated."""
+    """A task's configuration with the sampler's default of reward_workers."""
     if "reward_workers" in config.model_fields_set:
         return config
     return config.model_copy(update={"reward_workers": REWARD_WORKERS})
 
 
 def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None) -> SiteSet:
-    """Load a set's task.
-
-    Args:
-        config: of the set.
-        measure: counts a prompt's tokens, for sets whose prompts are bounded.
-        notes: file that keeps which commits branches of the hub stood at; None keeps none.
+    """Load a set's task. `notes` is the file that keeps the commits of hub branches.
 
     Raises:
-        ConfigError: its data cannot be read, or holds out nothing.
+        ConfigError: its data cannot be read, or has no held-out prompts.
     """
     settings = with_workers(config.task)
     task = score_in_workers(build_task(settings, measure=measure, notes=notes), settings)
@@ -97,32 +86,13 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Pat
 
 
 BLOCK = 8
-"""Completions of one request: a small engine need not hold all of a prompt at once."""
+"""Completions of one request, so that a small engine need not hold all completions of a prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Some completions of one prompt: `count` from number `first` on."""
-
-    first: int
-    count: int
-
-
-def blocks_of(draws: EvaluationDraws) -> Iterator[Block]:
-    """The requests that one prompt is made of."""
+def blocks_of(draws: EvaluationDraws) -> Iterator[range]:
+    """Numbers of the completions of each request of one prompt."""
     for first in range(0, draws.num_samples, BLOCK):
-        yield Block(first=first, count=min(BLOCK, draws.num_samples - first))
-
-
-def request_of(draws: EvaluationDraws, block: Block, *, key: int, prompt_index: int, prompt: Int32Array) -> Request:
-    """What an engine is asked for one block of a prompt."""
-    return Request(
-        key=key,
-        prompt=prompt,
-        seed=seed_of(draws, prompt_index=prompt_index, first=block.first),
-        num_completions=block.count,
-        sampling=draws.sampling,
-    )
+        yield range(first, min(first + BLOCK, draws.num_samples))
 
 
 def seed_of(draws: EvaluationDraws, *, prompt_index: int, first: int) -> int:
@@ -137,51 +107,40 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _UNSCORED = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PromptEvaluator:
-    """Held-out prompts in, results out."""
+    """Turns held-out prompts into results, in a `share` of the engine's rows.
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        evaluation_requests: EvaluationRequests,
-        builder: GroupBuilder,
-        share: float,
-        max_trajectory_tokens: int,
-        news: Bell,
-    ) -> None:
-        """Join it.
+    A share of 1 means all rows and a quarter more, so that the engine never idles.
+    `max_trajectory_tokens` bounds drawn and given tokens of a completion of several turns. `news` rings at every
+    event of the engine.
+    """
 
-        Args:
-            engine: that computes completions.
-            evaluation_requests: what evaluations have in the engine.
-            builder: whose tokenizer, clock and keys of requests are the site's.
-            share: of the engine's rows, while rollouts are made too; 1 is all of them and a little more.
-            max_trajectory_tokens: of a completion of several turns, drawn and given.
-            news: rings when anything happened in the engine.
-        """
+    engine: Engine
+    evaluation_requests: EvaluationRequests
+    builder: GroupBuilder
+    share: float
+    max_trajectory_tokens: int
+    news: Bell
+
+    def __post_init__(self) -> None:
         self.refused: dict[tuple[str, int], PromptRefused] = {}
-        """Why prompts cannot be drawn, by set and index."""
-        rows = engine.max_running
-        self.num_rows = rows + rows // 4 if share >= 1 else max(1, int(rows * share))
-        """Completions that it may have in the engine at once; a single request may be larger."""
-        self._engine = engine
-        self._evaluation_requests = evaluation_requests
-        self._builder = builder
-        self._max_trajectory_tokens = max_trajectory_tokens
-        self._news = news
-        prompter = builder.prompter
+        """Prompts that cannot be drawn, by set and index."""
+        rows = self.engine.max_running
+        self.num_rows = rows + rows // 4 if self.share >= 1 else max(1, int(rows * self.share))
+        """Most completions in the engine at once; a single request may be larger."""
+        prompter = self.builder.prompter
         raw = functools.partial(prompter.decode, keeps_special=True)
         self._texts = TokenTexts(decode=prompter.decode, decode_given=raw)
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._runners: dict[tuple[str, int], EpisodeRunner] = {}
 
     async def result(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> PromptResult:
-        """Draw and score a prompt; where it is refused none of its completions has a reward.
+        """Draw and score a prompt; completions of a refused prompt have no reward.
 
         Raises:
             ConfigError: the engine has no room for such completions.
-            EngineError: the engine lost some of it, or drew with another version.
+            EngineError: the engine lost a completion, or drew with another version.
         """
         index = assignment.prompt_index
         prompt = of.task.evaluation_prompt(index)
@@ -208,7 +167,7 @@ class PromptEvaluator:
         )
 
     def close(self) -> None:
-        """Wait for no reward and no environment any longer."""
+        """Stop waiting for rewards and environments."""
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
         for runner in self._runners.values():
@@ -217,10 +176,10 @@ class PromptEvaluator:
     def _draft(self, spec: EvaluationSpec, of: SiteSet, prompt: Prompt, assignment: WorkAssignment) -> GroupDraft:
         check_answer(of.task, prompt)
         conversation = of.conversations.of(prompt) if of.conversations else None
-        with self._builder.lock:
-            ids = conversation.encode(prompt) if conversation else self._builder.prompter.encode_prompt(prompt)
+        with self.builder.lock:
+            ids = conversation.encode(prompt) if conversation else self.builder.prompter.encode_prompt(prompt)
         return GroupDraft(
-            key=next(self._builder.keys),
+            key=next(self.builder.keys),
             assignment=assignment,
             prompt=prompt,
             prompt_token_ids=ids,
@@ -232,20 +191,25 @@ class PromptEvaluator:
         )
 
     async def _block(
-        self, spec: EvaluationSpec, of: SiteSet, draft: GroupDraft, block: Block, samples: dict[int, ScoredSample]
+        self, spec: EvaluationSpec, of: SiteSet, draft: GroupDraft, block: range, samples: dict[int, ScoredSample]
     ) -> None:
-        """Draw and score some completions of a prompt."""
-        key, index = next(self._builder.keys), draft.assignment.prompt_index
-        request = request_of(spec.draws, block, key=key, prompt_index=index, prompt=draft.prompt_token_ids)
+        key, index = next(self.builder.keys), draft.assignment.prompt_index
+        request = Request(
+            key=key,
+            prompt=draft.prompt_token_ids,
+            seed=seed_of(spec.draws, prompt_index=index, first=block.start),
+            num_completions=len(block),
+            sampling=spec.draws.sampling,
+        )
         drawn = await self._drawn(spec, draft, request)
         if draft.conversation is not None:
             await _together(
-                self._play(spec, of, draft, block.first + one.member, one.completion, samples) for one in drawn
+                self._play(spec, of, draft, block.start + one.member, one.completion, samples) for one in drawn
             )
             return
         for one in drawn:
             text, reward = await self._in_thread(of, self._score, of, draft.prompt, one.completion)
-            samples[block.first + one.member] = _scored(one.completion, text, reward)
+            samples[block.start + one.member] = _scored(one.completion, text, reward)
 
     async def _play(
         self,
@@ -256,12 +220,12 @@ class PromptEvaluator:
         completion: Completion,
         samples: dict[int, ScoredSample],
     ) -> None:
-        """Lead a completion through its environment, from its first turn on."""
+        """Play a completion through its environment, from its first turn."""
         runner = self._runner(spec, of)
         came = await runner.play(draft, number, completion)
         while isinstance(came, Turn):
             request = Request(
-                key=next(self._builder.keys), prompt=came.context, seed=came.seed, num_completions=1,
+                key=next(self.builder.keys), prompt=came.context, seed=came.seed, num_completions=1,
                 sampling=spec.draws.sampling,
             )  # fmt: skip
             try:
@@ -280,15 +244,15 @@ class PromptEvaluator:
         if name not in self._runners:
             self._runners[name] = EpisodeRunner(
                 max_live=of.conversations.max_live, max_new_tokens=spec.draws.max_new_tokens,
-                max_trajectory_tokens=self._max_trajectory_tokens, clock=self._builder.clock,
+                max_trajectory_tokens=self.max_trajectory_tokens, clock=self.builder.clock,
             )  # fmt: skip
         return self._runners[name]
 
     async def _drawn(self, spec: EvaluationSpec, draft: GroupDraft, request: Request) -> list[Finished]:
-        count, evaluation_requests = request.num_completions, self._evaluation_requests
+        count, evaluation_requests = request.num_completions, self.evaluation_requests
         while evaluation_requests.num_running and evaluation_requests.num_running + count > self.num_rows:
-            await self._news.ticket().wait()
-        draft.begun_at = min(draft.begun_at, self._builder.clock.monotonic())
+            await self.news.ticket().wait()
+        draft.begun_at = min(draft.begun_at, self.builder.clock.monotonic())
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         ended: list[Finished] = []
 
@@ -301,18 +265,18 @@ class PromptEvaluator:
                 done.set_result(one is not None)
 
         evaluation_requests.begin(request.key, count, on_end)
-        # Its thread cannot be cancelled: a caller that is still learns whether the engine took it.
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request))
+        # The thread cannot be cancelled: its callback still notes whether the engine took the request.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, request))
         submitting.add_done_callback(lambda found: self._note_submitted(request, found))
         await asyncio.shield(submitting)
-        self._news.ring()
+        self.news.ring()
         if not await done:
             raise EngineError("the engine lost what was evaluated")
         return [replace(one, completion=_of_version(spec.version, one.completion)) for one in ended]
 
     def _note_submitted(self, request: Request, found: asyncio.Future[None]) -> None:
         if found.cancelled() or found.exception() is not None:
-            self._evaluation_requests.drop(request.key)
+            self.evaluation_requests.drop(request.key)
 
     async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
         threads = self._threads.get(of.name)
@@ -322,12 +286,12 @@ class PromptEvaluator:
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
     def _read(self, completion: Completion) -> str:
-        with self._builder.lock:
+        with self.builder.lock:
             return self._texts.read(completion.token_ids, completion.spans)[0]
 
     def _score(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
-        with self._builder.lock:
-            text = self._builder.prompter.decode(completion.token_ids)
+        with self.builder.lock:
+            text = self.builder.prompter.decode(completion.token_ids)
         try:
             return text, total_reward(of.task.score(prompt, text))
         except RewardError as error:
@@ -336,7 +300,7 @@ class PromptEvaluator:
 
 
 def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSample:
-    """A completion, of one turn or more; its reward is None where none could be computed."""
+    """A completion with its reward; None if the reward could not be computed."""
     return ScoredSample(
         reward=None if reward is None or math.isnan(reward) else reward,
         num_tokens=sum(span.end - span.start for span in completion.spans if span.is_drawn),
@@ -346,7 +310,7 @@ def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSa
 
 
 def _of_version(version: int, completion: Completion) -> Completion:
-    """The completion as one span of a version; files of a model, which have none, count as version 0.
+    """The completion as one span of a version; a model's files, which have no version, count as version 0.
 
     Raises:
         EngineError: another version drew some of it.
@@ -358,7 +322,7 @@ def _of_version(version: int, completion: Completion) -> Completion:
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; where one fails the others end too."""
+    """Wait for all; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -1,28 +1,27 @@
-"""Wires a sampler and holds its loops.
+"""Wires a sampler and runs its loops.
 
     loop      waits for                                     unblocked by
-    register  a coordinator that knows the run's contract   the coordinator; tried again with full jitter
+    register  a coordinator that knows the run's contract   the coordinator; retries with full jitter
     watch     news of the head                              the coordinator; a broken link (it dials again)
     sync      a version that the delay model lets through   watch, or time
-    reserve   assignments below three quarters; time        generate; the coordinator
-    generate  a verified version; an assignment; room in    sync; reserve; collect; deliver; a person who makes
-              the engine, the outbox and on the disk        room on the disk
+    prefetch  assignments below three quarters; time        generate; the coordinator
+    generate  a verified version; an assignment; room in    sync; prefetch; collect; deliver; an operator who
+              the engine, the outbox and on the disk        frees disk space
     collect   a completion that ends                        the engine
     score     a process that computes rewards               the process, or its time limit
+    play      an environment that answers a turn            the environment, or its time limit
     spool     a group whose last member is scored; a turn   score; collect; on a full disk, time
     return    assignments that give no group                score; collect
     deliver   a group that is due                           spool, or time
-    beat      the heartbeat's interval                      time
+    beat      the heartbeat interval                        time
     watchdog  half the service manager's interval           time
     evaluate  a verified version; work; the engine          sync; the coordinator; time; the engine
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
-Weights are swapped by generate, between two tokens of what is under way, or with `swap = "drain"` when nothing is.
-Every wait ends at a signal, the first registration's too. Order of the stop: groups with turns on the disk are left to
-the next process, those that ended are spooled, what else is under way is handed back with the reserve, then everything
-is cancelled; what the outbox holds is durable and is pushed by the next process. A drain takes no more work, ends what
-is under way, empties the outbox, then ends. A typed error that no repetition changes ends all loops and is the
-process's last word.
+Every wait ends at a signal. A stop leaves groups with turns on disk to the next process, spools groups that ended,
+hands the other assignments back, then cancels the loops. The outbox is durable; the next process pushes it. A drain
+takes no more work, finishes groups in flight and empties the outbox. A typed error that no retry changes ends the
+process.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -79,7 +79,7 @@ async def main(config: SamplerConfig) -> int:
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir, site=config.site)
     try:
-        # At zero from the start: a counter that appears with the first failure shows no increase.
+        # From zero: a counter that appears with its first failure shows no increase.
         for reason in ("stale", "died"):
             metrics.ENGINE_FAILURES.labels(reason)
         metrics.watch_disk(config.state_dir)
@@ -114,8 +114,8 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
 def build(
     config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
 ) -> Sampler:
-    """Load what the configuration names and join it to a coordinator. Blocking; the caller closes the outbox."""
-    # Before the model is loaded: what is wrong with state_dir is said at once.
+    """Load the components and connect them to a coordinator. Blocking; the caller closes the outbox."""
+    # Before the model is loaded: a problem of state_dir is reported at once.
     record = TrustRecord(config.state_dir / record_name(config.variant))
     parts = load_components(config)
     return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
@@ -131,11 +131,11 @@ def join(
     clock: Clock,
     rng: random.Random,
 ) -> Sampler:
-    """Join loaded parts; see `build`."""
+    """Connect loaded components; see `build`."""
     site = SiteId(config.site)
     bell = Bell()
     now = steady(clock)
-    # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
+    # A wrong clock of an earlier process must not hold a group longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
     numbering = asyncio.Lock()
     backoff = Backoff(clock=clock, rng=rng)
@@ -148,7 +148,7 @@ def join(
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
         variant=config.variant,
-        # While bytes arrive the link works, and the next failure is the first of a row.
+        # While bytes arrive the link works: the backoff restarts.
         on_frame=backoff.reset,
     )
     policy = WeightSync(
@@ -168,7 +168,7 @@ def join(
         max_delay_s=max_delay_s(config.delay), variant=config.variant, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
     in_flight = InFlightNote(config.state_dir)
-    # Before the first registration, which says what this process can still answer.
+    # Before the first registration, which states what this process can still answer.
     left = outbox.turns.take(since=now() - parts.contract.trajectory_s)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
@@ -199,10 +199,7 @@ def join(
     )
     evaluation = None
     if parts.sets:
-        evaluation = EvaluationLoop(
-            config=config, api=api, sets=parts.sets, engine=parts.engine, generation=generation, builder=builder,
-            policy=policy, session=session, clock=clock, bell=bell, rng=rng,
-        )  # fmt: skip
+        evaluation = EvaluationLoop(config=config, api=api, sets=parts.sets, generation=generation, rng=rng)
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session, policy=policy, generation=generation, delivery=delivery, outbox=outbox, evaluation=evaluation,
@@ -212,7 +209,7 @@ def join(
 
 @dataclass(slots=True, kw_only=True)
 class Sampler:
-    """The joined parts of one sampler."""
+    """The connected components of one sampler."""
 
     session: Session
     policy: WeightSync
@@ -224,9 +221,9 @@ class Sampler:
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Run until `stop`, until the coordinator orders it, or until the run is drained and the outbox empty.
+        """Run until `stop`, an order of the coordinator, or the end of a drain.
 
-        `on_ready` is called when the loops run; the first of them may wait long for a coordinator.
+        `on_ready` is called when the loops run; the first one may wait long for a coordinator.
 
         Raises:
             ContractMismatch: this node disagrees with the run.
@@ -235,15 +232,15 @@ class Sampler:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                ends = [
+                ends: list[asyncio.Task[Any]] = [
                     tasks.create_task(self._lead()),
-                    tasks.create_task(_until(stop)),
-                    tasks.create_task(_until(self.session.stopped)),
+                    tasks.create_task(stop.wait()),
+                    tasks.create_task(self.session.stopped.wait()),
                 ]
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self.generation.num_in_flight:
-                    _LOG.info("stopping: %d groups are under way", self.generation.num_in_flight)
+                    _LOG.info("stopping with %d groups in flight", self.generation.num_in_flight)
                 if not ends[0].done():
                     await self.generation.stop()
                     if self.evaluation is not None:
@@ -289,13 +286,9 @@ class Sampler:
                 task.cancel()
 
 
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()
-
-
 @contextlib.asynccontextmanager
 async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[CoordinatorClient]:
-    """The coordinator that a configuration names; while it is open, metrics are pushed to it."""
+    """A client of the configured coordinator; while it is open, this process pushes its metrics through it."""
     site = SiteId(config.site)
     async with (
         CoordinatorClient(

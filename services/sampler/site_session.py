@@ -1,11 +1,8 @@
-"""The sampler as the coordinator knows it: who it is, what it reports, what it was ordered to do.
+"""The sampler's session with the coordinator: registration, heartbeats and orders.
 
-    register  waits for a coordinator whose learner has stated the contract; unblocked by the coordinator
-    beat      waits for the heartbeat's interval; unblocked by time
-
-Orders: REGISTER registers again; DRAIN finishes and pushes what is under way, then ends; STOP gives up what is under
-way, and what remains in the outbox is durable. A heartbeat that fails is forgotten: the next one is the next attempt.
-One that is refused for who this node is ends the process.
+REGISTER registers again. DRAIN finishes and pushes groups in flight, then ends. STOP gives up groups in flight; the
+outbox stays durable. A heartbeat that fails is not retried before the next interval. A final refusal of this node ends
+the process.
 """
 
 from __future__ import annotations
@@ -43,70 +40,62 @@ NO_ROOT = Digest("")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """What a heartbeat says of generation; `policy_version` is NO_VERSION while nothing can be generated with."""
+    """State of generation in a heartbeat; `policy_version` is NO_VERSION while the sampler cannot generate."""
 
     policy_version: int = NO_VERSION
     state_root: Digest = NO_ROOT
     tokens_per_s: float = 0.0
     apply_s: float = 0.0
     problem: str = ""
-    """Why nothing is generated, or the newest version is not used; empty while all is well."""
+    """Why the sampler does not generate or does not use the newest version; empty if all is well."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """Registration, heartbeats and orders."""
+    """Registration, heartbeats and orders.
 
-    def __init__(
-        self,
-        *,
-        api: SamplerApi,
-        registration: Registration,
-        outbox: Outbox,
-        record: TrustRecord,
-        heartbeat_s: float,
-        clock: Clock,
-        bell: Bell,
-        numbering: asyncio.Lock,
-        rng: random.Random,
-        left: Sequence[int] = (),
-    ) -> None:
-        """Join it; `left` is what an earlier process had under way when it was killed."""
-        self.registration = registration
+    `left`: assignments that a killed process had in flight.
+    """
+
+    api: SamplerApi
+    registration: Registration
+    outbox: Outbox
+    record: TrustRecord
+    heartbeat_s: float
+    clock: Clock
+    bell: Bell
+    numbering: asyncio.Lock
+    rng: random.Random
+    left: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
         self.is_draining = False
         self.stopped = asyncio.Event()
-        self._api = api
-        self._outbox = outbox
-        self._record = record
-        self._heartbeat_s = heartbeat_s
-        self._clock = clock
-        self._bell = bell
-        self._numbering = numbering
-        self._rng = rng
-        self.work_ahead_s = registration.work_ahead_s
-        """How far ahead the coordinator lets this site lease, seconds; until it says so, what the site declares."""
-        # What an earlier process leased and did not spool nobody will answer; said once, this process leases its own.
+        self.work_ahead_s = self.registration.work_ahead_s
+        """Seconds of work that the coordinator lets this site lease ahead; at first the site's own value."""
+        # No process will answer what an earlier one leased and did not spool: the first registration says so.
         self._is_new = True
-        self._left = tuple(left)
+        self._left = tuple(self.left)
 
     async def register(self) -> None:
-        """Register, however long it takes.
+        """Register; retries without limit.
 
         Raises:
             ContractMismatch: this node disagrees with the run.
             RunReplaced: the run has lost versions that this sampler verified.
         """
         _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
-        backoff = Backoff(clock=self._clock, rng=self._rng)
+        backoff = Backoff(clock=self.clock, rng=self.rng)
         while True:
-            # Read before asking: while the answer is under way, newer versions may be verified here.
-            seen_version = self._record.highest_version
-            # What lies below is settled for good, so a coordinator that knows less of it need not wait for it.
-            lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
+            # Read before asking: newer versions may be verified here before the answer comes.
+            seen_version = self.record.highest_version
+            # All below is settled, so a coordinator that knows less of it need not wait.
+            lowest = await asyncio.to_thread(self.outbox.lowest_sequence)
             try:
-                held = await asyncio.to_thread(self._outbox.assignments) if self._is_new else None
+                held = await asyncio.to_thread(self.outbox.assignments) if self._is_new else None
                 if held is not None:
                     await self._return_left(held)
-                answer = await self._api.register(
+                answer = await self.api.register(
                     dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
                 )
                 check_head(answer.head_version, seen_version=seen_version)
@@ -116,44 +105,43 @@ class Session:
                 break
             except (RemoteError, CorruptData) as error:
                 delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
-                # The link says when nobody answers, and when somebody does again.
+                # The link logs when the coordinator stops answering, and when it answers again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)
-                await self._clock.sleep(delay_s)
+                await self.clock.sleep(delay_s)
         _LOG.info("registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
-        """Return, before the rest is opened, what a process that was killed had under way: one row may be why."""
+        """Return the assignments that a killed process had in flight, before others: one of them may have killed it."""
         lost = sorted(set(self._left) - set(spooled))
         if lost:
-            # Of a coordinator that lost the registration, nothing is held.
+            # A coordinator that lost the registration holds no assignments.
             with contextlib.suppress(NotRegistered):
-                await self._api.abandon_work(
+                await self.api.abandon_work(
                     site=self.registration.site, incarnation=self.registration.incarnation, assignments=lost,
                     reason=ReturnReason.ENGINE_FAILED,
                 )  # fmt: skip
                 _LOG.warning(
-                    "the last process here was killed: the %d prompts that it had under way wait behind others;"
+                    "the last process here was killed: its %d prompts in flight wait behind others;"
                     " after three such ends a prompt is given up",
                     len(lost),
                 )
         self._left = ()
 
     async def _skip_to(self, sequence: int) -> None:
-        if sequence > self._outbox.next_sequence:
-            # Groups that are being written have their sequences already.
-            async with self._numbering:
-                await asyncio.to_thread(self._outbox.skip_to, sequence)
+        if sequence > self.outbox.next_sequence:
+            # Groups that are being written have their sequences.
+            async with self.numbering:
+                await asyncio.to_thread(self.outbox.skip_to, sequence)
 
     async def beat(self, reported: Callable[[], Reported]) -> None:
-        """Report and obey for ever; `reported` is asked at each heartbeat.
+        """Report and obey forever; `reported` is called for each heartbeat.
 
         Raises:
-            PermissionDenied, Unauthenticated: no call of this node is taken any more; nothing else would notice while
-                there is no version to generate with.
+            PermissionDenied, Unauthenticated: the coordinator refuses this node for good.
         """
         while True:
-            level = self._outbox.level()
+            level = self.outbox.level()
             state = reported()
             report = Heartbeat(
                 site=self.registration.site,
@@ -165,17 +153,17 @@ class Session:
                 apply_s=state.apply_s,
                 problem=state.problem,
             )
-            sent = self._clock.monotonic()
+            sent = self.clock.monotonic()
             try:
-                commands = await self._api.heartbeat(report)
-                metrics.RTT_SECONDS.observe(self._clock.monotonic() - sent)
+                commands = await self.api.heartbeat(report)
+                metrics.RTT_SECONDS.observe(self.clock.monotonic() - sent)
             except (RemoteError, CorruptData) as error:
                 if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
                     raise
                 _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no heartbeat: %s", error)
                 commands = ()
             await self._obey(commands)
-            await self._clock.sleep(self._heartbeat_s)
+            await self.clock.sleep(self.heartbeat_s)
 
     async def _obey(self, commands: Sequence[Command]) -> None:
         if Command.STOP in commands:
@@ -187,9 +175,8 @@ class Session:
             await self.register()
 
     def drain(self, reason: str) -> None:
-        """Take no more work."""
         if self.is_draining:
             return
         self.is_draining = True
         _LOG.info("draining: %s", reason)
-        self._bell.ring()
+        self.bell.ring()

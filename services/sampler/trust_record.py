@@ -1,22 +1,18 @@
-"""The durable record of the versions that this sampler verified, and what may follow them.
+"""The trust record: versions that this sampler verified, on disk, and the check of what may follow them.
 
-    versions.jsonl            what holds: a row for each version, with the fields of `SeenVersion`
-    versions.VARIANT.jsonl    the same of a variant, whose states are others under the same numbers
-    versions.jsonl.above-5    what held before a person agreed that the run went back to version 5
+    versions.jsonl            one row for each version, with the fields of `SeenVersion`
+    versions.VARIANT.jsonl    the same for a variant, whose states differ under the same numbers
+    versions.jsonl.above-5    the record before an operator agreed that the run went back to version 5
 
-Guarantees: a row is on disk before its version can be generated with; a version seen once is never accepted with
-another state or manifest, and a head below a version seen is never followed, also after a restart: only a person at
-this site may agree that the run went back, by `heterorl accept-rewind`. A coordinator that was restored from a backup,
-and one that an attacker runs, look the same from here: both offer less than there was. So no coordinator is asked. A
-row torn by a crash is cut off: its version is verified again. Rows of an earlier program state neither digest, run nor
-signature; then less is held against what comes.
+A row is on disk before its version is used. The sampler never accepts another state or manifest for a version in the
+record, nor a head below it, also after a restart. Only an operator of this site may agree that the run went back
+(`heterorl accept-rewind`): a restored coordinator and an attacker's look the same from here. A row torn by a crash is
+cut off, and its version is verified again. Rows of earlier releases lack digest, run and key; then fewer checks apply.
 
-A version may follow only if it descends from the one used last, or names that as abandoned. A manifest names its parent
-by digest, so the way from the new version back to the remembered one is a chain of manifests that the first vouches
-for. Numbers are dense and never reused: a manifest of version v with parent p < v - 1 is itself the record that
-versions p + 1 to v - 1 are abandoned, and the new version's signature covers that record too.
-
-    remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
+A version may follow only if it descends from the version used last, or names that one as abandoned. A manifest names
+its parent by digest, so the manifests from the new version back to the recorded one form a chain. Numbers are dense and
+never reused: version v with parent p < v - 1 states that versions p + 1 to v - 1 are abandoned, and the signature of
+the new version covers that statement.
 """
 
 from __future__ import annotations
@@ -40,14 +36,14 @@ from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]
-"""From the oldest and the newest of a range of versions to their manifests, newest first, as many as fit one answer."""
+"""Maps the oldest and newest of a range of versions to their manifests, newest first, as many as fit one answer."""
 MAX_AT_ONCE = 256
-"""Manifests asked for at once, so that a long way back costs few round trips."""
+"""Manifests in one request, so that a long chain costs few round trips."""
 NOTHING_ABANDONED = range(0)
 
 
 class RunReplaced(OperatorError):
-    """The coordinator contradicts what this sampler verified before: its versions were lost, or are another run's."""
+    """The coordinator contradicts what this sampler verified: versions were lost, or belong to another run."""
 
     action = (
         "ask the run's operator; where the run was restored from a backup, of version V, agree once on this machine by"
@@ -57,9 +53,9 @@ class RunReplaced(OperatorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenVersion:
-    """A version that this sampler verified; empty where a row does not say.
+    """A verified version; a field is empty if its row does not state it.
 
-    `signed_by` is the public key that signed its manifest, or "unsigned" where no key was trusted.
+    `signed_by` is the public key that signed its manifest, or "unsigned" if no key was trusted.
 
     Example: SeenVersion(version=7, state_root=root, manifest_digest=digest, run_id="run", signed_by="ed25519:...")
     """
@@ -82,18 +78,17 @@ class TrustRecord:
         else:
             make_directory(path.parent)
             path.touch()
-            # Without this a power cut could take the whole file, fsynced rows and all.
+            # Without this a power cut could lose the whole file.
             sync_directory(path.parent)
 
     @property
     def versions(self) -> Collection[int]:
-        """Numbers of the versions that were verified."""
         return self._seen.keys()
 
     def rewind(self, to_version: int) -> list[SeenVersion]:
-        """Forget what was seen above a version, where a person says that the run went back; returns what is forgotten.
+        """Forget rows above a version by order of an operator; returns them.
 
-        Durable when it returns; the record as it was is kept beside it.
+        Durable when it returns; a copy of the old record stays next to it.
         """
         forgotten = [seen for version, seen in sorted(self._seen.items()) if version > to_version]
         if forgotten:
@@ -106,19 +101,19 @@ class TrustRecord:
 
     @property
     def newest(self) -> SeenVersion | None:
-        """The highest version ever verified."""
+        """Row of the highest version."""
         return self._seen[max(self._seen)] if self._seen else None
 
     @property
     def highest_version(self) -> int:
-        """Number of the highest version ever verified; NO_VERSION for none."""
+        """Highest version; NO_VERSION if the record is empty."""
         return max(self._seen, default=NO_VERSION)
 
     def note(self, seen: SeenVersion) -> None:
         """Append a verified version; durable when it returns.
 
         Raises:
-            RunReplaced: the version was seen with another state or another manifest.
+            RunReplaced: the version was seen with another state or manifest.
             DiskFull: the row is not written.
         """
         known = self._seen.get(seen.version)
@@ -159,7 +154,7 @@ def _row(seen: SeenVersion) -> bytes:
 
 
 def _keep_beside(path: Path, name: str) -> None:
-    """Give a file a second name, one that is free."""
+    """Hard-link a file under a free name."""
     for number in itertools.count(1):
         try:
             path.with_name(name if number == 1 else f"{name}.{number}").hardlink_to(path)
@@ -188,12 +183,12 @@ def _parse(row: dict[str, Any]) -> SeenVersion:
 
 
 def record_name(variant: str) -> str:
-    """Name of the file in the state directory."""
+    """File name in the state directory."""
     return f"versions.{variant}.jsonl" if variant else "versions.jsonl"
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:
-    """Refuse a head below the newest version that this sampler knew of before it asked.
+    """Refuse a head below the newest version that this sampler knew before it asked.
 
     Raises:
         RunReplaced: versions that existed are gone.
@@ -203,13 +198,9 @@ def check_head(head_version: int, *, seen_version: int) -> None:
 
 
 async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
-    """Check the manifest of a new version against the newest one used; returns the versions that were abandoned.
+    """Check a new version's manifest `data` against the newest one used; returns the abandoned versions.
 
-    Args:
-        data: exact bytes of the new version's manifest.
-        newest: the highest version used; None accepts whatever comes first.
-        known: manifests at hand by version; trusted no more than fetched ones.
-        fetch: gets others.
+    `known` are manifests by version, trusted no more than fetched ones; `newest` None accepts any first version.
 
     Raises:
         RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
@@ -253,13 +244,13 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
             raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}") from error
         if not found:
             raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}")
-        # What is held already is kept; what is beyond the range was not asked for.
+        # Known manifests are kept; those beyond the range were not asked for.
         manifests.update(
             (version, data)
             for version, data in zip(range(number, first - 1, -1), found, strict=False)
             if version not in manifests
         )
-    # Taken, not read: a long way back must not be in memory as a whole.
+    # Removed when used: a long chain must not stay in memory.
     data = manifests.pop(number)
     if manifest_digest(data) != child.parent_digest:
         raise UnprovenDescent(f"version {child.version} names another version {number} than the coordinator shows")
@@ -267,10 +258,10 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
 
 
 def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
-    """What would be forgotten, in a sentence for each record that has something above the version.
+    """One sentence for each record with rows above the version: what `agree` would forget.
 
     Raises:
-        OperatorError: there is no record, or it is of another run.
+        OperatorError: there is no record, or it belongs to another run.
         CorruptStore: a record cannot be read.
     """
     sentences = []
@@ -289,7 +280,7 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
 
 
 def agree(state_dir: Path, *, run: str, to_version: int) -> None:
-    """Forget what was seen above the version; durable when it returns.
+    """Forget the rows above the version; durable when it returns.
 
     Raises:
         OperatorError, CorruptStore: as `differences`.

@@ -1,14 +1,10 @@
-"""Keeping the sampler's weights where the delay model says: watch, pull and verify while generation goes on.
+"""Weight sync: watches the head, pulls and verifies versions while generation goes on.
 
-    watch   waits for news of the head; unblocked by the coordinator, or by a broken link (then it dials again)
-    sync    waits for a target newer than what is staged; unblocked by watch or by time
-    take    (generation) never waits: it gets the staged version, if there is another one
-
-Guarantees: what `take` returns is verified and recorded; nothing half applied is ever visible; exactly the target is
-staged, or the next version of the lineage where the target was abandoned, and never one older than any used before; a
-version that no trusted key signed, or that does not descend from the one used last, is refused before a byte of it is
-fetched; whatever fails on the way, generation goes on with the version it has. Only a run that contradicts the record
-(RunReplaced) ends the process. Must never touch the engine.
+`take` returns only a version that is verified and recorded. The sync stages the target of the delay model, or the next
+version of the lineage if the learner abandoned the target, and never an older version than the newest one used. It
+refuses a version without a trusted signature or the right ancestry before it fetches a byte. After any other failure
+generation continues with the version it has; only a run that contradicts the record (RunReplaced) ends the process.
+This module must never touch the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
@@ -31,60 +28,51 @@ from heterorl.sampler.trust_record import SeenVersion, TrustRecord, check_descen
 _LOG = logging.getLogger(__name__)
 
 DAMAGED_CAP_S = 300.0
-"""A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
+"""Longest backoff after a version that fails its checks: each attempt costs a whole snapshot."""
 MAX_SKIPPED = 256
-"""Versions that are found missing in one attempt; the next attempt goes on behind them."""
+"""Missing versions that one attempt skips; the next attempt continues behind them."""
 MAX_PUBLISHED = 4096
-"""Versions whose publication is remembered, for their age; far more than staleness may be."""
+"""Versions whose publication time is kept, for their age; far more than the staleness bound."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class WeightSync:
-    """Two loops around one puller; see the module docstring. `backoff` is for pulls."""
+    """Two loops around one puller; `backoff` is for pulls."""
 
-    def __init__(
-        self,
-        *,
-        api: SamplerApi,
-        puller: Puller,
-        visibility: Visibility,
-        record: TrustRecord,
-        trust: Trust,
-        clock: Clock,
-        bell: Bell,
-        rng: random.Random,
-        backoff: Backoff,
-    ) -> None:
-        self._api = api
-        self.puller = puller
-        self._visibility = visibility
-        self._record = record
-        self._trust = trust
-        self._clock = clock
-        self._bell = bell
+    api: SamplerApi
+    puller: Puller
+    visibility: Visibility
+    record: TrustRecord
+    trust: Trust
+    clock: Clock
+    bell: Bell
+    rng: random.Random
+    backoff: Backoff
+
+    def __post_init__(self) -> None:
         self._staged: PulledVersion | None = None
         self._signed_by = ""
         self._refusal = ""
         self._skipped_to = 0
         self.problem = ""
-        """Why the newest version cannot be stored; empty while all is well."""
-        self._watch_backoff = Backoff(clock=clock, rng=rng)
-        self._sync_backoff = backoff
-        self._damage_backoff = Backoff(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
+        """Why the newest version cannot be stored; empty if all is well."""
+        self._watch_backoff = Backoff(clock=self.clock, rng=self.rng)
+        self._damage_backoff = Backoff(clock=self.clock, rng=self.rng, cap_s=DAMAGED_CAP_S)
         self.head_version = NO_VERSION
         self._published: dict[int, float] = {}
 
     def take(self, current: int) -> PulledVersion | None:
-        """The staged version, when it is another than `current`."""
+        """The staged version if it is another one than `current`; never waits."""
         staged = self._staged
         return staged if staged is not None and staged.version != current else None
 
     def age_s(self, version: int) -> float | None:
-        """Seconds since a version was published; None for one whose news was never heard."""
+        """Seconds since a version was published; None if its news was not heard."""
         published = self._published.get(version)
-        return None if published is None else max(0.0, self._clock.monotonic() - published)
+        return None if published is None else max(0.0, self.clock.monotonic() - published)
 
     async def watch(self) -> None:
-        """Follow the head for ever.
+        """Follow the head forever.
 
         Raises:
             RunReplaced: the head went back.
@@ -94,97 +82,98 @@ class WeightSync:
                 await self._follow()
                 delay_s = self._watch_backoff.delay_s()
             except (RemoteError, CorruptData) as error:
-                # The link says when nobody answers, and when somebody does again.
+                # The link logs when the coordinator stops answering, and when it answers again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "the watch on the head broke: %s", error)
                 retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
                 delay_s = self._watch_backoff.delay_s(asked_s=retry_after_s)
-            await self._clock.sleep(delay_s)
+            await self.clock.sleep(delay_s)
 
     async def _follow(self) -> None:
-        seen_version = max(self.head_version, self._record.highest_version)
-        # From nothing, not from what was seen: a coordinator whose head went back would never pass that cursor.
-        async for update in self._api.watch_head(after_version=NO_VERSION):
+        seen_version = max(self.head_version, self.record.highest_version)
+        # From NO_VERSION: a coordinator whose head went back would never pass a later cursor.
+        async for update in self.api.watch_head(after_version=NO_VERSION):
             check_head(update.version, seen_version=seen_version)
             seen_version = update.version
             self._watch_backoff.reset()
             self.head_version = update.version
-            published = self._clock.monotonic() - update.age_s
-            self._visibility.see(update.version, published)
+            published = self.clock.monotonic() - update.age_s
+            self.visibility.see(update.version, published)
             self._published[update.version] = published
             if len(self._published) > MAX_PUBLISHED:
                 del self._published[next(iter(self._published))]
-            self._bell.ring()
+            self.bell.ring()
 
     async def sync(self) -> None:
-        """Stage the target version for ever.
+        """Stage the target version forever.
 
         Raises:
-            RunReplaced: a version has another state than before, or is of another history.
+            RunReplaced: a version has another state than before, or another history.
         """
         while True:
-            ticket = self._bell.ticket()
+            ticket = self.bell.ticket()
             current = NO_VERSION if self._staged is None else self._staged.version
-            now = self._clock.monotonic()
-            target, wake = self._visibility.target(now, current=current)
+            now = self.clock.monotonic()
+            target, wake = self.visibility.target(now, current=current)
             if target <= current:
-                await ring_or_time(ticket, clock=self._clock, seconds=None if wake is None else wake - now)
+                await ring_or_time(ticket, clock=self.clock, seconds=None if wake is None else wake - now)
                 continue
             delay_s = await self._stage(target)
             if delay_s:
-                await self._clock.sleep(delay_s)
+                await self.clock.sleep(delay_s)
 
     async def _stage(self, target: int) -> float:
-        """Stage `target`; returns how long to wait before the next attempt, 0 after success."""
+        """Stage `target`; returns seconds until the next attempt, 0 after success."""
         try:
             pulled = await self._pull(target)
-            await asyncio.to_thread(self._record.note, self._seen(pulled))
+            await asyncio.to_thread(self.record.note, self._seen(pulled))
         except RemoteError as error:
             _LOG.log(
                 logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "version %d waits: %s", target, error
             )
-            return self._sync_backoff.delay_s(asked_s=error.retry_after_s)
+            return self.backoff.delay_s(asked_s=error.retry_after_s)
         except UntrustedVersion as error:
-            # Costs no payload, so it is asked for as often as over a broken link; said once.
+            # Costs no payload, so retried as often as a broken link; logged once.
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 _LOG.error("version %d is refused: %s", target, error)
-            return self._sync_backoff.delay_s()
+            return self.backoff.delay_s()
         except (DiskFull, OSError) as error:
-            # Nothing is wrong with the version: it is asked for as often as over a broken link, and said once.
+            # The version is sound, so retried as often as a broken link; logged once.
             if not self.problem:
                 _LOG.error("VERSION %d CANNOT BE STORED, generation goes on with the one before: %s", target, error)
             self.problem = str(error)
-            return self._sync_backoff.delay_s()
+            return self.backoff.delay_s()
         except CorruptData as error:
             _LOG.error("version %d is not usable: %s", target, error)
             return self._damage_backoff.delay_s()
         if self.problem:
             _LOG.info("the disk has room again: version %d is here", target)
-        self._sync_backoff.reset()
+        self.backoff.reset()
         self._damage_backoff.reset()
         self._staged = pulled
         self._refusal = self.problem = ""
-        self._bell.ring()
+        self.bell.ring()
         return 0.0
 
     async def _pull(self, target: int) -> PulledVersion:
         """The target, or the first version after it that is still in the lineage.
 
-        Waiting for an abandoned version would never end: a sampler held back behind it gets no work, and without
-        work there are no new versions that would move the target on. Never less than was used before: after a
-        restart the delay model may ask for it, but it let the newer version through once.
+        To wait for an abandoned version would never end: a sampler behind it gets no work, and without work no new
+        version
+        moves the target. The version is never below the newest one used: after a restart the delay model may ask for
+        less.
         """
         if self._skipped_to > self.head_version:
             self._skipped_to = 0
-        target = max(target, self._record.highest_version, self._skipped_to)
+        target = max(target, self.record.highest_version, self._skipped_to)
         for version in range(target, self.head_version):
             try:
                 pulled = await self.puller.pull(held=self._staged, want_version=version, admit=self._admit)
             except UnknownVersion as error:
                 _LOG.debug("version %d is skipped: %s", version, error)
                 if version - target + 1 >= MAX_SKIPPED:
-                    # The head is a peer's word: however far it is, between so many questions there is a wait.
+                    # The coordinator states the head: the sampler waits after MAX_SKIPPED questions, however far it is.
                     self._skipped_to = version + 1
                     raise
                 continue
@@ -198,17 +187,17 @@ class WeightSync:
         return pulled
 
     async def _admit(self, plan: PullPlan) -> None:
-        """Judge the version that a plan leads to by its manifest, whatever payloads lead there.
+        """Check the target's signature and ancestry by its manifest, before any payload.
 
         Raises:
-            UntrustedVersion: no trusted key signed it, or nothing shows that it descends from the one used last.
-            RunReplaced: it is of another history than the one used last.
+            UntrustedVersion: no trusted key signed it, or it does not prove its descent from the version used last.
+            RunReplaced: it has another history than the version used last.
         """
         target = plan.manifests[-1]
-        self._signed_by = self._trust.check(target, plan.signature, version=plan.target_version)
+        self._signed_by = self.trust.check(target, plan.signature, version=plan.target_version)
         abandoned = await check_descent(
             target,
-            newest=self._record.newest,
+            newest=self.record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
             fetch=self.puller.chain.list,
         )

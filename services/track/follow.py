@@ -1,8 +1,7 @@
-"""Following a run until it ends: each tracker gets what it lacks, whatever was cut meanwhile.
+"""Follows a run until it ends and writes to each tracker what it lacks.
 
-Guarantees: nothing is sent to a tracker before it was asked what it has, so that nothing is there twice and nothing is
-missing; the run is only read. One tracker that fails does not hold up the others. What a tracker has not is asked from
-the coordinator, nothing is kept here.
+A tracker is asked what it has before anything is sent, so that no row is missing or doubled after an interruption; no
+state is kept here. The run is only read. A tracker that fails does not delay the others.
 """
 
 from __future__ import annotations
@@ -26,17 +25,15 @@ _LOG = logging.getLogger(__name__)
 _AT_ONCE = 500
 """Reports in one write."""
 LINGER_S = 600.0
-"""How long evaluations that are under way are waited for when the run has ended."""
+"""Longest wait for evaluations in progress after the run has ended."""
 
 Open = Callable[[RunStatus], Tracker]
-"""Opens the run in a tracker; Unreachable where it does not answer."""
+"""Opens the run in a tracker; Unreachable if it does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How a run is followed: seconds between two looks; prompts in a table of samples (0: none) and versions between
-    two tables.
-    """
+    """Seconds between two looks; prompts in a table of samples (0: none) and versions between two tables."""
 
     every_s: float = 5.0
     is_once: bool = False
@@ -53,22 +50,22 @@ class Sent:
     evaluations: int = 0
     tables: int = 0
     mark: Mark | None = None
-    """The newest report that it has."""
+    """The newest report in the tracker."""
     problem: str = ""
-    """Why it has less than the run; empty while nothing is wrong."""
+    """Why the tracker lacks rows; empty if all is well."""
 
 
 Show = Callable[[RunStatus | None, str, Sequence[Sent]], None]
-"""Takes the newest status, what keeps the coordinator from answering (empty: nothing) and what the trackers got."""
+"""Takes the newest status, the coordinator's problem (empty: none) and the trackers' states."""
 
 
 async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock, show: Show) -> None:
-    """Write a run into trackers, by name, until the run has ended, or what there is with `is_once`.
+    """Write a run into trackers until the run has ended, or once with `is_once`.
 
     Raises:
-        OperatorError: a tracker's run is of another history than the coordinator's.
-        Unreachable: a tracker that did not answer when it was opened first, so that a wrong key or directory is said;
-            later, and of the coordinator, only with `is_once`: what does not answer is asked again.
+        OperatorError: a tracker's run has another history than the coordinator's.
+        Unreachable: a tracker does not answer when it is first opened, so that a wrong key or directory is reported.
+            Later, and for the coordinator, only with `is_once`; otherwise the call is retried.
         HeterorlError: the coordinator refuses.
     """
     slots = [_Slot(name, open_, api, pace) for name, open_ in opens.items()]
@@ -104,12 +101,12 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
 
 
 def has_ended(status: RunStatus) -> bool:
-    """Whether a run's learner ordered it to end and has gone; one that comes back begins it again."""
+    """Whether a run's learner ended it and has gone."""
     return status.is_draining and not status.learner
 
 
 class _First(Unreachable):
-    """A tracker that did not answer when it was opened first: whoever started this is there to see to it."""
+    """A tracker did not answer when it was first opened: the user who started this can repair it."""
 
     is_transient = False
 
@@ -119,8 +116,6 @@ class _TrackerFailed(Exception):
 
 
 class _Slot:
-    """One tracker, open or not."""
-
     def __init__(self, name: str, open_: Open, api: OperatorApi, pace: Pace) -> None:
         self.sent = Sent(name)
         self.is_waiting = False
@@ -210,7 +205,7 @@ async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
             raise error.__cause__ or error from None
         _LOG.warning("%s: %s", slot.sent.name, error)
         slot.sent.problem = str(error)
-        # What it took before it failed it says itself when it is opened again.
+        # The next open asks the tracker what it took.
         await slot.close()
         return False
     return True

@@ -1,11 +1,10 @@
-"""What a run published since a tracker's newest: each report and each evaluation once, in order, over rollbacks too.
+"""New step reports and evaluations of a run for one tracker: each once, in order, also over rollbacks.
 
-ListSteps has a cursor of steps, and a rollback takes steps again under new versions: reports behind the cursor may be
-new. What a rollback abandons is no longer listed. While the mark itself is, everything new is behind its step; where
-it is not, the list is read from its beginning.
+ListSteps has a cursor of steps, and a rollback repeats steps under new versions, so new reports may lie behind the
+cursor. Abandoned reports are not listed. While the tracker's newest report is listed, new ones come after its step;
+otherwise the whole list is read.
 
-An evaluation that has not ended holds back the later ones of its set, so that the newest version of a set says what a
-tracker has.
+An evaluation in progress holds back later ones of its set, so that the newest version of a set says what a tracker has.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PAGE = 1000
 
 
 class StepFeed:
-    """The reports behind `after`, for one tracker."""
+    """Step reports after `after`."""
 
     def __init__(self, api: OperatorApi, *, after: Mark | None) -> None:
         self._api = api
@@ -33,9 +32,8 @@ class StepFeed:
         self._head: int | None = None
 
     async def read(self, head: int) -> tuple[StepReport, ...]:
-        """Reports of versions up to `head`, which a status asked before this call named; later ones are the next's.
-
-        All of them were committed before the listing began, so none can come behind it.
+        """New reports of versions up to `head`, taken from a status before this call, so that none can appear behind
+        it.
 
         Raises:
             HeterorlError: the coordinator refuses or cannot be reached; the next call reads the same.
@@ -59,24 +57,24 @@ class StepFeed:
             page = await self._api.list_steps(after_step=cursor, limit=STEPS_A_CALL)
             if len(page) < STEPS_A_CALL:
                 return [*reports, *page]
-            # A step may have several versions, and the cursor knows steps alone: the last one is read again, whole.
+            # A step may have several versions and the cursor counts steps: the last step is read again.
             whole = [report for report in page if report.step < page[-1].step] or list(page)
             reports += whole
             cursor = whole[-1].step
 
 
 class EvaluationFeed:
-    """The evaluations behind `after`, sets to versions, for one tracker."""
+    """Evaluations after `after`, which maps sets to versions."""
 
     def __init__(self, api: OperatorApi, *, after: Mapping[str, int]) -> None:
         self._api = api
         self._marks = dict(after)
         self._cursor = -1
         self.is_waiting = False
-        """Whether one that a site has begun was under way at the last reading."""
+        """Whether a site was drawing an evaluation at the last reading."""
 
     async def read(self) -> tuple[Evaluation, ...]:
-        """Those that have ended by now.
+        """New evaluations that have ended.
 
         Raises:
             HeterorlError: the coordinator cannot be reached; the next call reads the same.
@@ -105,7 +103,7 @@ class EvaluationFeed:
             except Unreachable:
                 raise
             except RemoteError:
-                # A coordinator of an earlier release knows none.
+                # A coordinator of an earlier release has none.
                 return []
             if not page:
                 return found

@@ -1,4 +1,4 @@
-"""MLflow: a server of MLFLOW_TRACKING_URI, or an SQLite file; one batch of metrics a step."""
+"""MLflow: the server of MLFLOW_TRACKING_URI, or an SQLite file; one batch of metrics a step."""
 
 from __future__ import annotations
 
@@ -12,80 +12,69 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker import Had, Mark, Place, reaching
 from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of
 
-_ACTION = "check MLFLOW_TRACKING_URI and its server; it is tried again"
+_reaching = reaching("mlflow", MlflowException, OSError, action="check MLFLOW_TRACKING_URI and its server")
 _TAG, _SETS, _TABLE = "heterorl_run", "heterorl_evaluated", "heterorl_samples"
 
 
 class Mlflow:
-    """The run that carries the tag `heterorl_run`, in the experiment of the project.
+    """The run with the tag `heterorl_run`, in the experiment of the project.
 
-    All metrics of a step have one timestamp, later than the step's before: what a batch that was cut has left is newer
-    than the last whole one, whose marker `version` is written last.
+    All metrics of a step have one timestamp, later than the step's before, and its marker `version` is written last. So
+    metrics newer than the newest marker are of a batch that was cut.
     """
 
+    @_reaching
     def __init__(self, place: Place) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-        try:
-            directory = place.directory.resolve()
-            self._client = MlflowClient(uri or f"sqlite:///{directory / 'mlflow.db'}")
-            # Without a server MLflow would put artifacts into the directory that this process was started in.
-            run = self._find(place, None if uri else (directory / "mlartifacts").as_uri())
-            self._run = str(run.info.run_id)
-            self._state(run, place.facts)
-            markers = self._client.get_metric_history(self._run, "version")
-            newest = max(markers, key=lambda entry: (entry.value, entry.step), default=None)
-            self._sets: dict[str, int] = json.loads(run.data.tags.get(_SETS, "{}"))
-            self._had = Had(
-                steps=None if newest is None else Mark(int(newest.value), newest.step),
-                evaluations=dict(self._sets),
-                table=int(run.data.tags.get(_TABLE, -1)),
-            )
-            self._time_ms = 0 if newest is None else int(newest.timestamp)
-            self._is_cut = True
-        except (MlflowException, OSError) as error:
-            raise Unreachable(f"mlflow: {error}", action=_ACTION) from error
+        directory = place.directory.resolve()
+        self._client = MlflowClient(uri or f"sqlite:///{directory / 'mlflow.db'}")
+        # Without a server MLflow would put artifacts into the directory that this process was started in.
+        run = self._find(place, None if uri else (directory / "mlartifacts").as_uri())
+        self._run = str(run.info.run_id)
+        self._state(run, place.facts)
+        markers = self._client.get_metric_history(self._run, "version")
+        newest = max(markers, key=lambda entry: (entry.value, entry.step), default=None)
+        self._sets: dict[str, int] = json.loads(run.data.tags.get(_SETS, "{}"))
+        self._had = Had(
+            steps=None if newest is None else Mark(int(newest.value), newest.step),
+            evaluations=dict(self._sets),
+            table=int(run.data.tags.get(_TABLE, -1)),
+        )
+        self._time_ms = 0 if newest is None else int(newest.timestamp)
+        self._is_cut = True
 
     def had(self) -> Had:
-        """The newest marker's, and what the run's tags say."""
         return self._had
 
+    @_reaching
     def write(self, reports: Sequence[StepReport]) -> None:
-        """One batch a report, its marker last."""
-        try:
-            for report in reports:
-                self._write(report)
-        except (MlflowException, OSError) as error:
-            raise Unreachable(f"mlflow: {error}", action=_ACTION) from error
+        for report in reports:
+            self._write(report)
 
+    @_reaching
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One batch an evaluation, at its version and the time of its end: written again it is the same, once."""
-        try:
-            for found in evaluations:
-                time_ms = int(found.ended_time * 1000)
-                row = {_name(name): float(value) for name, value in evaluation_row(found).items()}
-                metrics = [Metric(name, value, time_ms, found.version) for name, value in row.items()]
-                self._client.log_batch(self._run, metrics=metrics)
-                self._sets[found.task_set] = found.version
-                self._client.set_tag(self._run, _SETS, json.dumps(self._sets))
-        except (MlflowException, OSError) as error:
-            raise Unreachable(f"mlflow: {error}", action=_ACTION) from error
+        """One batch an evaluation, at its version and end time: a second write gives the same row."""
+        for found in evaluations:
+            time_ms = int(found.ended_time * 1000)
+            row = {_name(name): float(value) for name, value in evaluation_row(found).items()}
+            metrics = [Metric(name, value, time_ms, found.version) for name, value in row.items()]
+            self._client.log_batch(self._run, metrics=metrics)
+            self._sets[found.task_set] = found.version
+            self._client.set_tag(self._run, _SETS, json.dumps(self._sets))
 
+    @_reaching
     def write_table(self, table: TextTable) -> None:
-        """The artifact samples.json, in the form that MLflow shows as a table; the one before is replaced."""
+        """The artifact samples.json, which MLflow shows as a table; it replaces the one before."""
         text = json.dumps({"columns": COLUMNS, "data": table.rows})
-        try:
-            self._client.log_text(self._run, text, "samples.json")
-            shown = json.dumps([{"path": "samples.json", "type": "table"}])
-            self._client.set_tag(self._run, "mlflow.loggedArtifacts", shown)
-            self._client.set_tag(self._run, _TABLE, str(table.version))
-        except (MlflowException, OSError) as error:
-            raise Unreachable(f"mlflow: {error}", action=_ACTION) from error
+        self._client.log_text(self._run, text, "samples.json")
+        shown = json.dumps([{"path": "samples.json", "type": "table"}])
+        self._client.set_tag(self._run, "mlflow.loggedArtifacts", shown)
+        self._client.set_tag(self._run, _TABLE, str(table.version))
 
     def _write(self, report: StepReport) -> None:
         row = {_name(name): value for name, value in row_of(report).items()}
@@ -101,7 +90,7 @@ class Mlflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """Nothing is buffered; whether the run has ended the run's own page says."""
+        """Nothing is buffered."""
 
     def _find(self, place: Place, artifacts: str | None) -> Run:
         experiment = self._client.get_experiment_by_name(place.project)
@@ -114,7 +103,7 @@ class Mlflow:
         return found[0] if found else self._client.create_run(number, run_name=place.run, tags={_TAG: place.run})
 
     def _state(self, run: Run, facts: Mapping[str, str]) -> None:
-        # A parameter cannot be changed: what a learner runs with now is in the tags.
+        # A parameter cannot change: the tags hold the current values.
         batch = [Param(_name(name), value) for name, value in facts.items() if _name(name) not in run.data.params]
         tags = [RunTag(_name(name), value) for name, value in facts.items()]
         self._client.log_batch(run.info.run_id, params=batch, tags=tags)
@@ -125,5 +114,5 @@ class Mlflow:
 
 
 def _name(name: str) -> str:
-    """MLflow takes letters, digits, `_-. /`: any other character becomes its number."""
+    """MLflow takes letters, digits, `_-. /`: any other character becomes its code point."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", lambda found: f"_{ord(found[0]):x}_", name)

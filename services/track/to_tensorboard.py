@@ -1,7 +1,7 @@
-"""TensorBoard: event files, one record a step; steps taken again hide the earlier ones by the format's own purge.
+"""TensorBoard: event files, one record a step; repeated steps hide earlier ones by the format's own purge.
 
-Evaluations and samples have versions where steps have steps, and a purge hides by that number: they are runs of their
-own, `RUN/evaluation` and `RUN/samples`.
+Evaluations and samples count versions, not steps, and a purge hides by that number. So they are runs of their own,
+`RUN/evaluation` and `RUN/samples`.
 """
 
 from __future__ import annotations
@@ -19,81 +19,69 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place, mark_of
+from heterorl.track.tracker import Had, Mark, Place, mark_of, reaching
 from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 
-_ACTION = "see that the directory can be written; it is tried again"
+_reaching = reaching("tensorboard", OSError, action="see that the directory can be written")
 
 
 class TensorBoard:
-    """Event files in `directory/tensorboard/run`; values are float32, as TensorBoard keeps them."""
+    """Event files in `directory/tensorboard/run`; values are float32."""
 
+    @_reaching
     def __init__(self, place: Place) -> None:
         folder = place.directory / "tensorboard" / place.run
-        try:
-            self._steps = _Folder(folder)
-            self._evaluations, self._tables = _Folder(folder / "evaluation"), _Folder(folder / "samples")
-            self._mark = self._steps.last(_mark)
-            sets: dict[str, int] = {}
-            for event in self._evaluations.events():
-                sets |= {name: int(event.step) for value in event.summary.value if (name := set_of(value.tag))}
-            table = self._tables.last(lambda event: int(event.step) if event.summary.value else None)
-            self._had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
-            if self._mark is None and place.facts:
-                rows = [[name, value] for name, value in place.facts.items()]
-                self._steps.put(Event(summary=Summary(value=[_text("config", ("name", "value"), rows)])))
-            self._steps.flush()
-        except OSError as error:
-            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+        self._steps = _Folder(folder)
+        self._evaluations, self._tables = _Folder(folder / "evaluation"), _Folder(folder / "samples")
+        self._mark = self._steps.last(_mark)
+        sets: dict[str, int] = {}
+        for event in self._evaluations.events():
+            sets |= {name: int(event.step) for value in event.summary.value if (name := set_of(value.tag))}
+        table = self._tables.last(lambda event: int(event.step) if event.summary.value else None)
+        self._had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
+        if self._mark is None and place.facts:
+            rows = [[name, value] for name, value in place.facts.items()]
+            self._steps.put(Event(summary=Summary(value=[_text("config", ("name", "value"), rows)])))
+        self._steps.flush()
 
     def had(self) -> Had:
-        """The newest whole records'."""
         return self._had
 
+    @_reaching
     def write(self, reports: Sequence[StepReport]) -> None:
-        """Append; a step that is not behind the last one purges what is at or behind it first."""
-        try:
-            for report in reports:
-                if self._mark is not None and report.step <= self._mark.step:
-                    self._steps.put(Event(step=report.step, session_log=SessionLog(status=SessionLog.START)))
-                # Seconds since the epoch are no number for float32: they are the record's own time.
-                row = {name: value for name, value in row_of(report).items() if name != "published_time"}
-                self._steps.put(_numbers(report.step, row), at=report.published_time)
-                self._mark = mark_of(report)
-            self._steps.flush()
-        except OSError as error:
-            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+        """Append; a repeated step first purges records from that step on."""
+        for report in reports:
+            if self._mark is not None and report.step <= self._mark.step:
+                self._steps.put(Event(step=report.step, session_log=SessionLog(status=SessionLog.START)))
+            # float32 cannot hold seconds since the epoch: they are the record's own time.
+            row = {name: value for name, value in row_of(report).items() if name != "published_time"}
+            self._steps.put(_numbers(report.step, row), at=report.published_time)
+            self._mark = mark_of(report)
+        self._steps.flush()
 
+    @_reaching
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One record an evaluation, at its version."""
-        try:
-            for found in evaluations:
-                self._evaluations.put(_numbers(found.version, evaluation_row(found)), at=found.ended_time)
-            self._evaluations.flush()
-        except OSError as error:
-            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+        for found in evaluations:
+            self._evaluations.put(_numbers(found.version, evaluation_row(found)), at=found.ended_time)
+        self._evaluations.flush()
 
+    @_reaching
     def write_table(self, table: TextTable) -> None:
-        """A table in the tab of texts, at its version."""
-        try:
-            value = _text("samples", COLUMNS, table.rows)
-            self._tables.put(Event(step=table.version, summary=Summary(value=[value])))
-            self._tables.flush()
-        except OSError as error:
-            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+        value = _text("samples", COLUMNS, table.rows)
+        self._tables.put(Event(step=table.version, summary=Summary(value=[value])))
+        self._tables.flush()
 
     def close(self) -> None:
-        """Close the files; what a full disk did not take is missing, and written when the run is opened again."""
+        """Close the files; rows that a full disk did not take are written when the run is opened again."""
         for folder in (self._steps, self._evaluations, self._tables):
             with contextlib.suppress(OSError):
                 folder.close()
 
 
 class _Folder:
-    """The event files of one run, of which each process that writes anything adds one."""
+    """The event files of one run; each process that writes adds one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,7 +89,7 @@ class _Folder:
         self._writer: RecordWriter | None = None
 
     def last(self, read: Any) -> Any:
-        """What `read` says of the newest record of which it says anything, or None."""
+        """The last non-None answer of `read` over the newest file that has one, or None."""
         for path in reversed(self._files):
             found = [answer for event in _events(path) if (answer := read(event)) is not None]
             if found:
@@ -114,10 +102,10 @@ class _Folder:
             yield from _events(path)
 
     def put(self, event: Any, *, at: float = 0.0) -> None:
-        """Append a record of a time, seconds since the epoch; 0 is now."""
+        """Append a record with a time, seconds since the epoch; 0 is now."""
         if self._writer is None:
             self._path.mkdir(parents=True, exist_ok=True)
-            # Files are read in the order of their names: this one is behind all others, whatever the clock says.
+            # Files are read in the order of their names: this one must come last, also after a clock step.
             newest = int(self._files[-1].name.split(".")[3]) if self._files else 0
             name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.heterorl"
             self._writer = RecordWriter((self._path / name).open("xb"))
@@ -155,6 +143,6 @@ def _text(tag: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> An
 
 
 def _events(path: Path) -> Iterator[Any]:
-    # What a kill tore off has no checksum: the reader ends before it.
+    # A record torn by a kill has no checksum: the reader ends before it.
     for data in RawEventFileLoader(str(path)).Load():
         yield Event.FromString(data)

@@ -1,4 +1,4 @@
-"""trackio: its own SQLite files on this machine, in TRACKIO_DIR; one row a step."""
+"""trackio: SQLite files of this machine in TRACKIO_DIR, one row a step."""
 
 from __future__ import annotations
 
@@ -11,39 +11,35 @@ from typing import Any
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
-from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker import Had, Mark, Place, reaching
 from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 
-_ACTION = "see that TRACKIO_DIR can be written; it is tried again"
+_reaching = reaching("trackio", sqlite3.Error, OSError, action="see that TRACKIO_DIR can be written")
 _TABLE = "samples/version"
 
 
 class Trackio:
-    """The run of that name in the project's file."""
+    """The run in the project's file."""
 
+    @_reaching
     def __init__(self, place: Place) -> None:
-        try:
-            # It greets on standard output.
-            with contextlib.redirect_stdout(io.StringIO()):
-                self._run = trackio.init(
-                    project=place.project,
-                    name=place.run,
-                    config=dict(place.facts),
-                    resume="allow",
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-            rows = SQLiteStorage.get_logs(place.project, place.run)
-        except (sqlite3.Error, OSError) as error:
-            raise Unreachable(f"trackio: {error}", action=_ACTION) from error
+        # It greets on standard output.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run = trackio.init(
+                project=place.project,
+                name=place.run,
+                config=dict(place.facts),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        rows = SQLiteStorage.get_logs(place.project, place.run)
         self._had = _had(rows)
 
     def had(self) -> Had:
-        """What its rows say."""
         return self._had
 
     def write(self, reports: Sequence[StepReport]) -> None:
@@ -55,12 +51,10 @@ class Trackio:
             self._run.log(row, step=report.step)
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One row an evaluation, at its version."""
         for found in evaluations:
             self._run.log(evaluation_row(found), step=found.version)
 
     def write_table(self, table: TextTable) -> None:
-        """One row with a table, at its version."""
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
         self._run.log({_TABLE: table.version, "samples": trackio.Table(data=rows)}, step=table.version)
 

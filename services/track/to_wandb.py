@@ -13,71 +13,67 @@ from typing import Any
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker import Had, Mark, Place, reaching
 from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of, version_name
 
-_ACTION = "check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline; it is tried again"
+_reaching = reaching(
+    "wandb",
+    wandb.errors.Error,
+    OSError,
+    action="check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline",
+)
 _TABLE = "samples/version"
 
 
 class WandB:
-    """The run whose id is the run's name. W&B's own row number counts reports, so that it never goes back."""
+    """The run whose id is the run's name. W&B's row number counts reports, so it never goes back."""
 
+    @_reaching
     def __init__(self, place: Place) -> None:
-        try:
-            place.directory.mkdir(parents=True, exist_ok=True)
-            self._run = wandb.init(
-                project=place.project,
-                id=place.run,
-                name=place.run,
-                dir=str(place.directory),
-                config=dict(place.facts),
-                resume="allow",
-                settings=wandb.Settings(
-                    console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
-                ),
-            )
-            self._defined: set[str] = set()
-            self._row, self._had = self._read_back(place)
-        except (wandb.errors.Error, OSError) as error:
-            raise Unreachable(f"wandb: {error}", action=_ACTION) from error
+        place.directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=place.project,
+            id=place.run,
+            name=place.run,
+            dir=str(place.directory),
+            config=dict(place.facts),
+            resume="allow",
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+        self._defined: set[str] = set()
+        self._row, self._had = self._read_back(place)
 
     def had(self) -> Had:
-        """What the service says of the resumed run; offline, what is in the files of earlier processes."""
+        """From the service for a resumed run; offline, from files of earlier processes."""
         return self._had
 
     def write(self, reports: Sequence[StepReport]) -> None:
-        """One row a report, whose x axis is `step`."""
         for report in reports:
             self._log(row_of(report), axis="step")
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One row an evaluation, whose x axis is the version on its set."""
         for found in evaluations:
             self._log(evaluation_row(found), axis=version_name(found.task_set))
 
     def write_table(self, table: TextTable) -> None:
-        """A table in a row of its own."""
         rows = [list(row) for row in table.rows]
         self._log({_TABLE: table.version, "samples/table": wandb.Table(columns=list(COLUMNS), data=rows)}, axis=_TABLE)
 
     def close(self) -> None:
-        """Hand everything over and end."""
         self._run.finish()
 
+    @_reaching
     def _log(self, row: Mapping[str, Any], *, axis: str) -> None:
-        try:
-            for name in row.keys() - self._defined:
-                # By name: of two patterns that fit it is not said which one holds.
-                self._run.define_metric(name, **({} if name == axis else {"step_metric": axis}))
-                self._defined.add(name)
-            self._row += 1
-            self._run.log(dict(row), step=self._row)
-        except (wandb.errors.Error, OSError) as error:
-            raise Unreachable(f"wandb: {error}", action=_ACTION) from error
+        for name in row.keys() - self._defined:
+            # By name: W&B does not define which of two matching patterns holds.
+            self._run.define_metric(name, **({} if name == axis else {"step_metric": axis}))
+            self._defined.add(name)
+        self._row += 1
+        self._run.log(dict(row), step=self._row)
 
     def _read_back(self, place: Place) -> tuple[int, Had]:
         if self._run.offline:
@@ -87,7 +83,7 @@ class WandB:
 
 
 def read_back(rows: Iterable[Mapping[str, Any]]) -> tuple[int, Had]:
-    """The number of the last of some rows, and what they have; a summary is a row of the newest values."""
+    """The last row number of some rows, and what they have; a summary is a row of the newest values."""
     number, steps, table, sets = 0, None, -1, dict[str, int]()
     for row in rows:
         number = max(number, int(row.get("_step", 0)))
@@ -103,14 +99,14 @@ def read_back(rows: Iterable[Mapping[str, Any]]) -> tuple[int, Had]:
 
 
 def rows_of_run(directory: Path, run: str) -> Iterator[dict[str, Any]]:
-    """The rows of history in all files of a run that are in W&B's directory."""
+    """Rows of history in all files of a run in W&B's directory."""
     pattern = f"offline-run-*-{glob.escape(run)}/run-{glob.escape(run)}.wandb"
     for path in sorted((directory / "wandb").glob(pattern)):
         yield from rows_in(path)
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of history in one of W&B's files, which are protobuf records in the format of LevelDB's log."""
+    """Rows of history in one of W&B's files: protobuf records in the format of LevelDB's log."""
     for data in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         if record.HasField("history"):
@@ -121,7 +117,7 @@ _BLOCK, _HEAD = 32768, 7
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    # The file's own head, ":W&B" with its version, is as long as a chunk's and counts as part of the first block.
+    # The file's header, ":W&B" and a version, is as long as a chunk's and counts in the first block.
     at, parts = _HEAD, b""
     while at + _HEAD <= len(data):
         if _BLOCK - at % _BLOCK < _HEAD:
@@ -129,7 +125,7 @@ def _records(data: bytes) -> Iterator[bytes]:
             continue
         checksum, length, kind = struct.unpack_from("<IHB", data, at)
         body = data[at + _HEAD : at + _HEAD + length]
-        # What a kill tore off ends the file.
+        # A record torn by a kill ends the file.
         if kind not in (1, 2, 3, 4) or len(body) < length or zlib.crc32(bytes([kind]) + body) != checksum:
             return
         parts = body if kind in (1, 2) else parts + body

@@ -1,18 +1,16 @@
-"""What a tracker must do: say what it has, take more, close; and the trackers by name.
-
-A package is imported when its tracker is opened.
-"""
+"""The Protocol of trackers, and the trackers by name; a package is imported when its tracker is opened."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.errors import ConfigError, DependencyMissing, Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import RunStatus
@@ -29,10 +27,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Had:
-    """What the tracker itself still has whole: the newest report, evaluation of each set, and table of samples."""
+    """What the tracker has: the newest report, evaluation of each set, and table of samples."""
 
     steps: Mark | None = None
-    """None of a run without steps."""
+    """None without steps."""
     evaluations: Mapping[str, int] = field(default_factory=dict)
     """Sets to versions."""
     table: int = -1
@@ -41,7 +39,7 @@ class Had:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tracker writes: a project and a run in it, a directory for what stays here; `facts` of the learner."""
+    """Where a tracker writes: a project and a run, a directory for local files; `facts` of the learner."""
 
     project: str
     run: str
@@ -50,13 +48,13 @@ class Place:
 
 
 class Tracker(Protocol):
-    """One run in one tracker; all calls block. One that fails raises Unreachable, and is opened anew."""
+    """One run in one tracker; all calls block. After Unreachable the tracker is opened again."""
 
     def had(self) -> Had:
         """What it had when it was opened."""
 
     def write(self, reports: Sequence[StepReport]) -> None:
-        """Append reports in order; a process killed meanwhile leaves some of the first ones."""
+        """Append reports in order; a kill may leave only the first ones."""
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
         """Append evaluations in order."""
@@ -73,8 +71,17 @@ def mark_of(report: StepReport) -> Mark:
     return Mark(report.version, report.step)
 
 
+@contextlib.contextmanager
+def reaching(name: str, *failures: type[Exception], action: str) -> Iterator[None]:
+    """Turn failures of a tracker's package into Unreachable; usable as a decorator."""
+    try:
+        yield
+    except failures as error:
+        raise Unreachable(f"{name}: {error}", action=f"{action}; heterorl tries again") from error
+
+
 class Kind(enum.Enum):
-    """A tracker that steps can go to."""
+    """A tracker."""
 
     WANDB = "wandb"
     MLFLOW = "mlflow"
@@ -91,7 +98,7 @@ _CLASSES = {
 
 
 def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
-    """A run in a tracker, made where it is not there; `run` empty: the run's own id.
+    """Open a run in a tracker, or create it; `run` empty: the run's own id.
 
     Raises:
         ConfigError: the directory cannot be made.

@@ -1,4 +1,4 @@
-"""What trackers are given: a report and an evaluation as rows of numbers, kept samples as a bounded table of texts."""
+"""Rows of numbers from a report and an evaluation, and a table of texts from kept samples."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from heterorl.common.types.evaluation import Estimate, Evaluation, EvaluationSta
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleKind, SamplePage, SampleRollout
 
 MAX_TEXT = 4000
-"""Characters of a prompt or a completion; the rest is cut."""
+"""Characters of a prompt or completion in a table."""
 MAX_PAGES = 20
-"""Pages that are looked through for samples that have texts."""
+"""Pages searched for samples with texts."""
 COLUMNS = ("version", "site", "prompt", "completion", "reward", "reward_parts", "tokens", "finish_reason")
 Cell = str | float | int
 
 
 def row_of(report: StepReport) -> dict[str, float]:
-    """Every number of a report by name; what the learner did not state is left out, `is_applied` is 0 or 1.
+    """Every number of a report by name; numbers that the learner did not state are left out, `is_applied` is 0 or 1.
 
     `tokens_per_s` is tokens divided by `times.period_s`, from the end of one step to the end of the next.
 
@@ -49,18 +49,18 @@ def row_of(report: StepReport) -> dict[str, float]:
 
 
 def version_name(task_set: str) -> str:
-    """The number of an evaluation's row that is its version, and the x axis of the others."""
+    """Name of the version in an evaluation's row, which is the x axis of the row."""
     return f"evaluation/{task_set}/version"
 
 
 def set_of(name: str) -> str | None:
-    """The set whose version a number is; None of any other number."""
+    """The set of a name that `version_name` made; None for other names."""
     inner = name.removeprefix("evaluation/").removesuffix("/version")
     return inner if name == version_name(inner) else None
 
 
 def evaluation_row(found: Evaluation) -> dict[str, float]:
-    """Every number of an evaluation under the name of its set; `low` and `high` end the 95 % interval over prompts.
+    """Every number of an evaluation under its set's name; `low` and `high` end the 95 % interval over prompts.
 
     Example: {"evaluation/math/version": 64, "evaluation/math/is_done": 1, "evaluation/math/mean": 0.42,
         "evaluation/math/mean_low": 0.38, "evaluation/math/pass_at_4": 0.6}
@@ -94,14 +94,14 @@ def _numbers(value: Any, prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """Samples as they were when `version` was the newest; rows as COLUMNS names them."""
+    """Samples when `version` was the newest; COLUMNS names the cells."""
 
     version: int
     rows: tuple[tuple[Cell, ...], ...]
 
 
 async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable | None:
-    """The newest samples that were trained on, of at most `most` prompts; None where no texts are kept."""
+    """The newest consumed samples of at most `most` prompts; None if no texts are kept."""
     rows: list[tuple[Cell, ...]] = []
     left, page = most, SamplePage(limit=min(most, MAX_PAGE))
     for _ in range(MAX_PAGES):
@@ -112,7 +112,7 @@ async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable |
             try:
                 rows += sample_rows(await api.get_sample(sample_id=summary.id))
             except UnknownSample:
-                # It made room for a newer one meanwhile.
+                # A newer sample took its place.
                 continue
             left -= 1
         if left == 0 or found.next_page is None:
@@ -122,7 +122,7 @@ async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable |
 
 
 def sample_rows(sample: Sample) -> list[tuple[Cell, ...]]:
-    """The best completion of a sample and the worst, lost members apart; one row where there is no difference."""
+    """The best and the worst completion of a sample, without lost members; one row if their rewards are equal."""
     ordered = sorted(sample.rollouts, key=lambda rollout: (rollout.is_lost, -rollout.reward))
     ordered = [rollout for rollout in ordered if not rollout.is_lost] or ordered[:1]
     chosen = [ordered[0], ordered[-1]] if ordered[-1].reward < ordered[0].reward else ordered[:1]
@@ -142,11 +142,11 @@ def sample_rows(sample: Sample) -> list[tuple[Cell, ...]]:
 
 
 def written(rollout: SampleRollout) -> str:
-    """A completion's text; of several turns each below who wrote it."""
+    """A completion's text; of several turns, each under its writer."""
     turns = [f"[{part.writer}]\n{text}" for part, text in rollout.turn_texts]
     return "\n".join(turns) or rollout.completion
 
 
 def cut(text: str) -> str:
-    """The first MAX_TEXT characters, and how many there were."""
+    """The first MAX_TEXT characters and the length."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"

@@ -60,7 +60,7 @@ class Games:
 
 async def collected(world, monkeypatch, count=1):
     groups = []
-    made = world.sampler.generation.spooling
+    made = world.sampler.generation.outbox_writer
 
     real = made.add
 

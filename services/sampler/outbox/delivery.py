@@ -1,10 +1,8 @@
-"""Pushing the outbox: in order, when due, until every group has a terminal outcome.
+"""Pushes groups of the outbox in order, when due, until each has a final outcome.
 
-    deliver  waits for a group that is due; unblocked by the outbox (bell) or by time; goes on through outages
-
-Guarantees: a group leaves the outbox only by a terminal outcome of its own; whatever else happens, it is pushed again
-under the same id; what came before a link broke counts; one that is refused for good leaves an empty one in its place,
-so that nothing behind it waits. No step of the wall clock holds a group.
+A group leaves the outbox only by a final outcome of its own; after anything else it is pushed again under the same id.
+Outcomes that arrived before a broken link count. A group that the coordinator refuses as invalid is replaced by an
+empty one, so that groups behind it do not wait. Steps of the wall clock delay no group.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from heterorl.sampler.outbox.outbox import Outbox
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 1024
 BATCH_BYTES = 16 << 20
-"""Under way in one call (a larger group travels alone): what a link of 150 ms and a gigabit a second holds."""
+"""Bytes in one call, for a link of 150 ms and 1 Gbit/s; a larger group travels alone."""
 
 
 class Delivery:
-    """One loop over one outbox; `now` is the clock of the releases."""
+    """The delivery loop of one outbox; `now` is the clock of release times."""
 
     def __init__(
         self,
@@ -50,16 +48,16 @@ class Delivery:
         self._now = now or steady(clock)
         self._bell = bell
         self._backoff = Backoff(clock=clock, rng=rng)
-        # Groups still to be pushed one by one: one of them was refused with the others.
+        # Groups to push one by one: one of them was refused.
         self._num_alone = 0
         self._put_aside = 0
         self.num_delivered = 0
-        """Groups that the coordinator took since this process began."""
+        """Groups taken by the coordinator since this process began."""
         self.num_refused = 0
-        """Groups that it did not take for good."""
+        """Groups with the final outcome DROPPED."""
 
     async def deliver(self) -> None:
-        """Push for ever."""
+        """Push forever."""
         while True:
             ticket = self._bell.ticket()
             now = self._now()
@@ -78,16 +76,16 @@ class Delivery:
             await self._isolate(groups, error)
             return
         except RemoteError as error:
-            # A coordinator that takes less than it did says how much when the site registers again.
+            # The next registration states the coordinator's smaller limit.
             is_too_large = isinstance(error, MessageTooLarge)
             delay_s = self._backoff.delay_s() if is_too_large else self._backoff.next_delay(error)
-            # The link says when nobody answers, and when somebody does again.
+            # The link logs when the coordinator stops answering, and when it answers again.
             level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
             await self._clock.sleep(delay_s)
             return
         self._num_alone = max(0, self._num_alone - 1)
-        # Outcomes come in order; one that names another group is nobody's.
+        # Outcomes come in order; one that names another group is ignored.
         answered = [
             (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
         ]
@@ -103,7 +101,7 @@ class Delivery:
             try:
                 await self._forget(settled)
             except DiskFull as error:
-                # They are pushed again, known as such by the coordinator, and deleted then.
+                # The coordinator recognises their next push, and they are deleted then.
                 _LOG.error("what was delivered cannot be deleted from the outbox: %s", error)
                 await self._clock.sleep(self._backoff.delay_s())
                 return
@@ -112,16 +110,16 @@ class Delivery:
             self.num_delivered += len(settled) - dropped
             self._bell.ring()
         if len(settled) == len(outcomes) == len(answered):
-            # Fewer than were pushed, if the link broke after some: that is progress, and the rest is pushed at once.
+            # A link that broke after some groups is progress: the rest is pushed at once.
             self._backoff.reset()
         else:
             await self._clock.sleep(self._backoff.delay_s(asked_s=asked_s))
 
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
-        """Find the group that is refused for good, and put an empty one in its place: the others must not wait.
+        """Push one by one to find the refused group, then put an empty group in its place.
 
         Raises:
-            InvalidRequest: an empty group is refused, too, so that it is not the group.
+            InvalidRequest: the coordinator refuses the empty group too, so the group is not the cause.
         """
         sequence = groups[0].id.sequence
         if len(groups) > 1:
@@ -141,7 +139,7 @@ class Delivery:
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
-    """(sequences that are done with, seconds that the coordinator asks to wait); counts what was not taken."""
+    """Sequences with a final outcome, and the seconds that the coordinator asks to wait; counts dropped groups."""
     settled: list[int] = []
     asked_s = 0.0
     refused: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""The durable spool of groups between generation and acknowledgement.
+"""The durable outbox: groups on disk between generation and acknowledgement.
 
-Guarantees: a group is on disk before its assignment is forgotten, and stays until a terminal outcome; what is read at
-once is bounded by the caller, however much is spooled; sequences are dense within an incarnation, which lives and dies
-with the spool and with the site's name; a group whose bytes changed on disk is delivered as an empty one, which the
-coordinator refuses and counts, so that nothing behind it waits; one process owns a spool. Blocking; call from threads.
+A group is on disk before its assignment is forgotten, and stays until a final outcome. Reads are bounded by the caller.
+Sequences are dense within an incarnation, which belongs to one outbox file and one site name. A group whose bytes
+changed on disk is delivered as an empty one, which the coordinator refuses and counts. One process owns an outbox.
+Blocking; call from threads.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from heterorl.sampler.outbox.turn_store import TurnStore
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
-"""Sequences that a coordinator may know of; beyond it is no run's, and SQLite's own end would be near."""
+"""Largest sequence that a coordinator may state; no run comes so far."""
 MAX_ASSIGNMENTS = 1 << 16
-"""Stated at a registration; a program that knew no assignments wrote rows without one."""
+"""Assignments stated at a registration."""
 
 
 class Outbox:
-    """SQLite spool in one directory, of one site; without a name whoever owned it before stays its owner."""
+    """SQLite file of one site; without a name, the owner of the file stays its owner."""
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
         make_directory(directory)
@@ -51,7 +51,7 @@ class Outbox:
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
-        # Kept in memory: a loop asks at every completion, and the spool may be writing.
+        # In memory: a loop asks at every completion, also during a write.
         self._level = Level(num_groups=0, num_bytes=0)
         self.next_sequence = 1
         """Of the next group."""
@@ -70,15 +70,15 @@ class Outbox:
             raise
 
     def lowest_sequence(self) -> int:
-        """Lowest sequence that may still be pushed: all below it are settled or were never used."""
+        """Lowest sequence that may still be pushed."""
         with self._reading():
-            # The next one is read first: what is put meanwhile is not below it.
+            # The next sequence is read first: groups put later are not below it.
             following = self.next_sequence
             (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
         return following if lowest is None else min(following, int(lowest))
 
     def assignments(self) -> tuple[int, ...] | None:
-        """What its groups and turns answer; None where that is not known, or too much to say."""
+        """Assignments of its groups and turns; None if unknown or more than MAX_ASSIGNMENTS."""
         with self._reading():
             rows = self._connection.execute(
                 "SELECT assignment FROM groups UNION ALL SELECT DISTINCT assignment FROM turns LIMIT ?",
@@ -88,7 +88,7 @@ class Outbox:
         return known if len(known) == len(rows) <= MAX_ASSIGNMENTS else None
 
     def skip_to(self, sequence: int) -> None:
-        """Never use a sequence below `sequence` (the coordinator knows of them).
+        """Use no sequence below `sequence`, which the coordinator knows.
 
         Raises:
             MalformedPayload: no run comes so far; nothing has changed.
@@ -100,16 +100,16 @@ class Outbox:
             self.next_sequence = sequence
 
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
-        """Spool groups whose sequences continue from `next_sequence`, and forget their turns; durable when it returns.
+        """Store groups whose sequences continue from `next_sequence`, and delete their turns; durable when it returns.
 
         Raises:
-            DiskFull: nothing was spooled.
+            DiskFull: nothing was stored.
         """
         first = self.next_sequence
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
         rows = []
         for group, at in zip(groups, release, strict=True):
-            # Not before: what had no room on the disk was numbered again since it was made.
+            # Sealed here: a group that waited for the disk got a new number.
             data = seal(group).data
             rows.append(
                 (group.id.sequence, at, len(data), data, checksum_of(group.id.sequence, data), group.assignment)
@@ -125,9 +125,9 @@ class Outbox:
         self._change_level(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
-        """Groups to push at an instant of `put`'s clock, oldest first, and the instant at which the next one is due.
+        """Groups due at `now`, oldest first, and the time when the next one is due.
 
-        At most `limit` groups and `max_bytes`; one group is always returned if any is due.
+        At most `limit` groups and `max_bytes`, but always one group if any is due.
         """
         chosen: list[tuple[int, bytes, bytes]] = []
         num_bytes = 0
@@ -146,20 +146,16 @@ class Outbox:
             later = self._connection.execute("SELECT min(release) FROM groups WHERE release > ?", (now,)).fetchone()
         return [self._read(*row) for row in chosen], later[0]
 
-    def release_all(self) -> None:
-        """Hold nothing back any longer."""
-        self.release_by(0.0)
-
     def release_by(self, instant: float) -> None:
-        """Hold nothing back beyond an instant, whatever a clock said when it was spooled."""
+        """Release every group at `instant` at the latest."""
         self._write("UPDATE groups SET release = ? WHERE release > ?", [(instant, instant)])
 
     def note_spooled(self, sequences: Sequence[int], now: float) -> None:
-        """Remember, until they are deleted, when groups were spooled; a restart forgets it."""
+        """Remember when groups were stored, until they are deleted or the process ends."""
         self._spooled.update(dict.fromkeys(sequences, now))
 
     def delete(self, sequences: Sequence[int], *, now: float | None = None) -> list[float]:
-        """Forget groups with a terminal outcome; returns how long those stayed whose start is known, seconds."""
+        """Delete groups with a final outcome; returns seconds in the outbox, where known."""
         with self._transaction():
             statement = "DELETE FROM groups WHERE sequence = ? RETURNING num_bytes"
             sizes = [
@@ -172,26 +168,24 @@ class Outbox:
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
     def put_aside(self, sequence: int, problem: str) -> bool:
-        """Deliver an empty group in a group's place, and keep its bytes; False where the disk has no room for that."""
+        """Deliver an empty group in this one's place and keep its bytes; False on a full disk."""
         with self._reading():
             statement = "SELECT payload, checksum FROM groups WHERE sequence = ?"
             payload, checksum = self._connection.execute(statement, (sequence,)).fetchone()
         return self._set_row_aside(sequence, payload, checksum, problem, is_refused=True)
 
     def level(self) -> Level:
-        """How full the outbox is; waits for nothing."""
         return self._level
 
     def close(self) -> None:
-        """Close the spool and let go of it."""
         with self._mutex:
             self._connection.close()
         self._lock_file.close()
 
     def _own(self, site: str) -> None:
-        """Make the spool this site's: groups are delivered under the name that they were generated under, or not here.
+        """Make the file this site's, or set it aside: groups go out under the name that they were generated under.
 
-        The coordinator counts sequences for a name and an incarnation, so another name begins another one.
+        The coordinator counts sequences by name and incarnation, so another name begins another incarnation.
         """
         owner = self._owner()
         self._count()
@@ -220,7 +214,7 @@ class Outbox:
         return "" if row is None else str(row[0])
 
     def _read(self, sequence: int, payload: bytes, checksum: bytes) -> SealedGroup:
-        """The group of a row; an empty one where the row is not what was spooled."""
+        """The group of a row; an empty one if the row was damaged."""
         found = group_of(sequence, payload, checksum)
         if isinstance(found, SealedGroup):
             return found
@@ -238,7 +232,7 @@ class Outbox:
             sequence, what, problem, self._path, advice,
         )  # fmt: skip
         data = self._empty(sequence).data
-        # A full disk only leaves the row as it is: it is judged again the next time.
+        # On a full disk the row stays and is judged again.
         with contextlib.suppress(DiskFull):
             with self._transaction():
                 (before,) = self._connection.execute(
@@ -285,88 +279,80 @@ class Outbox:
             try:
                 yield
             except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
-                # Our own mistakes.
+                # Programming errors.
                 raise
             except sqlite3.Error as error:
                 raise typed(error, self._path) from error
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing; a full disk leaves the spool as it was."""
+        """All or nothing; a full disk leaves the file as it was."""
         with self._reading():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                # A full disk has rolled back already; after anything else the next transaction could not begin.
+                # A full disk has rolled back already; any other error has not.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OutboxWriter:
-    """One outbox's way in; `problem` is why nothing is generated, empty while all is well."""
+    """Writes groups into one outbox; `problem` is why generation pauses, empty if all is well."""
 
-    def __init__(
-        self,
-        *,
-        outbox: Outbox,
-        delay: DelayConfig,
-        seed: int,
-        clock: Clock,
-        now: Callable[[], float],
-        rng: random.Random,
-        numbering: asyncio.Lock,
-    ) -> None:
-        self._outbox = outbox
-        self._delay = delay
-        self._seed = seed
-        self._clock = clock
-        self._now = now
-        self._numbering = numbering
-        self._backoff = Backoff(clock=clock, rng=rng)
+    outbox: Outbox
+    delay: DelayConfig
+    seed: int
+    clock: Clock
+    now: Callable[[], float]
+    rng: random.Random
+    numbering: asyncio.Lock
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(clock=self.clock, rng=self.rng)
         self._waiting: tuple[Group, ...] = ()
         self._retry_at = 0.0
         self.problem = ""
 
     @property
     def num_waiting(self) -> int:
-        """Groups that have no room on the disk."""
+        """Groups that wait for the disk."""
         return len(self._waiting)
 
     @property
     def retry_s(self) -> float:
-        """Seconds until the next attempt; at most 0: now."""
-        return self._retry_at - self._clock.monotonic()
+        """Seconds until the next attempt."""
+        return self._retry_at - self.clock.monotonic()
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Take groups in; `retry` spools them."""
+        """Queue groups; `retry` writes them."""
         self._waiting += tuple(groups)
 
     async def retry(self) -> None:
-        """Spool what waits."""
         if self._waiting:
-            async with self._numbering:
+            async with self.numbering:
                 await self._put(self._waiting)
 
     async def _put(self, waiting: Sequence[Group]) -> None:
-        first = self._outbox.next_sequence
+        first = self.outbox.next_sequence
         groups = [
             dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=first + number))
             for number, group in enumerate(waiting)
         ]
-        now = self._now()
+        now = self.now()
         sequences = [group.id.sequence for group in groups]
-        release = [now + group_delay_s(self._delay, seed=self._seed, sequence=sequence) for sequence in sequences]
-        self._outbox.note_spooled(sequences, now)
+        release = [now + group_delay_s(self.delay, seed=self.seed, sequence=sequence) for sequence in sequences]
+        self.outbox.note_spooled(sequences, now)
         try:
-            await asyncio.to_thread(self._outbox.put, groups, release=release)
+            await asyncio.to_thread(self.outbox.put, groups, release=release)
         except DiskFull as error:
             if not self.problem:
                 _LOG.error("GENERATION PAUSES, %d groups wait in memory: %s", len(groups), error)
             self.problem = str(error)
-            self._retry_at = self._clock.monotonic() + self._backoff.delay_s()
+            self._retry_at = self.clock.monotonic() + self._backoff.delay_s()
             return
         if self.problem:
             _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
@@ -376,19 +362,19 @@ class OutboxWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Groups that are spooled, and their bytes."""
+    """Number and bytes of stored groups."""
 
     num_groups: int
     num_bytes: int
 
 
 def checksum_of(sequence: int, data: bytes) -> bytes:
-    """xxh3-64 of a row, 8 bytes; its place is part of it."""
+    """xxh3-64 of a row and its sequence, 8 bytes."""
     return xxhash.xxh3_64_digest(data, seed=sequence)
 
 
 def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | str:
-    """The group of a row, or what is wrong with it."""
+    """The group of a row, or the problem with it."""
     if checksum != checksum_of(sequence, payload):
         return "its bytes changed on disk"
     try:
@@ -399,7 +385,7 @@ def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | st
 
 
 def empty_group(group_id: GroupId) -> Group:
-    """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
+    """A group without rollouts, which the coordinator refuses for good: it only settles its sequence."""
     return Group(
         id=group_id, assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(),
         oldest_version=0, state_root=Digest(""), generation_s=0.0,

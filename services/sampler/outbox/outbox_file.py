@@ -1,7 +1,7 @@
-"""The SQLite file of an outbox: opened durably, or set aside when it cannot be believed; never deleted.
+"""Opens the SQLite file of an outbox durably, or sets it aside; never deletes it.
 
-A file that is damaged, or that holds another site's groups, is moved to the directory set-aside beside it and a new one
-begins: a person can look at it, and nothing that was generated is lost without a word.
+A damaged file, or one of another site, moves to the directory set-aside and a new file begins, so that an operator can
+recover groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 NAME = "outbox.sqlite"
 SET_ASIDE = "set-aside"
 NO_ROOM_BYTES = 1 << 20
-"""SQLite says of some writes to a full disk that they failed: with less room than this it was the room."""
+"""With less free space, SQLite's I/O errors count as a full disk."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
@@ -40,19 +40,19 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 _FORMAT = 2
-"""Of the groups in a file, stated in it; an earlier release states none."""
+"""Format of groups in the file; earlier releases state none."""
 
 
 class _EarlierFormat(Exception):
-    """The file's groups are in the format of an earlier release."""
+    """The file is of an earlier release."""
 
 
 class _DamagedFile(Exception):
-    """The bytes are no database, or one whose pages contradict each other."""
+    """The file is not a database, or its pages contradict each other."""
 
 
 def lock_outbox(path: Path) -> BinaryIO:
-    """Take a spool for this process.
+    """Lock an outbox for this process.
 
     Raises:
         ConfigError: another process has it.
@@ -69,7 +69,7 @@ def open_outbox_file(directory: Path) -> sqlite3.Connection:
     """Open the file of a directory; a damaged one is set aside first.
 
     Raises:
-        DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not to blame.
+        DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not the cause.
     """
     path = directory / NAME
     try:
@@ -97,12 +97,12 @@ def open_outbox_file(directory: Path) -> sqlite3.Connection:
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Move a file with its log out of the way; returns where it is now."""
+    """Move a file and its log to set-aside; returns the new path."""
     parent = path.parent / SET_ASIDE
     make_directory(parent)
     instant = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     words = re.sub(r"[^A-Za-z0-9._-]", "_", reason)[:80]
-    # By chance too: a clock that stands still must not let one file replace another.
+    # Random too: a stopped clock must not let one file replace another.
     target = parent / f"{path.stem}-{words}-{instant}-{secrets.token_hex(4)}{path.suffix}"
     for suffix in ("", "-wal"):
         before = path.with_name(path.name + suffix)
@@ -115,21 +115,17 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def typed(error: sqlite3.Error, path: Path) -> HeterorlError:
-    """What SQLite's failure means for the person who runs this process."""
+    """The typed error for a failure of SQLite."""
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return DiskFull(str(path.parent))
-    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _has_no_room(path.parent):
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and shutil.disk_usage(path.parent).free < NO_ROOM_BYTES:
         return DiskFull(str(path.parent))
     if code in _DAMAGED:
         return CorruptStore(f"{path}: {error}", action="restart: the file is set aside and a new one begins")
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         return ConfigError("state_dir", f"{path} cannot be written: {error}", action="check its owner and permissions")
     return CorruptStore(f"{path}: {error}", action="check the disk of state_dir, then restart")
-
-
-def _has_no_room(directory: Path) -> bool:
-    return shutil.disk_usage(directory).free < NO_ROOM_BYTES
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -144,7 +140,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                 f"{path}: durable mode refused (journal {mode}, synchronous {level})",
                 action="put state_dir on a local file system",
             )
-        # Now, not in the middle of a run: a page that is wrong is found before anything is added.
+        # Finds a damaged page before anything is added.
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise _DamagedFile(verdict)
@@ -160,7 +156,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                 raise _DamagedFile(str(error)) from error
             raise typed(error, path) from error
         raise
-    # SQLite makes its log's name durable, not that of the database itself.
+    # SQLite syncs the name of its log, not the name of the database.
     sync_directory(path.parent)
     sync_directory(path.parent.parent)
     return connection

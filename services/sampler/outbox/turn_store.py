@@ -1,11 +1,8 @@
-"""Turns of trajectories under way, in the spool's file: what a process that starts again goes on from. Blocking.
+"""Turns of trajectories in flight, in the outbox's file, so that the next process can continue them. Blocking.
 
-A row is one turn of one member, sealed like a group with one rollout: what was given in front of the turn, then the
-turn as it was drawn. A first turn has the prompt too.
-
-Guarantees: the turns of a group leave in the transaction in which the group enters the outbox; a row whose bytes
-changed is deleted and counted, and costs its member this turn and those behind it; together they take MAX_BYTES at
-most, and turns that find no room are drawn again after a restart.
+A row is one turn of one member, sealed like a group of one rollout: given tokens, then the turn; a first turn has the
+prompt too. The transaction that stores a group deletes its turns. A damaged row is deleted and counted; the member
+draws this turn and later ones again. Turns take at most MAX_BYTES; more are not kept.
 """
 
 from __future__ import annotations
@@ -27,16 +24,16 @@ from heterorl.common.wire.seal import open_group, read_sealed, seal
 
 _LOG = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
-"""Of the turns that are kept at once."""
+"""Bytes of all kept turns."""
 MAX_RESUMED = 3
-"""Starts that may take a group up without one more turn of it: it may be what ends the process."""
+"""Starts that may continue a group without a new turn of it: the group may kill the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptTurn:
-    """One turn of a member; `turn` has its one rollout, `number` counts from 0.
+    """One turn of a member; `turn` has one rollout, `number` counts from 0.
 
-    `seed` is of the group's draws; `begun` is when the group was begun, by the clock of the outbox.
+    `seed` is the group's; `begun` is the start of the group, by the outbox's clock.
     """
 
     member: int
@@ -47,37 +44,33 @@ class KeptTurn:
 
     @property
     def assignment(self) -> int:
-        """Of the group."""
         return self.turn.assignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptGroup:
-    """A group that an earlier process had under way: the turns of each member, without gaps from the first one on."""
+    """A group of an earlier process: the turns of each member, without gaps from the first."""
 
     members: Mapping[int, Sequence[KeptTurn]]
 
     @property
     def first(self) -> KeptTurn:
-        """One of its first turns."""
         return next(iter(self.members.values()))[0]
 
     @property
     def turns(self) -> list[KeptTurn]:
-        """All of them."""
         return [turn for turns in self.members.values() for turn in turns]
 
 
 class TurnStore:
-    """The rows of one spool."""
+    """The turns table of one outbox."""
 
     def __init__(self, transaction: Callable[[], AbstractContextManager[sqlite3.Connection]]) -> None:
-        """Of the spool that this opens."""
         self._transaction = transaction
         self._is_full = False
 
     def keep(self, turns: Sequence[KeptTurn]) -> None:
-        """Write turns; durable when it returns. Where there is no room they are not kept, which is said once."""
+        """Write turns; durable when it returns. Without room they are not kept, which is logged once."""
         rows = [(turn, seal(turn.turn).data) for turn in turns]
         try:
             with self._transaction() as connection:
@@ -101,7 +94,7 @@ class TurnStore:
         self._is_full = False
 
     def forget(self, assignments: Collection[int]) -> None:
-        """Delete the turns of groups that are given up.
+        """Delete turns of groups that were given up.
 
         Raises:
             DiskFull: they are still there.
@@ -115,9 +108,9 @@ class TurnStore:
         connection.executemany("DELETE FROM turns WHERE assignment = ?", rows)
 
     def take(self, *, since: float) -> list[KeptGroup]:
-        """The groups that can go on, each counted as taken up once more.
+        """Groups to continue, each counted as resumed once more.
 
-        The others are deleted: taken up MAX_RESUMED times, damaged, or begun before `since`.
+        Deletes the others: resumed MAX_RESUMED times, damaged, or begun before `since`.
         """
         groups = []
         with self._transaction() as connection:
@@ -131,7 +124,7 @@ class TurnStore:
                     continue
                 groups.append(group)
                 connection.execute("UPDATE turns SET resumed = resumed + 1 WHERE assignment = ?", (assignment,))
-                # What stands behind a gap must not follow the turn that is drawn in its place.
+                # Turns after a gap must not follow the turn that is drawn again.
                 behind = "DELETE FROM turns WHERE assignment = ? AND member = ? AND number >= ?"
                 members = {member for _, member, *_ in mine}
                 counts = [(assignment, member, len(group.members.get(member, ()))) for member in members]
@@ -140,12 +133,12 @@ class TurnStore:
 
     def _note_full(self, problem: str) -> None:
         if not self._is_full:
-            _LOG.warning("turns under way are not kept, a restart draws them again: %s", problem)
+            _LOG.warning("turns in flight are not kept, a restart draws them again: %s", problem)
         self._is_full = True
 
 
 def _group_of(rows: Iterable[tuple[Any, ...]]) -> KeptGroup | None:
-    """What is left of a group's rows, which are in order; None where nothing is."""
+    """The valid rows of a group, which are in order; None if there are none."""
     members: dict[int, list[KeptTurn]] = {}
     for assignment, member, number, seed, begun, _, payload, checksum in rows:
         turn = _turn_of(assignment, member, number, seed, begun, payload, checksum)
@@ -162,7 +155,7 @@ def _group_of(rows: Iterable[tuple[Any, ...]]) -> KeptGroup | None:
 
 
 def _checksum(assignment: int, member: int, number: int, seed: str, begun: float, data: bytes) -> bytes:
-    """xxh3-64 of a row, 8 bytes; its place is part of it."""
+    """xxh3-64 of a row and its place, 8 bytes."""
     place = f"{assignment}/{member}/{number}/{seed}/{begun!r}/".encode("ascii")
     return xxhash.xxh3_64_digest(place + data)
 
@@ -170,7 +163,7 @@ def _checksum(assignment: int, member: int, number: int, seed: str, begun: float
 def _turn_of(
     assignment: int, member: int, number: int, seed: str, begun: float, payload: bytes, checksum: bytes
 ) -> KeptTurn | str:
-    """The turn of a row, or what is wrong with it."""
+    """The turn of a row, or the problem with it."""
     try:
         if checksum != _checksum(assignment, member, number, seed, begun, payload):
             return "its bytes changed on disk"

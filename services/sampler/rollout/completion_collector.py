@@ -1,14 +1,7 @@
-"""From completions to groups in the outbox: collect, score, spool; and what gives no group goes back.
+"""The completion collector: scores completions, spools groups, and returns assignments that give no group.
 
-    collect  waits for a completion that ends; unblocked by the engine
-    score    waits for a process that computes rewards; unblocked by it, and by the time limit
-    play     waits for an environment that answers a turn; unblocked by it, and by the time limit
-    spool    waits for a group whose last member is scored, a turn that ended, or a second attempt on a full disk;
-             unblocked by score, play, time
-    return   waits for assignments that give no group; unblocked by score, collect, the end
-
-Guarantees: a group is in the outbox before its assignment is forgotten; what gives no group is handed back; a reward
-or an environment that fails costs its own member, and the group where fewer than `min_members` are left.
+A group is in the outbox before its assignment is forgotten. A reward or environment that fails costs one member, and
+the group if fewer than `min_members` are left.
 """
 
 from __future__ import annotations
@@ -45,9 +38,9 @@ from heterorl.sampler.rollout.weight_swap import WeightSwap
 
 _LOG = logging.getLogger(__name__)
 LAST_SCORES_S = 3.0
-"""What a stop waits for rewards of completions that have ended."""
+"""Longest wait at a stop for rewards of completions that ended."""
 HAND_BACK_S = 3.0
-"""What an end waits for a coordinator that takes assignments back."""
+"""Longest wait at an end for a coordinator that takes assignments back."""
 LOG_EVERY_S = 60.0
 _RETURNED_AS = {
     FinishReason.REWARD_FAILED: ReturnReason.REWARD_FAILED,
@@ -57,144 +50,132 @@ _RETURNED_AS = {
 }
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CompletionCollector:
-    """What becomes of the groups under way, `drafts`."""
+    """Takes the groups in flight, `drafts`, to the outbox.
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        builder: GroupBuilder,
-        outbox_writer: OutboxWriter,
-        swap: WeightSwap,
-        work: WorkClient,
-        clock: Clock,
-        bell: Bell,
-        news: Bell,
-        evaluation_requests: EvaluationRequests,
-        journal: TurnJournal,
-    ) -> None:
-        """`bell` rings when there is more in the outbox, `news` when anything happened to a group under way."""
-        self.drafts = InFlightGroups(group_size=builder.group_size)
+    `bell` rings when the outbox has more groups, `news` at every event of a group in flight.
+    """
+
+    engine: Engine
+    builder: GroupBuilder
+    outbox_writer: OutboxWriter
+    swap: WeightSwap
+    work: WorkClient
+    clock: Clock
+    bell: Bell
+    news: Bell
+    evaluation_requests: EvaluationRequests
+    journal: TurnJournal
+
+    def __post_init__(self) -> None:
+        self.drafts = InFlightGroups(group_size=self.builder.group_size)
         self.tokens, self.groups = TokenRate(), GroupRate()
         self.log = WorkLog()
-        self.outbox_writer = outbox_writer
-        self._engine = engine
-        self._builder = builder
-        self._swap = swap
-        self._work = work
-        self._clock = clock
-        self._bell = bell
-        self._news = news
-        self._evaluation_requests = evaluation_requests
-        self._scorer = Scorer(builder)
-        self._journal = journal
-        self._runner = builder.runner(journal.note)
+        self._scorer = Scorer(self.builder)
+        self._runner = self.builder.runner(self.journal.note)
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self.turns: list[Turn] = []
-        """Members whose next turn the engine can be given."""
+        """Members whose next turn can be submitted."""
         self._whole: list[Group] = []
         self._returned: list[tuple[int, ReturnReason | None]] = []
         self.refusals = Refusals()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no group is under way nor on its way to the outbox."""
+        """Whether no group is in flight or waits for the outbox."""
         return not (self.drafts or self._whole or self.outbox_writer.num_waiting)
 
     def begin(self, drafts: Sequence[GroupDraft]) -> None:
-        """Count groups that the engine is about to be given."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for draft in drafts:
             self.drafts.begin(draft)
         self.tokens.begin(now)
         self.groups.work(True, now)
 
     def resume(self, draft: GroupDraft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
-        """Go on with a group of an earlier process."""
+        """Continue a group of an earlier process."""
         assert self._runner is not None, "it has a conversation"
         for kept in left.turns:
-            self._swap.state_roots.setdefault(kept.turn.oldest_version, kept.turn.state_root)
+            self.swap.state_roots.setdefault(kept.turn.oldest_version, kept.turn.state_root)
         self.drafts.resume(draft)
-        self.groups.work(True, self._clock.monotonic())
-        for member in range(self._builder.group_size):
+        self.groups.work(True, self.clock.monotonic())
+        for member in range(self.builder.group_size):
             resuming = functools.partial(self._runner.resume, draft, member, turns_of(left, member))
             self._follow(draft, self._play(resuming), tasks)
 
     def give_back(self, assignments: Sequence[int]) -> None:
-        """Hand assignments back."""
         if assignments:
             self._returned += [(number, None) for number in assignments]
-            self._news.ring()
+            self.news.ring()
 
     def refuse(self, refused: Sequence[Refused]) -> None:
-        """Hand assignments back of whose prompts nothing can be generated."""
+        """Hand back assignments whose prompts were refused."""
         for assignment, error in refused:
             self._returned.append((assignment.id, self.refusals.note(assignment, error)))
         if refused:
-            self._news.ring()
+            self.news.ring()
 
     @property
     def problem(self) -> str:
-        """Why no group comes of what is begun; empty while some does."""
+        """Why groups that begin do not complete; empty if some do."""
         return self.refusals.problem or self._scorer.failures.problem
 
     def loops(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start the loops; they never end by themselves."""
+        """Start the loops, which run until they are cancelled."""
         return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
 
     async def end(self) -> None:
-        """Spool what has ended, hand back the rest but for what the next process goes on with; takes seconds at most.
+        """Spool groups that ended and hand back the others, except those for the next process; takes seconds at most.
 
-        The loops run meanwhile.
+        The loops must run meanwhile.
         """
         await self._leave()
         self._lose_all()
-        until = self._clock.monotonic() + LAST_SCORES_S
+        until = self.clock.monotonic() + LAST_SCORES_S
         while not (self.is_empty or self.outbox_writer.problem):
-            ticket, left_s = self._news.ticket(), until - self._clock.monotonic()
+            ticket, left_s = self.news.ticket(), until - self.clock.monotonic()
             if left_s <= 0:
                 break
-            await ring_or_time(ticket, clock=self._clock, seconds=left_s)
+            await ring_or_time(ticket, clock=self.clock, seconds=left_s)
         for draft in list(self.drafts):
             self.drafts.give_up(draft.key)
             self._give_up(draft)
         await self.hand_back()
 
     def close(self) -> None:
-        """Wait for no completion and no reward any longer."""
-        # A thread that waits for the engine would hold the end of the process.
-        self._engine.cancel()
+        # A thread that waits for the engine would delay the end of the process.
+        self.engine.cancel()
         self._scorer.close()
         if self._runner is not None:
             self._runner.close()
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            ticket = self._news.ticket()
+            ticket = self.news.ticket()
             ended: list[Finished | Lost] = []
-            if self.drafts.num_running or self._evaluation_requests.num_running:
-                was_swapping = self._swap.running.locked()
+            if self.drafts.num_running or self.evaluation_requests.num_running:
+                was_swapping = self.swap.running.locked()
                 try:
-                    ended = await asyncio.to_thread(self._engine.collect)
+                    ended = await asyncio.to_thread(self.engine.collect)
                 except EngineError as error:
-                    # A swap that failed says so itself.
-                    is_by_swap = was_swapping or self._swap.running.locked() or self._swap.version < 0
-                    # One of the rows may be why, and would come back for ever.
+                    # A failed swap reports its own error.
+                    is_by_swap = was_swapping or self.swap.running.locked() or self.swap.version < 0
+                    # One of the rows may be the cause, and would return forever.
                     self._lose_all(None if is_by_swap else ReturnReason.ENGINE_FAILED)
                     if not is_by_swap:
-                        self._swap.note_failure(error)
-                    self._news.ring()
+                        self.swap.note_failure(error)
+                    self.news.ring()
             if ended:
                 self._take_in(ended, tasks)
-                self._news.ring()
+                self.news.ring()
             else:
                 await ticket.wait()
 
     def _take_in(self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup) -> None:
-        now, num_tokens = self._clock.monotonic(), 0
+        now, num_tokens = self.clock.monotonic(), 0
         for one in ended:
-            if self._evaluation_requests.take(one):
+            if self.evaluation_requests.take(one):
                 num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
                 continue
             if isinstance(one, Lost):
@@ -208,7 +189,7 @@ class CompletionCollector:
         self.tokens.add(num_tokens, now)
 
     def _ended(self, draft: GroupDraft, member: int, completion: Completion, tasks: asyncio.TaskGroup) -> None:
-        """A completion ended: the member with it, or a turn of the member."""
+        """A completion ended: the member's only one, or one of its turns."""
         if self._runner is not None and draft.conversation is not None:
             self._follow(draft, self._play(functools.partial(self._runner.play, draft, member, completion)), tasks)
             return
@@ -218,15 +199,15 @@ class CompletionCollector:
             self._follow(draft, self._score(draft, members), tasks)
 
     def _note_ended(self, draft: GroupDraft, member: int, completion: Completion) -> None:
-        self.drafts.end(draft, member, completion)
-        if len(draft.completions) == self._builder.group_size:
+        draft.completions[member] = completion
+        if len(draft.completions) == self.builder.group_size:
             metrics.GENERATE_SECONDS.observe(draft.generation_s)
 
     def _follow(self, draft: GroupDraft, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup) -> None:
         self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
 
     def _lose(self, lost: Lost) -> None:
-        """The engine computes a request no more: a first turn gives the group up, a later one is asked for again."""
+        """The engine lost a request: a first turn gives the group up, a later one is submitted again."""
         found = self.drafts.lose(lost.key)
         if found is None:
             return
@@ -238,14 +219,14 @@ class CompletionCollector:
             self._note_played(self._runner.again(draft, member))
 
     def end_turn(self, turn: Turn, reason: FinishReason, tasks: asyncio.TaskGroup) -> None:
-        """End a member whose next turn the engine does not take."""
+        """End a member whose next turn the engine refuses."""
         assert self._runner is not None, "it gave the turn"
         ending = functools.partial(self._runner.end, turn.draft, turn.member, reason)
         self._follow(turn.draft, self._play(ending), tasks)
 
     async def _play(self, played: Callable[[], Coroutine[Any, Any, Turn | End]]) -> None:
         self._note_played(await played())
-        self._news.ring()
+        self.news.ring()
 
     def _note_played(self, came: Turn | End) -> None:
         draft = came.draft
@@ -254,7 +235,7 @@ class CompletionCollector:
         if isinstance(came, Turn):
             self.turns.append(came)
             return
-        draft.ended_at = self._clock.monotonic()
+        draft.ended_at = self.clock.monotonic()
         self._note_ended(draft, came.member, came.completion)
         self._note_score(draft, came.member, came.parts)
 
@@ -264,51 +245,51 @@ class CompletionCollector:
         except RewardError as error:
             metrics.REWARD_ERRORS.inc()
             for member in members:
-                lost = dataclasses.replace(draft.completions[member], finish_reason=FinishReason.REWARD_FAILED)
-                self.drafts.end(draft, member, lost)
+                draft.completions[member] = dataclasses.replace(
+                    draft.completions[member], finish_reason=FinishReason.REWARD_FAILED
+                )
                 self._note_score(draft, member, (), error)
         else:
             for member, parts in zip(members, rows, strict=True):
                 self._note_score(draft, member, parts)
-        self._news.ring()
+        self.news.ring()
 
     def _note_score(
         self, draft: GroupDraft, member: int, parts: tuple[RewardPart, ...], error: Exception | None = None
     ) -> None:
-        """A member has its reward or is lost: the group goes on, is whole, or has too few members left."""
-        if draft.num_lost > self._builder.group_size - (self._builder.min_members or self._builder.group_size):
+        """Store a member's reward, or its loss; then the group goes on, is complete, or has too few members."""
+        if draft.num_lost > self.builder.group_size - (self.builder.min_members or self.builder.group_size):
             if self.drafts.give_up(draft.key) is not None:
                 lost = draft.completions[member].finish_reason
                 error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
                 self._scorer.failures.failed(error)
                 _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
                 self.log.note_failed()
-                self.groups.add(1, self._clock.monotonic())
+                self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])
             return
         whole = self.drafts.score(draft.key, member, parts)
         if whole is not None:
             self._scoring.pop(draft.key, None)
             self._scorer.failures.passed()
-            self._whole.append(self._builder.group(whole, state_roots=self._swap.state_roots))
+            self._whole.append(self.builder.group(whole, state_roots=self.swap.state_roots))
 
     async def _leave(self) -> None:
-        """Leave to the next process the groups whose turns are on the disk."""
-        await self._journal.write(self.drafts)
+        """Leave groups with turns on disk to the next process."""
+        await self.journal.write(self.drafts)
         left = [draft for draft in self.drafts if draft.is_noted]
         for draft in left:
             self.drafts.give_up(draft.key)
             self._forsake(draft)
         if left:
-            _LOG.info("%d groups under way are left to the next start, which goes on with their turns", len(left))
+            _LOG.info("left %d groups in flight to the next start, which continues their turns", len(left))
 
     def _give_up(self, draft: GroupDraft, reason: ReturnReason | None = None) -> None:
-        """Hand an assignment back."""
         self._returned.append((draft.assignment.id, reason))
         self._forsake(draft)
 
     def _forsake(self, draft: GroupDraft) -> None:
-        """Ask for no more of a group's rewards and its environment."""
+        """Cancel a group's rewards and environments."""
         for task in self._scoring.pop(draft.key, ()):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -318,36 +299,36 @@ class CompletionCollector:
 
     async def _spool(self) -> None:
         while True:
-            ticket = self._news.ticket()
+            ticket = self.news.ticket()
             groups, self._whole = self._whole, []
             self.outbox_writer.add(groups)
             if groups:
                 self._note(groups)
-            if not self.outbox_writer.num_waiting and self._journal.is_written:
+            if not self.outbox_writer.num_waiting and self.journal.is_written:
                 await ticket.wait()
             elif not self.outbox_writer.num_waiting:
-                await self._journal.write(self.drafts)
+                await self.journal.write(self.drafts)
             elif self.outbox_writer.retry_s > 0:
-                await ring_or_time(ticket, clock=self._clock, seconds=self.outbox_writer.retry_s)
+                await ring_or_time(ticket, clock=self.clock, seconds=self.outbox_writer.retry_s)
             else:
                 await self.outbox_writer.retry()
-                self._news.ring()
-                self._bell.ring()
+                self.news.ring()
+                self.bell.ring()
 
     def _note(self, groups: Sequence[Group]) -> None:
-        self.groups.add(len(groups), self._clock.monotonic())
+        self.groups.add(len(groups), self.clock.monotonic())
         self.log.note(groups)
         for group in groups:
-            self._swap.note_age("generate", group.oldest_version)
+            self.swap.note_age("generate", group.oldest_version)
 
     def _lose_all(self, reason: ReturnReason | None = None) -> None:
-        self._evaluation_requests.lose_all()
+        self.evaluation_requests.lose_all()
         for draft in self.drafts.lose_all():
             self._give_up(draft, reason)
 
     async def _return(self) -> None:
         while True:
-            ticket = self._news.ticket()
+            ticket = self.news.ticket()
             if self._returned:
                 await self._abandon()
             else:
@@ -355,17 +336,17 @@ class CompletionCollector:
 
     async def _abandon(self) -> None:
         given = tuple(self._returned)
-        # Before the coordinator hands them out again, here or elsewhere.
-        await self._journal.forget([number for number, _ in given])
+        # Before the coordinator hands them out again.
+        await self.journal.forget([number for number, _ in given])
         for reason in dict.fromkeys(reason for _, reason in given):
-            await self._work.abandon([number for number, other in given if other is reason], reason)
+            await self.work.abandon([number for number, other in given if other is reason], reason)
         self._returned = [each for each in self._returned if each not in set(given)]
 
     async def hand_back(self) -> None:
-        """Hand back what gives no group, as long as an end may take; a coordinator that is away lets it expire."""
+        """Return assignments within HAND_BACK_S; without an answer they expire."""
         if not self._returned:
             return
-        tasks = [asyncio.ensure_future(self._abandon()), asyncio.ensure_future(self._clock.sleep(HAND_BACK_S))]
+        tasks = [asyncio.ensure_future(self._abandon()), asyncio.ensure_future(self.clock.sleep(HAND_BACK_S))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
@@ -378,7 +359,7 @@ class CompletionCollector:
 
 @dataclass(slots=True)
 class WorkLog:
-    """One line a minute for the operator of a site: sums of the groups since the last line."""
+    """One log line a minute for the site's operator: sums since the last line."""
 
     _said_at: float = -math.inf
     _num_groups: int = 0
@@ -387,18 +368,16 @@ class WorkLog:
     _rewards: float = 0.0
 
     def note_failed(self) -> None:
-        """Count a group whose reward could not be computed."""
         self._num_failed += 1
 
     def note(self, groups: Sequence[Group]) -> None:
-        """Count groups that were made."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         self._num_groups += len(groups)
         self._num_rollouts += len(rollouts)
         self._rewards += sum(rollout.reward for rollout in rollouts)
 
     def say(self, *, tokens_per_s: float, now: float, version: int, head: int, level: Level, num_ahead: int) -> None:
-        """Say so when there is something and the last line is a minute old; `tokens_per_s` is of the last minute."""
+        """Log if there are groups and the last line is a minute old."""
         if now - self._said_at < LOG_EVERY_S or not (self._num_groups or self._num_failed):
             return
         reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"

@@ -1,9 +1,7 @@
-"""Members of groups in their environments: each turn that ended is stepped, and another turn or an end comes of it.
+"""Runs members through their environments: each turn is stepped, and another turn or an end follows.
 
-    play   waits for a place among the live episodes, then for the environment; unblocked by it, and by its time limit
-
-Guarantees: whatever an environment does, the event loop, the engine and the other members go on, and its failure is the
-end of one member; drawn ids stay as they were drawn.
+A failure of an environment ends one member; the event loop, the engine and other members go on. Drawn ids stay as
+drawn.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 
 _LOG = logging.getLogger(__name__)
 MAX_LINES = 100
-"""Lost members that are named in the log."""
+"""Lost members named in the log."""
 Note = Callable[[GroupDraft, int, int, Int32Array, Completion], None]
-"""Told of a group, its member, the turn's number from 0, what was given in front of it, and the turn."""
+"""Called with a group, its member, the turn's number from 0, the tokens in front of the turn, and the turn."""
 _NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """A member whose next turn can be drawn: `context` is what it reads, `seed` of its draws."""
+    """A member whose next turn can be drawn from `context` with `seed`."""
 
     draft: GroupDraft
     member: int
@@ -50,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class End:
-    """A member that ended: all that it said and heard, and the parts of its reward; none of a lost member."""
+    """A member that ended, with its whole trajectory and the parts of its reward; no parts if it is lost."""
 
     draft: GroupDraft
     member: int
@@ -59,7 +57,7 @@ class End:
 
 
 class _Member:
-    """One member's tokens behind its prompt, and its episode."""
+    """One member's tokens after its prompt, and its episode."""
 
     def __init__(self, draft: GroupDraft) -> None:
         self.draft = draft
@@ -67,9 +65,9 @@ class _Member:
         self.given: list[Int32Array] = []
         self.episode: Episode | None = None
         self.was_lost = False
-        """Whether the engine has lost the turn that is under way."""
+        """Whether the engine lost the current turn."""
         self.asked_at = draft.begun_at
-        """When the engine was asked for that turn."""
+        """When the current turn was submitted."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +80,7 @@ class _Member:
         return parts
 
     def ended(self, reason: FinishReason) -> Completion:
-        """All of it, up to the last drawn token."""
+        """The trajectory up to the last drawn token."""
         spans: list[Span] = []
         start = 0
         for number, turn in enumerate(self.turns):
@@ -101,15 +99,15 @@ class _Member:
 
 
 class EpisodeRunner:
-    """The live episodes of one engine's members."""
+    """Live episodes of one engine's members."""
 
     def __init__(
         self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
         note: Note = lambda *_: None,
     ) -> None:  # fmt: skip
-        """Play at most `max_live` episodes at once; `note` is told of each turn that ended.
+        """Run at most `max_live` episodes; call `note` after each turn.
 
-        `max_new_tokens` bounds a turn, `max_trajectory_tokens` all that a rollout says and hears.
+        `max_new_tokens` bounds a turn, `max_trajectory_tokens` drawn and given tokens of a member.
         """
         self._note = note
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
@@ -121,7 +119,7 @@ class EpisodeRunner:
         self._num_lost = 0
 
     async def play(self, draft: GroupDraft, number: int, completion: Completion) -> Turn | End:
-        """What comes of a turn that ended."""
+        """Step a turn that ended."""
         member = self._members.setdefault((draft.key, number), _Member(draft))
         metrics.TURNS.labels(draft.source).inc()
         self._spend(member, "model", member.asked_at)
@@ -133,10 +131,7 @@ class EpisodeRunner:
     async def resume(
         self, draft: GroupDraft, number: int, turns: Sequence[tuple[Int32Array, Completion]]
     ) -> Turn | End:
-        """What comes of a member of an earlier process: its environment is stepped through the turns that were drawn.
-
-        `turns` has what was given in front of each turn, and the turn.
-        """
+        """Step a member of an earlier process through its kept turns, each with the tokens in front of it."""
         member = self._members[draft.key, number] = _Member(draft)
         try:
             for given, turn in turns:
@@ -148,7 +143,7 @@ class EpisodeRunner:
         return await self._go_on(member, number) if turns else self._turn(draft, number)
 
     async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
-        """Score a member, also where a limit ended it."""
+        """Score a member, also one that a limit ended."""
         member = self._members[draft.key, number]
         assert member.episode is not None, "it took a step"
         try:
@@ -159,7 +154,7 @@ class EpisodeRunner:
         return self._ended(draft, number, member, reason, parts)
 
     def again(self, draft: GroupDraft, number: int) -> Turn | End:
-        """The turn that the engine lost, once more; an end where that was lost before."""
+        """The turn that the engine lost, again; after a second loss, the end of the member."""
         member = self._members[draft.key, number]
         if not member.was_lost:
             member.was_lost = True
@@ -167,12 +162,10 @@ class EpisodeRunner:
         return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
 
     def drop(self, key: int) -> None:
-        """Forget the members of a group that was given up."""
         for name in [name for name in self._members if name[0] == key]:
             self._forget(*name)
 
     def close(self) -> None:
-        """Ask for nothing more; what is being asked ends with the environment's processes."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -185,7 +178,7 @@ class EpisodeRunner:
         return Turn(draft=draft, member=number, context=context, seed=seed)
 
     async def _go_on(self, member: _Member, number: int) -> Turn | End:
-        """Show the last turn to the environment: another turn, or the end."""
+        """Step the environment with the last turn."""
         since = self._clock.monotonic()
         try:
             reason = await self._step(member)
@@ -196,10 +189,10 @@ class EpisodeRunner:
         return self._turn(member.draft, number) if reason is None else await self.end(member.draft, number, reason)
 
     async def _repeat(self, member: _Member, given: Int32Array) -> None:
-        """Show the last turn again, which was answered by `given` before.
+        """Step again with the last turn, which `given` answered before.
 
         Raises:
-            EnvironmentFailed: it is answered otherwise now.
+            EnvironmentFailed: the answer differs now.
         """
         said = await self._answer(member)
         if said is None or not np.array_equal(said, given):
@@ -217,7 +210,7 @@ class EpisodeRunner:
         return given
 
     async def _step(self, member: _Member) -> FinishReason | None:
-        """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
+        """Step with the last turn; returns why the member ended, None if another turn follows."""
         given = await self._answer(member)
         if given is None:
             return member.turns[-1].finish_reason
@@ -240,7 +233,7 @@ class EpisodeRunner:
         try:
             member.episode = await asyncio.shield(asyncio.wrap_future(opening))
         except asyncio.CancelledError:
-            # Its thread goes on, and what it opens has no other owner.
+            # The thread goes on, and the episode that it opens has no other owner.
             opening.add_done_callback(lambda opened: self._close_opened(opened, loop))
             raise
         except BaseException:

@@ -1,11 +1,8 @@
-"""The loop that generates: swap, begin; what was begun is `harvest`'s.
+"""The generation loop: swaps weights and begins groups; `completion_collector` takes what ends.
 
-    generate  waits for a verified version, an assignment of the reserve, room in the engine, room in the outbox and on
-              the disk; unblocked by sync, the reserve, collect, deliver; time, or a person who makes room
-
-Guarantees: no completion and no turn mixes versions where `swap = "drain"`: a swap that is due lets none begin, and
-waits for those under way; where `work_ahead_s` is 0, nothing is leased before everything begun is spooled; no more
-groups are in memory than the engine holds and a few fills of it.
+With `swap = "drain"` no completion and no turn mixes versions: a due swap lets none begin and waits for those in
+flight. With `work_ahead_s = 0` the sampler leases only after all earlier groups are spooled. Memory holds at most the
+groups in the engine and a few fills of it.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, PromptRefused
@@ -36,87 +33,78 @@ from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
 MAX_UNSCORED = 2
-"""Fills of the engine that may wait for their rewards; then nothing begins until the rewards have come after."""
+"""Fills of the engine that may wait for rewards; with more, no group begins."""
 REFUSED_S = 1.0
-"""Pause where nothing can be generated of any prompt that is given."""
+"""Pause after an answer whose prompts were all refused."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GenerationLoop:
     """The loops around one engine."""
 
-    def __init__(
-        self,
-        *,
-        config: SamplerConfig,
-        api: SamplerApi,
-        engine: Engine,
-        canary: Sequence[ScoredText] = (),
-        builder: GroupBuilder,
-        outbox: Outbox,
-        policy: WeightSync,
-        session: Session,
-        clock: Clock,
-        bell: Bell,
-        numbering: asyncio.Lock,
-        rng: random.Random,
-        now: Callable[[], float],
-        in_flight: InFlightNote,
-        left: Sequence[KeptGroup],
-    ) -> None:
-        self._in_flight = in_flight
+    config: SamplerConfig
+    api: SamplerApi
+    engine: Engine
+    canary: Sequence[ScoredText] = ()
+    builder: GroupBuilder
+    outbox: Outbox
+    policy: WeightSync
+    session: Session
+    clock: Clock
+    bell: Bell
+    numbering: asyncio.Lock
+    rng: random.Random
+    now: Callable[[], float]
+    in_flight: InFlightNote
+    left: Sequence[KeptGroup]
+
+    def __post_init__(self) -> None:
         self.outbox_writer = OutboxWriter(
-            outbox=outbox, delay=config.delay, seed=config.seed, clock=clock, now=now, rng=rng, numbering=numbering
-        )
-        self._config = config
-        self._engine = engine
-        self._builder = builder
-        self._outbox = outbox
-        self._policy = policy
-        self._session = session
-        self._clock = clock
-        self._bell = bell
-        # What happens to groups under way; the sampler's other loops need not look at every completion.
+            outbox=self.outbox, delay=self.config.delay, seed=self.config.seed, clock=self.clock, now=self.now,
+            rng=self.rng, numbering=self.numbering,
+        )  # fmt: skip
+        # Rings at events of groups in flight; the sampler's other loops need not wake for every completion.
         self.news = Bell()
-        self._work = WorkClient(api=api, session=session, clock=clock, rng=rng)
+        self._work = WorkClient(api=self.api, session=self.session, clock=self.clock, rng=self.rng)
         self.swap = WeightSwap(
-            api=api, engine=engine, canary=canary, policy=policy, session=session, clock=clock, rng=rng,
-            on_quarantine=self._return_prefetched,
+            api=self.api, engine=self.engine, canary=self.canary, policy=self.policy, session=self.session,
+            clock=self.clock, rng=self.rng, on_quarantine=self._return_prefetched,
         )  # fmt: skip
         self.evaluation_requests = EvaluationRequests()
         self.is_swapping = False
-        """Whether the engine is being given weights."""
+        """Whether the engine is loading weights."""
         self._journal = TurnJournal(
-            turns=outbox.turns, left=left, state_roots=lambda: self.swap.state_roots, clock=clock, now=now,
-            news=self.news,
+            turns=self.outbox.turns, left=self.left, state_roots=lambda: self.swap.state_roots, clock=self.clock,
+            now=self.now, news=self.news,
         )  # fmt: skip
         self.collector = CompletionCollector(
-            engine=engine, builder=builder, outbox_writer=self.outbox_writer, swap=self.swap, work=self._work,
-            clock=clock, bell=bell, news=self.news, evaluation_requests=self.evaluation_requests, journal=self._journal,
+            engine=self.engine, builder=self.builder, outbox_writer=self.outbox_writer, swap=self.swap, work=self._work,
+            clock=self.clock, bell=self.bell, news=self.news, evaluation_requests=self.evaluation_requests,
+            journal=self._journal,
         )  # fmt: skip
         self._drafts = self.collector.drafts
-        self._room = max(1, engine.max_running // builder.group_size)
+        self._room = max(1, self.engine.max_running // self.builder.group_size)
         self.prefetch = Prefetch(
-            work=self._work, num_prompts=builder.task.num_prompts, room_groups=self._room,
-            work_ahead_s=lambda: session.work_ahead_s, rate=self.collector.groups, clock=clock, news=self.news,
-            in_flight=self._in_flight_now,
+            work=self._work, num_prompts=self.builder.task.num_prompts, room_groups=self._room,
+            work_ahead_s=lambda: self.session.work_ahead_s, rate=self.collector.groups, clock=self.clock,
+            news=self.news, in_flight=self._in_flight_now,
         )  # fmt: skip
         self._is_ending = False
 
     def reported(self) -> Reported:
-        """What a heartbeat says of this."""
         return replace(
             self.swap.reported,
-            tokens_per_s=self.collector.tokens.per_s(self._clock.monotonic()),
-            problem=self.outbox_writer.problem or self._policy.problem or self.collector.problem,
+            tokens_per_s=self.collector.tokens.per_s(self.clock.monotonic()),
+            problem=self.outbox_writer.problem or self.policy.problem or self.collector.problem,
         )
 
     async def generate(self) -> None:
-        """Generate until the run drains and everything under way is spooled."""
+        """Generate until the run drains and every group in flight is spooled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = self.collector.loops(tasks)
-                if self._config.work_ahead_s:
-                    loops.append(tasks.create_task(self.prefetch.keep(bell=self._bell, may_ask=self._version_to_ask)))
+                if self.config.work_ahead_s:
+                    loops.append(tasks.create_task(self.prefetch.keep(bell=self.bell, may_ask=self._version_to_ask)))
                 await self._resume(tasks)
                 await self._conduct(tasks)
                 for loop in loops:
@@ -126,23 +114,23 @@ class GenerationLoop:
         await self.collector.hand_back()
 
     async def stop(self) -> None:
-        """Begin nothing more: spool what has ended, give up the rest and hand it back; takes seconds at most."""
+        """Begin nothing more, spool groups that ended, hand the others back; takes seconds at most."""
         self._is_ending = True
-        await asyncio.to_thread(self._engine.cancel)
+        await asyncio.to_thread(self.engine.cancel)
         self._return_prefetched()
         await self.collector.end()
         async with self.swap.running:
-            # Its thread cannot be cancelled.
+            # The thread cannot be cancelled.
             pass
 
     async def empty(self) -> None:
-        """Push what is held: a drained run waits for no delay."""
-        await asyncio.to_thread(self._outbox.release_all)
-        self._bell.ring()
+        """Release all groups and wait until they are pushed."""
+        await asyncio.to_thread(self.outbox.release_by, 0.0)
+        self.bell.ring()
         is_said = False
         while True:
-            ticket = self._bell.ticket()
-            level = self._outbox.level()
+            ticket = self.bell.ticket()
+            level = self.outbox.level()
             if not level.num_groups:
                 return
             if not is_said:
@@ -154,11 +142,11 @@ class GenerationLoop:
         return [draft.assignment.id for draft in self._drafts]
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
-        """Go on with what an earlier process had under way."""
+        """Continue groups of an earlier process."""
         left, self._journal.left = self._journal.left, ()
         num_turns = 0
         for group in left:
-            draft = await asyncio.to_thread(self._builder.resume, group, begun_at=self._journal.begun_at(group))
+            draft = await asyncio.to_thread(self.builder.resume, group, begun_at=self._journal.begun_at(group))
             if draft is None:
                 _LOG.warning("assignment %d goes back: its prompt is another one now", group.first.assignment)
                 self.collector.give_back([group.first.assignment])
@@ -170,58 +158,52 @@ class GenerationLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Groups that are being made."""
         return len(self._drafts)
 
     @property
     def _may_begin(self) -> bool:
-        level = self._outbox.level()
+        level = self.outbox.level()
         metrics.OUTBOX_GROUPS.set(level.num_groups)
         metrics.OUTBOX_BYTES.set(level.num_bytes)
         return (
-            not self._session.is_draining
+            not self.session.is_draining
             and not self._is_ending
             and self.swap.version >= 0
             and not self.outbox_writer.problem
-            and level.num_bytes < self._config.outbox_bytes
+            and level.num_bytes < self.config.outbox_bytes
         )
-
-    @property
-    def _is_newer_due(self) -> bool:
-        pulled = self.swap.due()
-        return pulled is not None and pulled.version != self.swap.version
 
     def _version_to_ask(self) -> int | None:
         return self.swap.version if self._may_begin else None
 
     async def _conduct(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            tickets = self._bell.ticket(), self.news.ticket()
-            if self._session.is_draining:
+            tickets = self.bell.ticket(), self.news.ticket()
+            if self.session.is_draining:
                 self._return_prefetched()
                 if self.collector.is_empty and not self.evaluation_requests.is_expected:
                     return
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             self.collector.groups.work(len(self._drafts) > 0, now)
             self.swap.forget_roots(self._drafts.oldest_version)
             self.collector.log.say(
                 tokens_per_s=self.collector.tokens.per_s(now), now=now, version=self.swap.version,
-                head=self._policy.head_version, level=self._outbox.level(), num_ahead=len(self.prefetch),
+                head=self.policy.head_version, level=self.outbox.level(), num_ahead=len(self.prefetch),
             )  # fmt: skip
             if await self._exchange(tasks) or await self._go_on(tasks) or await self._begin():
                 continue
             waits = [wait for wait in (self.swap.wait_s, self._ask_wait_s()) if wait is not None and wait > 0]
-            await ring_or_time(*tickets, clock=self._clock, seconds=min(waits, default=None))
+            await ring_or_time(*tickets, clock=self.clock, seconds=min(waits, default=None))
 
     async def _exchange(self, tasks: asyncio.TaskGroup) -> bool:
-        """Give the engine what is due, beside what is under way where that may be; whether anything was done."""
+        """Load the weights that are due, during generation if allowed; returns whether a load began."""
         pulled = self.swap.due()
         if pulled is None or self.is_swapping or self._is_ending:
             return False
-        # One engine of several is started again beside what the others do.
+        # One engine of several restarts while the others generate.
         is_mend = pulled.version == self.swap.version
         if not is_mend and (
-            self.evaluation_requests.keeps_version or (self._drafts.num_running and self._config.swap == "drain")
+            self.evaluation_requests.keeps_version or (self._drafts.num_running and self.config.swap == "drain")
         ):
             return False
         self.is_swapping = True
@@ -237,22 +219,25 @@ class GenerationLoop:
         finally:
             self.is_swapping = False
         if self.swap.version == pulled.version:
-            # What was refused to the old version may be given to the new one.
-            self._work.ask_time = self._clock.monotonic()
+            # Work refused to the old version may be granted to the new one.
+            self._work.ask_time = self.clock.monotonic()
         self.news.ring()
 
     @property
     def _is_swap_first(self) -> bool:
-        """Whether nothing may begin before a swap that is due, so that no turn mixes versions."""
-        return self._config.swap == "drain" and self._is_newer_due and not self.evaluation_requests.keeps_version
+        """Whether a due swap must come before any new turn, so that no turn mixes versions."""
+        if self.config.swap != "drain" or self.evaluation_requests.keeps_version:
+            return False
+        pulled = self.swap.due()
+        return pulled is not None and pulled.version != self.swap.version
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
-        """Give the engine the turns that can be drawn, before anything new; whether anything was done."""
+        """Submit the turns that can be drawn, before new groups; returns whether any was submitted."""
         is_held = self._is_swap_first or self._is_ending or self.swap.version < 0
         if not self.collector.turns or is_held:
             return False
         turns, self.collector.turns = self.collector.turns, []
-        keys = [next(self._builder.keys) for _ in turns]
+        keys = [next(self.builder.keys) for _ in turns]
         for key, turn in zip(keys, turns, strict=True):
             self._drafts.begin_turn(key, turn.draft, turn.member)
         requests = [
@@ -272,11 +257,13 @@ class GenerationLoop:
         return count > 0
 
     def _submit_all(self, requests: Sequence[Request]) -> tuple[int, dict[int, PromptRefused], EngineError | None]:
-        """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
+        """Submit in a thread; returns how many the engine saw, which of these are too long, and the error that ended
+        it.
+        """
         too_long = {}
         for place, request in enumerate(requests):
             try:
-                self._engine.submit(request)
+                self.engine.submit(request)
             except PromptRefused as error:
                 too_long[place] = error
             except EngineError as error:
@@ -284,16 +271,16 @@ class GenerationLoop:
         return len(requests), too_long, None
 
     def _note_failure(self, error: EngineError) -> None:
-        # During a swap the engine takes nothing; a swap that failed says so itself.
+        # During a swap the engine takes nothing, and a failed swap reports its own error.
         if not self.is_swapping and self.swap.version >= 0:
             self.swap.note_failure(error)
 
     async def _begin(self) -> bool:
-        """Give the engine what it has room for; whether anything was done."""
+        """Submit what the engine has room for; returns whether anything was done."""
         if not self._may_begin or self._is_swap_first:
             return False
         count = self._num_wanted()
-        if count and not self._config.work_ahead_s and not len(self.prefetch):
+        if count and not self.config.work_ahead_s and not len(self.prefetch):
             if (self._ask_wait_s() or 0.0) > 0:
                 return False
             await self.prefetch.ask(self.swap.version, count)
@@ -304,7 +291,7 @@ class GenerationLoop:
             return False
         version = self.swap.version
         drafts, refused = await asyncio.to_thread(
-            self._builder.begin, work, version=version, state_root=self.swap.reported.state_root
+            self.builder.begin, work, version=version, state_root=self.swap.reported.state_root
         )
         if self._may_begin and self.swap.version == version and self.prefetch.look(1) == work[:1]:
             self.prefetch.drop(len(work))
@@ -312,40 +299,40 @@ class GenerationLoop:
         return True
 
     def _num_wanted(self) -> int:
-        """Groups to begin now: a few more than there is room for, so that the engine never waits for this loop."""
-        if not self._config.work_ahead_s:
+        """Groups to begin now: a few more than fit, so that the engine never waits for this loop."""
+        if not self.config.work_ahead_s:
             return self._room if self.collector.is_empty else 0
-        rows, size = self._engine.max_running, self._builder.group_size
+        rows, size = self.engine.max_running, self.builder.group_size
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
         wanted = (
             max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.evaluation_requests.num_running)
             // size
         )
-        if self._builder.conversations is not None:
-            # While tools run rows are free, and what begins then waits for a place among the live episodes.
+        if self.builder.conversations is not None:
+            # While tools run rows are free, but a new member would wait for a place among the live episodes.
             num_playing = sum(draft.conversation is not None for draft in self._drafts)
-            wanted = min(wanted, max(1, self._builder.conversations.max_live // size) - num_playing)
+            wanted = min(wanted, max(1, self.builder.conversations.max_live // size) - num_playing)
         return max(0, wanted)
 
     def _ask_wait_s(self) -> float | None:
-        """Seconds until work may be asked for by this loop; None where another one asks, or nothing can be begun."""
-        if self._config.work_ahead_s or not (self.collector.is_empty and self._may_begin):
+        """Seconds until this loop may ask for work; None if the prefetch asks, or nothing can begin."""
+        if self.config.work_ahead_s or not (self.collector.is_empty and self._may_begin):
             return None
-        return self._work.ask_time - self._clock.monotonic()
+        return self._work.ask_time - self.clock.monotonic()
 
     async def _submit(self, drafts: Sequence[GroupDraft], refused: Sequence[Refused]) -> bool:
-        """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
+        """Submit groups and hand refused prompts back; returns whether anything was done."""
         if drafts:
             self.collector.begin(drafts)
-        in_flight, size = self._in_flight_now(), self._builder.group_size
+        in_flight, size = self._in_flight_now(), self.builder.group_size
         requests = [
             Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
             for draft in drafts
         ]
 
         def submit() -> tuple[int, dict[int, PromptRefused], EngineError | None]:
-            self._in_flight.note(in_flight)
+            self.in_flight.note(in_flight)
             return self._submit_all(requests)
 
         count, too_long, error = await asyncio.to_thread(submit)
@@ -359,8 +346,8 @@ class GenerationLoop:
             self.collector.refusals.passed()
             self.news.ring()
         elif self.collector.refusals.problem:
-            # Data that is refused row by row is not asked for without a pause.
-            self._work.ask_time = max(self._work.ask_time, self._clock.monotonic() + REFUSED_S)
+            # Pause between questions if every row of the data is refused.
+            self._work.ask_time = max(self._work.ask_time, self.clock.monotonic() + REFUSED_S)
         return count > 0 or bool(refused)
 
     def _return_prefetched(self) -> None:

@@ -1,8 +1,7 @@
-"""Assignments -> requests -> groups: prompts, seeds, texts, rewards. Blocking; called from threads but for `group`.
+"""Builds drafts from assignments and groups from scored drafts: prompts, seeds, texts, rewards.
 
-Guarantees: every drawn token is stamped with the version that it was drawn from, a group with its oldest; a reward that
-fails is a lost member and no zero reward; whatever a reward takes, the event loop and the engine go on; what was queued
-for a group that was given up is never asked.
+Every drawn token carries its version, a group its oldest one. A reward that fails is a lost member, not a zero reward.
+All methods except `group` block and run in threads.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 
 _LOG = logging.getLogger(__name__)
 Refused = tuple[WorkAssignment, PromptRefused]
-"""An assignment of whose prompt nothing can be generated, and why."""
+"""An assignment whose prompt was refused, and why."""
 NO_SEQUENCE = 0
-"""Of a group that no outbox has numbered yet."""
+"""Sequence of a group that the outbox has not numbered."""
 MAX_LINES = 100
-"""Rows that are named in the log; all others are counted in the metric alone."""
+"""Rows named in the log; the metric counts the others."""
 CURE = "correct the data, task.system_prompt or use_chat_template, or raise engine.max_model_len"
 _REASONS = {PromptTooLong: ReturnReason.PROMPT_TOO_LONG, AnswerUnreadable: ReturnReason.REWARD_FAILED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBuilder:
-    """Everything that a group is made with and that does not change during a run."""
+    """The constants of a run that every group is built with."""
 
     task: Task
     prompter: Prompter
@@ -62,22 +61,22 @@ class GroupBuilder:
     group_size: int
     clock: Clock
     is_seeded: bool = False
-    """Whether the engine draws by the names of the tokens."""
+    """See `seeded_sampling`."""
     min_members: int = 0
     """Members of a group that must be trainable; 0: all."""
     max_new_tokens: int = 0
     max_trajectory_tokens: int = 0
-    """The contract's, where a prompt has an environment."""
+    """From the contract, for prompts with an environment."""
     conversations: Conversations | None = None
-    """The environments of the task; None where no prompt has one."""
+    """Environments of the task; None if no prompt has one."""
     keys: Iterator[int] = field(default_factory=itertools.count)
-    # A tokenizer is changed by who encodes with it, and several threads decode.
+    # Encoding changes a tokenizer, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(
         self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest
     ) -> tuple[list[GroupDraft], list[Refused]]:
-        """A draft for each assignment, begun with the version that is loaded; and the assignments that are refused."""
+        """Drafts begun with the loaded version, and the refused assignments."""
         now = self.clock.monotonic()
         drafts: list[GroupDraft] = []
         refused: list[Refused] = []
@@ -107,10 +106,7 @@ class GroupBuilder:
         return drafts, refused
 
     def resume(self, left: KeptGroup, *, begun_at: float) -> GroupDraft | None:
-        """The draft of a group of an earlier process, which began it at `begun_at` by this one's clock.
-
-        None where its prompt is another one now.
-        """
+        """The draft of a group that an earlier process began; None if its prompt has changed."""
         first = left.first.turn
         prompt = self.task.prompt(first.prompt_index) if first.prompt_index < self.task.num_prompts else None
         conversation = self.conversations.of(prompt) if self.conversations and prompt else None
@@ -137,10 +133,10 @@ class GroupBuilder:
         )
 
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """The parts of completions' rewards, in order.
+        """Reward parts of each completion.
 
         Raises:
-            RewardError: one could not be computed, or is beyond what is trained on.
+            RewardError: a reward failed, or is beyond what is trained on.
         """
         with self.lock:
             texts = [self.prompter.decode(completion.token_ids) for completion in completions]
@@ -150,10 +146,7 @@ class GroupBuilder:
         return rows
 
     def group(self, draft: GroupDraft, *, state_roots: Mapping[int, Digest]) -> Group:
-        """The group of a draft whose members all have their rewards; an outbox numbers it.
-
-        `state_roots` has every version that a token of it may be of.
-        """
+        """The group of a completely scored draft; `state_roots` has every version of its tokens."""
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
         oldest = min(span.version for rollout in rollouts for span in rollout.spans if span.is_drawn)
@@ -166,7 +159,7 @@ class GroupBuilder:
             oldest_version=oldest,
             state_root=state_roots[oldest],
             generation_s=draft.generation_s,
-            # A turn's draws are named by its context, which no learner repeats yet.
+            # A turn's context names its draws, which the learner cannot repeat yet.
             is_seeded=self.is_seeded and draft.conversation is None,
             trace=TRACER.begin(
                 "generate",
@@ -176,7 +169,7 @@ class GroupBuilder:
         )
 
     def runner(self, note: Note) -> EpisodeRunner | None:
-        """What leads members through their environments, and notes their turns; None where no prompt has one."""
+        """The runner of the task's environments; None if no prompt has one."""
         if self.conversations is None:
             return None
         return EpisodeRunner(
@@ -187,7 +180,7 @@ class GroupBuilder:
     def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
         if not self.is_seeded:
             return assignment.seed
-        # The weights name the draws; they stay until everything under way ended.
+        # The weights name the draws; they stay until all groups in flight ended.
         return group_key(seed=assignment.seed, state_root=state_root, prompt_index=assignment.prompt_index)
 
 
@@ -204,25 +197,25 @@ def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:
 
 
 class Scorer:
-    """Asks for rewards, as many at once as the task has processes."""
+    """Computes rewards in as many threads as the task has processes."""
 
     def __init__(self, builder: GroupBuilder) -> None:
         self._builder = builder
-        # A plain task is a function: the lab computes it at once, in no virtual time.
+        # A plain task is a function: research computes it in no virtual time.
         num_workers = int(getattr(builder.task, "num_workers", 0))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
         self._by_group = bool(getattr(builder.task, "by_group", False))
         self.failures = FailureStreak()
 
     def ready(self, draft: GroupDraft, member: int) -> tuple[int, ...]:
-        """The members that can be scored now that one has ended: itself, or all where they are scored together."""
+        """Members that can be scored after one ended: itself, or all if they are scored together."""
         if not self._by_group:
             return (member,)
         is_whole = len(draft.completions) == self._builder.group_size
         return tuple(range(self._builder.group_size)) if is_whole else ()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """The parts of completions' rewards, in order; RewardError where one could not be computed."""
+        """Reward parts of each completion; RewardError if one fails."""
         if self._threads is None:
             return self._builder.score_all(prompt, completions)
         return await asyncio.get_running_loop().run_in_executor(
@@ -230,21 +223,20 @@ class Scorer:
         )
 
     def close(self) -> None:
-        """Ask for nothing more; what is being asked ends with the task's processes."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True, kw_only=True)
 class Refusals(FailureStreak):
-    """Prompts of which nothing can be generated: counted, logged once a row, and loudly where no other is left."""
+    """Refused prompts: counted, named once a row in the log, an error if no prompt is left."""
 
     missing: str = "PROMPT"
     cure: str = CURE
     _named: set[int] = field(default_factory=set)
 
     def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
-        """Count a prompt that was refused; the reason for its return."""
+        """Count a refused prompt; returns the reason of its return."""
         reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
         metrics.REFUSED_PROMPTS.labels(reason.value).inc()
         self.failed(error)

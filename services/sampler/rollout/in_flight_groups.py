@@ -1,16 +1,15 @@
-"""Groups under way: what of each is generated and scored, and what the next process in state_dir goes on from.
+"""Groups in flight: their completions and scores, and what the next process in state_dir continues.
 
-    begun -> completions end, one by one -> each is scored, or lost -> the last one makes the group whole
-          -> too few members are left, an engine that fails: given up, its assignment is handed back
+    begun -> completions end, one by one -> each is scored, or lost -> the last one completes the group
+          -> too few members are left, or the engine fails: given up, its assignment is handed back
 
-Guarantees: a completion counts once, whatever became of its group; what is given up never becomes a group. `Drafts` is
-pure, and the event loop's. Turns are noted as they end and written by one task at a time, never of a group that is
-under way no longer; a group whose environment leaves things to chance is not noted: nobody can step it again.
+A completion counts once, whatever happens to its group; a group that was given up never enters the outbox.
+`InFlightGroups` is pure and used from the event loop. One task at a time writes turns, only of groups in flight. Turns
+are not kept if the environment is not deterministic: no process could step it again.
 
-A row may end the process that computes it, as by the system's killer for memory: no line of that process can say so.
-The next process returns what the note `under_way.json` names and it does not continue, as if its engine had failed
-under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.work_assignments). What was
-answered meanwhile is not held any more, and its return means nothing.
+A row can kill its process, for example by the kernel's memory killer, and that process cannot report it. So
+`under_way.json` names the assignments in flight. The next process returns those that it does not continue, with the
+reason ENGINE_FAILED, and the coordinator closes a row that killed three processes.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from heterorl.sampler.outbox.turn_store import KeptGroup, KeptTurn, TurnStore
 _LOG = logging.getLogger(__name__)
 NAME = "under_way.json"
 MAX_NOTED = 1024
-"""Assignments in a note; the newest ones."""
+"""Assignments in the note, the newest ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupDraft:
-    """A group that is being made."""
+    """A group in flight."""
 
     key: int
     assignment: WorkAssignment
@@ -51,20 +50,20 @@ class GroupDraft:
     prompt_token_ids: Int32Array
     seed: int
     version: int
-    """Loaded when it was begun: none of its tokens is of an older one."""
+    """The version loaded when the group began: no token is of an older one."""
     begun_at: float
     conversation: Conversation | None = None
-    """The environment that answers its members' turns; None where each is one completion."""
+    """The environment that answers its members; None if each member is one completion."""
     source: str = ""
-    """Label of its prompt's source, where tasks are mixed."""
+    """Label of the prompt's source, for mixed tasks."""
     is_noted: bool = False
-    """Whether turns of it are kept on the disk, so that the next process can go on with it."""
+    """Whether turns of it are on disk, so that the next process can continue it."""
     ended_at: float = 0.0
-    """Of its last completion; both by the monotonic clock."""
+    """End of its last completion; both times are monotonic."""
     completions: dict[int, Completion] = field(default_factory=dict)
-    """Of members that ended, whole."""
+    """Of members that ended."""
     scores: dict[int, tuple[RewardPart, ...]] = field(default_factory=dict)
-    """Of members that ended and have their rewards; empty of lost ones."""
+    """Of members that ended and have their rewards; empty for lost members."""
 
     @property
     def num_lost(self) -> int:
@@ -73,19 +72,18 @@ class GroupDraft:
 
     @property
     def generation_s(self) -> float:
-        """Seconds from its beginning to its last completion."""
         return self.ended_at - self.begun_at
 
 
 class InFlightGroups:
-    """All groups under way, by their keys, and the requests that the engine has for them."""
+    """All groups in flight by key, and their requests in the engine."""
 
     def __init__(self, *, group_size: int) -> None:
         self._group_size = group_size
         self._drafts: dict[int, GroupDraft] = {}
         self._requests: dict[int, _Request] = {}
         self.num_running = 0
-        """Completions in the engine, those of groups that were given up too."""
+        """Completions in the engine, those of groups that were given up included."""
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -98,29 +96,29 @@ class InFlightGroups:
 
     @property
     def num_unscored(self) -> int:
-        """Completions that ended and wait for their reward."""
+        """Completions that ended and wait for a reward."""
         return sum(len(draft.completions) - len(draft.scores) for draft in self)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version that any of them may name; None where nothing is under way."""
+        """The oldest version that any of them may name; None if there are no groups."""
         return min((draft.version for draft in self), default=None)
 
     def begin(self, draft: GroupDraft) -> None:
-        """Count a group whose request the engine is given, of all members, under the group's key."""
+        """Add a group and its request for all members, under the group's key."""
         self._drafts[draft.key] = draft
         self._begin(draft.key, _Request(draft=draft, left=self._group_size))
 
     def resume(self, draft: GroupDraft) -> None:
-        """Count a group of an earlier process, of which the engine has nothing yet."""
+        """Add a group of an earlier process, without a request."""
         self._drafts[draft.key] = draft
 
     def begin_turn(self, key: int, draft: GroupDraft, member: int) -> None:
-        """Count the request of one member's next turn."""
+        """Add the request of one member's next turn."""
         self._begin(key, _Request(draft=draft, left=1, member=member))
 
     def take(self, finished: Finished, now: float) -> tuple[GroupDraft, int] | None:
-        """Count a completion that ended; its group and its member, unless the group was given up."""
+        """Count a completion that ended; returns its group and member, None if the group was given up."""
         request = self._requests.get(finished.key)
         if request is None:
             return None
@@ -134,12 +132,8 @@ class InFlightGroups:
         draft.ended_at = now
         return draft, finished.member if request.member is None else request.member
 
-    def end(self, draft: GroupDraft, member: int, completion: Completion) -> None:
-        """Note that a member has ended."""
-        draft.completions[member] = completion
-
     def score(self, key: int, member: int, parts: tuple[RewardPart, ...]) -> GroupDraft | None:
-        """Note a reward, none of a lost member; the group where it was the last one, which is under way no longer."""
+        """Store a reward, empty for a lost member; returns and removes the group if it is complete."""
         draft = self._drafts.get(key)
         if draft is None:
             return None
@@ -147,11 +141,11 @@ class InFlightGroups:
         return self._drafts.pop(key) if len(draft.scores) == self._group_size else None
 
     def give_up(self, key: int) -> GroupDraft | None:
-        """Give a group up while its completions go on; None where it was before."""
+        """Give a group up while its completions go on; None if it was given up before."""
         return self._drafts.pop(key, None)
 
     def lose(self, key: int) -> tuple[GroupDraft, int | None] | None:
-        """Forget a request that the engine has lost; its group, and the member whose turn it was, unless given up."""
+        """Remove a request that the engine lost; returns its group and the member of its turn, None if given up."""
         request = self._requests.pop(key, None)
         if request is None:
             return None
@@ -159,11 +153,11 @@ class InFlightGroups:
         return (request.draft, request.member) if request.draft.key in self._drafts else None
 
     def withdraw(self, draft: GroupDraft) -> bool:
-        """Take back a group that the engine did not take; False where it was given up before."""
+        """Remove a group that the engine did not take; False if it was given up before."""
         return self.lose(draft.key) is not None and self.give_up(draft.key) is not None
 
     def lose_all(self) -> list[GroupDraft]:
-        """Give up every group of which the engine still had completions; the others stay."""
+        """Give up every group with completions in the engine; returns them."""
         lost = [found[0] for key in list(self._requests) if (found := self.lose(key)) is not None]
         return [draft for draft in lost if self.give_up(draft.key) is not None]
 
@@ -174,51 +168,45 @@ class InFlightGroups:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    """What the engine computes for a group: `left` completions, of one member's turn or of all members."""
+    """A request in the engine: `left` completions of one member's turn, or of all members."""
 
     draft: GroupDraft
     left: int
     member: int | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TurnJournal:
-    """The turns of one engine's groups; `left` is what an earlier process had under way."""
+    """Turns of one engine's groups; `left` is what an earlier process had in flight.
 
-    def __init__(
-        self,
-        *,
-        turns: TurnStore,
-        left: Collection[KeptGroup],
-        state_roots: Callable[[], Mapping[int, Digest]],
-        clock: Clock,
-        now: Callable[[], float],
-        news: Bell,
-    ) -> None:
-        """`now` is an instant that a later process understands; `news` rings when there is something to write."""
-        self.left = left
-        self._turns = turns
-        self._state_roots = state_roots
-        self._clock = clock
-        self._now = now
-        self._news = news
+    `now` is a time that a later process understands; `news` rings when there is a turn to write.
+    """
+
+    turns: TurnStore
+    left: Collection[KeptGroup]
+    state_roots: Callable[[], Mapping[int, Digest]]
+    clock: Clock
+    now: Callable[[], float]
+    news: Bell
+
+    def __post_init__(self) -> None:
         self._lock = asyncio.Lock()
         self._noted: list[tuple[GroupDraft, KeptTurn]] = []
 
     @property
     def is_written(self) -> bool:
-        """Whether all that was noted is written."""
         return not self._noted
 
     def begun_at(self, left: KeptGroup) -> float:
-        """When a group of an earlier process was begun, by this process's clock."""
-        return self._clock.monotonic() - max(0.0, self._now() - left.first.begun)
+        """Start of a group of an earlier process, by this process's clock."""
+        return self.clock.monotonic() - max(0.0, self.now() - left.first.begun)
 
     def note(self, draft: GroupDraft, member: int, number: int, given: Int32Array, turn: Completion) -> None:
-        """Note that a member's turn, numbered from 0, ended; `given` is what was given in front of it."""
+        """Note a member's turn, numbered from 0; `given` are the tokens in front of it."""
         if draft.conversation is None or not draft.conversation.spec.is_deterministic:
             return
         draft.is_noted = True
-        begun = self._now() - (self._clock.monotonic() - draft.begun_at)
+        begun = self.now() - (self.clock.monotonic() - draft.begun_at)
         version = min(span.version for span in turn.spans)
         spans = [Span(version=GIVEN, start=0, end=given.size)] if given.size else []
         rollout = Rollout(
@@ -236,30 +224,30 @@ class TurnJournal:
             prompt_token_ids=draft.prompt_token_ids if number == 0 else np.zeros(0, np.int32),
             rollouts=(rollout,),
             oldest_version=version,
-            state_root=self._state_roots()[version],
+            state_root=self.state_roots()[version],
             generation_s=0.0,
         )
         kept = KeptTurn(member=member, number=number, seed=draft.seed, begun=begun, turn=group)
         self._noted.append((draft, kept))
-        self._news.ring()
+        self.news.ring()
 
     async def write(self, in_flight: Container[int]) -> None:
-        """Write what was noted of the groups whose keys these are, as far as the disk has room."""
+        """Write noted turns of the groups with these keys, if the disk has room."""
         async with self._lock:
             noted, self._noted = self._noted, []
             turns = [turn for draft, turn in noted if draft.key in in_flight]
             if turns:
-                await asyncio.to_thread(self._turns.keep, turns)
+                await asyncio.to_thread(self.turns.keep, turns)
 
     async def forget(self, assignments: Collection[int]) -> None:
-        """Delete the turns of groups that were given up; on a full disk they stay until they are too old."""
+        """Delete turns of groups that were given up; on a full disk they stay until they are too old."""
         async with self._lock:
             with contextlib.suppress(DiskFull):
-                await asyncio.to_thread(self._turns.forget, assignments)
+                await asyncio.to_thread(self.turns.forget, assignments)
 
 
 def turns_of(left: KeptGroup, member: int) -> list[tuple[Int32Array, Completion]]:
-    """What was given in front of each turn of a member, and the turn as it was drawn."""
+    """A member's turns: the tokens given in front of each, and the turn as drawn."""
     return [_parted(kept) for kept in left.members.get(member, ())]
 
 
@@ -280,23 +268,23 @@ def _moved(spans: Collection[Span], by: int) -> tuple[Span, ...]:
 
 
 class InFlightNote:
-    """The note of one state_dir; `left` is what an earlier process had under way when it was killed."""
+    """The file under_way.json; `left` are the assignments of a process that was killed."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / NAME
         self.left: tuple[int, ...] = _read(self._path)
 
     def note(self, assignments: Sequence[int]) -> None:
-        """Write what the engine has or is about to get, oldest first; blocking.
+        """Write the assignments in the engine, oldest first. Blocking.
 
-        The note outlives the process, not the machine: nothing waits for the disk.
+        The note survives the process, not the machine: it is not synced.
         """
-        # On a full disk nothing begins soon, and a kill meanwhile counts for nobody.
+        # On a full disk nothing begins, so a kill counts against no row.
         with contextlib.suppress(OSError), replacing(self._path, is_durable=False) as file:
             file.write(json.dumps([*reversed(assignments)][:MAX_NOTED]).encode("ascii"))
 
     def clear(self) -> None:
-        """Nothing is under way any more: the process ends in order."""
+        """Delete the note: the process ends in order."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -312,33 +300,31 @@ def _read(path: Path) -> tuple[int, ...]:
 
 
 OnEnd = Callable[[Finished | None], None]
-"""Called with each completion that ends; once with None where the rest is lost."""
+"""Called with each completion that ends, and once with None if the rest is lost."""
 
 
 class EvaluationRequests:
-    """What evaluations have in the engine, beside rollouts."""
+    """Requests of evaluations in the engine that rollouts use."""
 
     def __init__(self) -> None:
         self.num_running = 0
-        """Completions under way."""
+        """Completions in the engine."""
         self.keeps_version = False
         """Whether newer weights wait."""
         self.is_expected = False
-        """Whether a drained run is to go on until the evaluations have ended."""
+        """Whether a drained run continues until the evaluations end."""
         self._waiting: dict[int, tuple[int, OnEnd]] = {}
 
     def begin(self, key: int, count: int, on_end: OnEnd) -> None:
-        """Count a request that the engine is about to be given."""
         self._waiting[key] = (count, on_end)
         self.num_running += count
 
     def drop(self, key: int) -> None:
-        """Forget a request that the engine did not take."""
         count, _ = self._waiting.pop(key, (0, None))
         self.num_running -= count
 
     def take(self, one: Finished | Lost) -> bool:
-        """Hand over what ended; whether it is of a held-out prompt."""
+        """Hand over what ended; returns whether it belongs to an evaluation."""
         if one.key not in self._waiting:
             return False
         left, on_end = self._waiting.pop(one.key)
@@ -353,7 +339,6 @@ class EvaluationRequests:
         return True
 
     def lose_all(self) -> None:
-        """Say of everything under way that it is lost."""
         waiting, self._waiting, self.num_running = self._waiting, {}, 0
         for _, on_end in waiting.values():
             on_end(None)

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker processes: it puts a file of weights into the model in place.
+"""The worker extension inside vLLM's processes: loads a weights file into the model in place.
 
-Guarantees: after `load_arena_file` returned, every parameter and everything that vLLM derived from one (fused,
-packed) comes from the file; a file that leaves a parameter untouched is an error. Reads safetensors only. Must never
-import vllm: the class is mixed into the worker that vLLM made.
+After `load_arena_file`, every parameter and everything that vLLM derived from one (fused, packed) comes from the file;
+a
+file that leaves a parameter out is an error. Reads safetensors only. Must never import vllm, whose worker mixes it in.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class ArenaWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`), whose attributes it uses; called by `collective_rpc`."""
 
     def load_arena_file(self, path: str, aliases: Mapping[str, str]) -> int:
-        """Replace the model's weights by those of a safetensors file with Hugging Face names; returns the tensors read.
+        """Replace the model's weights by a safetensors file with Hugging Face names; returns the number of tensors
+        read.
 
-        All workers of the machine read the file, each its own shard of every tensor. `aliases` leads from tied tensors
-        that the file does not have to the names it has them under.
+        Every worker reads its own shard of each tensor. `aliases` maps tied tensors that the file lacks to their names
+        in it.
 
         Raises:
-            RuntimeError: the file has a tensor that the model lacks, or lacks one that the model has.
+            RuntimeError: the file has a tensor that the model lacks, or the reverse.
         """
         worker: Any = self
         model: Any = worker.model_runner.get_model()
@@ -57,7 +58,7 @@ class ArenaWorker:
         return len(names)
 
     def end_with(self, pid: int) -> None:
-        """End vLLM's processes when the process `pid` that started them is gone; killed, it cannot tell them itself."""
+        """End vLLM's processes when process `pid`, which started them, is gone: killed, it cannot tell them."""
         # The engine's own process is a child of `pid`: this one, or the parent of this one.
         engine = psutil.Process(os.getpid() if os.getppid() == pid else os.getppid())
         threading.Thread(target=_watch, args=(engine, pid), name="end-with", daemon=True).start()
@@ -87,10 +88,10 @@ def _tensors_of(path: str, aliases: Mapping[str, str], names: set[str]) -> Itera
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make a reload treat the weights of experts as a first load does, which packs them.
+    """Make a reload pack the weights of experts, as a first load does.
 
     On the CPU experts multiply with packed weights. vLLM's first load packs them when it makes the layer's kernel
-    (`_setup_kernel`); a later load finds the kernel and puts unpacked weights where packed ones are read.
+    (`_setup_kernel`); a later load finds the kernel and writes unpacked weights over packed ones.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -99,11 +100,11 @@ def _forget_packed_experts(model: Any) -> None:
 
 
 def _pack_again(model: Any) -> None:
-    """Make vLLM's packed copies anew where its own reload does not.
+    """Renew vLLM's packed copies where its own reload does not.
 
-    On the CPU a layer multiplies with a packed copy of its weight (`cpu_linear`). The reload makes the copy again in
-    every layer that a tensor was loaded into. An output layer tied to the embedding is none of them in architectures
-    that skip its name, and would go on with the old copy.
+    On the CPU a layer multiplies with a packed copy of its weight (`cpu_linear`). The reload renews the copy of each
+    layer
+    that got a tensor. An output layer tied to the embedding gets none in architectures that skip its name.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)

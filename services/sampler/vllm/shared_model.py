@@ -1,16 +1,15 @@
-"""What all engines of a node draw from: the model on the CPU, the reference, a version's weights on their way.
+"""The model that a node's vLLM engines share: reference on the CPU, layout, and weight files for their processes.
 
     all weights   one safetensors file, read by every worker's `load_arena_file`; or a whole model, to start from
-    adapters      a directory as `peft` writes it, read by vLLM's own loader of adapters, over the base model
+    adapters      a directory in the format of `peft`, read by vLLM's own loader, over the base model
 
 Files lie in a directory of this process that only this user can read:
 
     PARENT/PREFIX-xxxx/      the directory
-    PARENT/PREFIX-xxxx.lock  locked while its owner lives; the kernel lets go of it, however that ends
+    PARENT/PREFIX-xxxx.lock  locked while its owner lives; the kernel releases it when the process ends
 
-Guarantees: a version's file is written once for all engines that load it within one `written`, and gone after it; what
-a killed process left goes at the next start, but no directory without a lock file: it is an earlier program's or
-somebody else's; no pickle. Must never import vllm.
+A version's file is written once for all engines that load it within one `written`, then deleted. The next start deletes
+directories of killed processes, but only those with a lock file. No pickle. This module must never import vllm.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from heterorl.sampler.vllm.vllm_process import VllmProcess
 from heterorl.sampler.vllm.weight_canary import Reference
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
+"""Adapter ranks of vLLM."""
 _TYPES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
 _PEFT = dict(zip(PARTS, ("lora_A", "lora_B"), strict=True))
 LOCK = ".lock"
 
 
 class SharedModel:
-    """One for a node, however many engines it has."""
+    """One for each node, for all of its engines."""
 
     def __init__(
         self,
@@ -59,15 +58,7 @@ class SharedModel:
         lora: LoraConfig = ALL_WEIGHTS,
         canary_device: str = "cpu",
     ) -> None:
-        """Load the model on the CPU: the reference, which keeps no weights of its own.
-
-        Args:
-            model_dir: Hugging Face directory or hub id.
-            published_dtype: type of the weights that engines take.
-            sampling: meaning of a log-prob.
-            weights_dir: where a private directory for the weights on their way is made.
-            lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
-            canary_device: computes the reference, a module's weights at a time.
+        """Load the model on the CPU; the reference keeps no weights of its own.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -85,15 +76,15 @@ class SharedModel:
             self.model, model_dir=model_dir, layout=self.layout, lora=self.lora, parent=weights_dir
         )
         self._reference: Reference | None = None
-        # Of the file and the number of engines that read it.
+        # Guards the file and the number of its readers.
         self._writing = threading.Lock()
         self._num_readers = 0
-        # Of the reference, and what it said of a version's sequences.
+        # Guards the reference and its answers for the current version.
         self._computing = threading.Lock()
         self._known: dict[tuple[object, ...], list[Float32Array]] = {}
 
     def base(self) -> Arena | None:
-        """Weights of model_dir in the published type; None once others were loaded."""
+        """Weights of model_dir in the published type; None after the first load of a version."""
         if self._reference is not None:
             return None
         arena = Arena(self.layout)
@@ -102,7 +93,7 @@ class SharedModel:
 
     @contextmanager
     def written(self, arena: Arena) -> Iterator[None]:
-        """The version's file, from the first who asks for it until the last one has done with it."""
+        """The version's file, from the first reader's entry to the last one's exit."""
         with self._writing:
             if not self._num_readers:
                 self._reference = self._reference or Reference(self.model, self.layout, device=self._canary_device)
@@ -122,7 +113,7 @@ class SharedModel:
                     self.weights.clear()
 
     def expected(self, arena: Arena, sequences: Sequence[Int32Array], starts: Sequence[int]) -> list[Float32Array]:
-        """What the reference says of sequences, within `written`: computed once for all engines that drew the same."""
+        """Log-probs of the reference, within `written`: computed once for engines that drew the same."""
         assert self._reference is not None
         name = (*starts, *(sequence.tobytes() for sequence in sequences))
         with self._computing:
@@ -131,7 +122,7 @@ class SharedModel:
             return self._known[name]
 
     def longest(self, wanted: int) -> int:
-        """Tokens of prompt and completion together: `wanted`, or all that the model allows where it is 0.
+        """Tokens of prompt and completion together: `wanted`, or the model's limit if it is 0.
 
         Raises:
             ConfigError: vLLM would compute other positions than the learner.
@@ -147,7 +138,6 @@ class SharedModel:
         return wanted or self.room.positions
 
     def close(self) -> None:
-        """Delete the directory of the weights."""
         self.weights.close()
 
 
@@ -160,16 +150,16 @@ class WeightFiles:
         self._layout = layout
         self._lora = lora
         self.names = [spec.name for spec in layout.specs] if lora.rank else stored_names(layout, _derived(model))
-        # Readable by this user alone; a whole model that a killed process left is not there for ever.
+        # Only this user may read it; the next start deletes what a killed process left.
         self._private = PrivateDirectory(parent, prefix="weights")
         self.directory = self._private.path
         self._file = self.directory / ("adapter_model.safetensors" if lora.rank else "model.safetensors")
 
     def arguments(self) -> dict[str, Any]:
-        """What vLLM must know of adapters when it starts.
+        """Arguments of vLLM for adapters.
 
         Raises:
-            ConfigError: it makes room for no adapters of this rank.
+            ConfigError: vLLM has no room for adapters of this rank.
         """
         if not self._lora.rank:
             return {}
@@ -178,7 +168,7 @@ class WeightFiles:
             "max_lora_rank": _room(self._lora.rank),
             "max_loras": 1,
             "max_cpu_loras": 1,
-            # Elsewhere vLLM would put empty adapters; over the output layer they fail on log-probs of prompts on a CPU.
+            # Else vLLM adds empty adapters; over the output layer they fail on prompt log-probs on a CPU.
             "lora_target_modules": list(self._lora.target_modules),
         }
 
@@ -194,10 +184,10 @@ class WeightFiles:
         return write_weights(arena, self._file, names=self.names, rename=_peft_name)
 
     def swap(self, process: VllmProcess, label: str) -> None:
-        """Put what was written in place of what a process computes with.
+        """Load the written file into a process.
 
         Raises:
-            EngineDied: it does not do it, or not wholly.
+            EngineDied: the process failed, or loaded only a part.
         """
         if self._lora.rank:
             process.swap_adapter(str(self.directory), label=label)
@@ -212,11 +202,11 @@ class WeightFiles:
 
     @contextmanager
     def whole_model(self) -> Iterator[str]:
-        """A model directory to start a process from: of the version written, or the base under the adapters."""
+        """A model directory to start a process from: the written version, or the base model under adapters."""
         if self._lora.rank:
             yield self._model_dir
             return
-        # One for each process that starts: the file is the same, by a second name.
+        # One for each process that starts: a hard link to the same file.
         directory = Path(tempfile.mkdtemp(prefix="model-", dir=self.directory))
         try:
             self._config.save_pretrained(directory)
@@ -226,21 +216,19 @@ class WeightFiles:
             shutil.rmtree(directory)
 
     def clear(self) -> None:
-        """Delete the version's file."""
         self._file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete the directory."""
         self._private.close()
 
 
 def write_weights(
     arena: Arena, path: Path, *, names: Sequence[str], rename: Callable[[str], str] = lambda name: name
 ) -> int:
-    """Write tensors of an arena as a safetensors file, without a second copy of them in memory; returns its bytes.
+    """Write tensors of an arena as a safetensors file without a copy in memory; returns its bytes.
 
-    Only this user may read the file, which appears complete or not at all. Tied tensors are stored under one name
-    (`stored_names`); `rename` leads from a tensor's name to that in the file.
+    Only this user may read the file, which appears complete or not at all. Tied tensors have one name (`stored_names`);
+    `rename` maps a tensor's name to the file's.
     """
     specs = [arena.layout.spec(name) for name in names]
     plan = SafetensorsLayout(
@@ -255,7 +243,7 @@ def write_weights(
 
 
 def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]:
-    """One name for each storage: of tied tensors the first that is not derived from another, as checkpoints have it."""
+    """One name for each storage: the first tied tensor that is not derived from another, as in checkpoints."""
     chosen: dict[str, str] = {}
     for spec in layout.specs:
         owner = spec.alias_of or spec.name
@@ -277,13 +265,13 @@ def _peft_name(name: str) -> str:
 
 
 def _derived(model: Any) -> Callable[[str], bool]:
-    """Whether transformers ties the tensor of a name to another one; its table holds names, or patterns of names."""
+    """Whether transformers ties a tensor to another one; its table holds names or patterns."""
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     return lambda name: any(re.fullmatch(pattern, name) for pattern in tied)
 
 
 class PrivateDirectory:
-    """A directory that goes with `close`, or with the next process that makes one like it."""
+    """A directory deleted by `close`, or by the next process that makes one like it."""
 
     def __init__(self, parent: Path, *, prefix: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +281,7 @@ class PrivateDirectory:
             self._file = open(descriptor, "wb")  # noqa: SIM115, PTH123
             self._lock = Path(name)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # Whoever cleaned up between the two lines took it for nobody's.
+            # Another process may have deleted it between the two lines.
             if self._lock.exists():
                 break
             self._file.close()
@@ -301,21 +289,17 @@ class PrivateDirectory:
         self.path.mkdir(mode=0o700)
 
     def close(self) -> None:
-        """Delete it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.unlink(missing_ok=True)
         self._file.close()
 
 
-def remove_left(parent: Path, *, prefix: str) -> list[Path]:
-    """Delete directories whose owners are gone; returns them."""
-    removed = []
+def remove_left(parent: Path, *, prefix: str) -> None:
+    """Delete directories whose owners are gone."""
     for lock in parent.glob(f"{prefix}-*{LOCK}"):
-        # Somebody else's file, or gone meanwhile: its owner's business.
+        # Another user's file, or one that is gone: left to its owner.
         with contextlib.suppress(OSError), lock.open("r+b") as file:
             if not try_lock(file):
                 continue
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
-            removed.append(lock.with_suffix(""))
-    return removed

@@ -1,7 +1,7 @@
-"""What vLLM is told: the engine's arguments, what is asked for a completion, and how its answers are read.
+"""vLLM's arguments: of the engine and of a completion; and the reading of its answers.
 
-Guarantees: a completion's random stream depends on its assignment's seed and its place in the group alone; log-probs
-mean what the contract says, or the configuration is refused. Must never import vllm.
+A completion's random stream depends only on the assignment's seed and the member. Log-probs have the contract's
+meaning, or the configuration is refused. This module must never import vllm.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from heterorl.sampler.config import VllmEngineConfig
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 _COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
-"""Mean difference from the reference that rounding explains, nats."""
+"""Mean log-prob difference from the reference that rounding explains, nats."""
 NUM_URGENT = 8
-"""Requests of a canary that run beside a whole batch."""
+"""Canary requests that run in addition to a full batch."""
 MIN_TEMPERATURE = 0.01
-"""Below it vLLM draws at another temperature than it is told."""
+"""Below it vLLM uses another temperature than it is given."""
 NO_VERSION = "default"
-"""vLLM's label of tokens drawn before any label was set."""
+"""vLLM's label of tokens drawn before a label was set."""
 
 
 def tolerance(settings: VllmEngineConfig) -> float:
@@ -36,7 +36,7 @@ def tolerance(settings: VllmEngineConfig) -> float:
 
 
 def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs_mode: str) -> dict[str, Any]:
-    """Arguments of vLLM's engine but for the model and its weights."""
+    """Arguments of vLLM's engine, without model and weights."""
     return {
         **settings.extra,
         **({"device_ids": list(settings.devices)} if settings.devices else {}),
@@ -57,7 +57,7 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
 
 
 def logprobs_mode(sampling: SamplingSemantics) -> str:
-    """vLLM's mode in which the log-probs of drawn tokens have the contract's meaning.
+    """vLLM's mode in which log-probs of drawn tokens have the contract's meaning.
 
     Raises:
         ConfigError: there is none.
@@ -68,7 +68,7 @@ def logprobs_mode(sampling: SamplingSemantics) -> str:
     if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
         return "raw_logprobs"
     if sampling.is_truncated:
-        # vLLM renormalises processed log-probs over what truncation leaves; the contract does not.
+        # vLLM renormalises processed log-probs after truncation; the contract does not.
         raise ConfigError(
             "sampling",
             "vLLM gives no log-probs before truncation at a temperature",
@@ -87,28 +87,28 @@ def drawing(sampling: SamplingSemantics, *, seed: int, max_tokens: int, **change
         "top_k": sampling.top_k,
         "logprobs": 0,
         "detokenize": False,
-        # The contract's end tokens end a completion, not those that the model's own settings name.
+        # The contract's end tokens end a completion, not the model's.
         "ignore_eos": True,
         **changes,
     }
 
 
 def seed_of(seed: int, member: int) -> int:
-    """Seed of one completion, 63 bits: neighbours of a group share no stream, nor do two groups with close seeds."""
+    """Seed of one completion, 63 bits: no two members share a stream, nor do groups with close seeds."""
     return int.from_bytes(blake3.blake3(f"{seed}/{member}".encode()).digest(8), "little") >> 1
 
 
 def chosen(tokens: Int32Array, entries: Sequence[Any]) -> Float32Array:
-    """Log-prob of each token out of vLLM's dictionaries of the tokens beside it."""
+    """Log-prob of each token from vLLM's dictionaries."""
     return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
 
 
 def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
-    """The domain value of one of vLLM's CompletionOutputs."""
+    """The Completion of a CompletionOutput of vLLM."""
     tokens = np.array(output.token_ids, np.int32)
     return Completion(
         token_ids=tokens,
-        # Rounding may leave a certain token at +1e-8; a log-prob is never positive.
+        # Rounding may give a certain token +1e-8; a log-prob is never positive.
         logprobs=np.minimum(chosen(tokens, output.logprobs), np.float32(0.0)),
         finish_reason=FinishReason.EOS if tokens[-1] in end_token_ids else FinishReason.LENGTH,
         spans=tuple(

@@ -1,12 +1,12 @@
-"""vLLM behind the Engine Protocol: a process of its own that keeps running while its weights are swapped in place.
+"""vLLM behind the Engine Protocol: a process that keeps running while its weights are swapped in place.
 
     load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
-           -> resume -> canary beside the reference
+           -> resume -> canary against the reference
 
-Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1, `submit`
-refuses, and what was under way is dropped; the next `load` after a failure starts a new process from a whole model
-directory; no request begins with keys and values of another version, and what is under way during a swap goes on with
-its own. Weights travel as a safetensors file in a directory that only this user can read.
+Without a canary that agrees nothing is generated: `version` is -1, `submit` refuses, requests in flight are dropped,
+and the next `load` starts a new process from a whole model directory. No request begins with keys and values of another
+version; requests in flight during a swap keep theirs. Weights travel as a safetensors file in a directory that only
+this user can read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VllmEngine:
     def __init__(self, source: SharedModel, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
         """Start vLLM with the model of a source, which `close` does not close.
 
-        Each of `end_token_ids` ends a completion, and stays its last token; nothing else does.
+        Only `end_token_ids` end a completion; the end token is its last token.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -60,10 +60,10 @@ class VllmEngine:
         self._tolerance = tolerance(settings)
         self.layout = source.layout
         self.version = -1
-        """Of the loaded weights; -1 before the first `load` and after one that failed."""
+        """Of the loaded weights; -1 before the first `load` and after a failure."""
         self.is_whole = True
-        """Whether the process runs and has a version, as far as it was asked."""
-        # Of all below, and of the version.
+        """Whether the process runs and has a version."""
+        # Guards all fields below, and the version.
         self._news = threading.Condition()
         self._is_loading = False
         self._epoch = 0
@@ -85,18 +85,18 @@ class VllmEngine:
         self._process: VllmProcess | None = self._start(source.model_dir)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; what is under way goes on with them from its next token.
+        """Swap the weights; requests in flight use them from their next token.
 
-        What ended meanwhile is returned by `collect` only when the canary agrees: StaleWeights where it does not.
+        `collect` returns completions of the meantime only if the canary agrees; else StaleWeights.
         """
-        # A disk that is full leaves the engine with what it has.
+        # A full disk leaves the engine with its weights.
         with self.source.written(arena):
             with self._news:
                 self._is_loading = True
             try:
                 self._load(arena, version)
             except BaseException as error:
-                self._fail(EngineError(f"what was generated is dropped: a swap meanwhile failed: {error}"))
+                self._fail(EngineError(f"what was generated is dropped: a swap failed: {error}"))
                 if self._process is not None:
                     self._process.give_up()
                 raise
@@ -119,7 +119,7 @@ class VllmEngine:
         self._check(arena, version)
 
     def submit(self, request: Request) -> None:
-        """Take a request; during a swap too."""
+        """Take a request, also during a swap."""
         sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
         self._room.check(request.prompt, limit)
@@ -139,7 +139,7 @@ class VllmEngine:
                 self._num_open += 1
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion ended and no swap is under way; all that ended."""
+        """Wait until a completion ended and no swap runs; returns all that ended."""
         with self._news:
             epoch = self._epoch
             self._news.wait_for(
@@ -147,7 +147,7 @@ class VllmEngine:
                     self._epoch != epoch
                     or self._failure
                     or not self._num_open
-                    # Only after a swap the canary has agreed with what was drawn meanwhile.
+                    # Completions of a swap are returned only after its canary agreed.
                     or (self._ended and not self._is_loading)
                 )
             )
@@ -160,14 +160,12 @@ class VllmEngine:
             return ended
 
     def cancel(self) -> None:
-        """Give up everything under way."""
         with self._news:
             self._drop()
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt."""
         return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
     def _take(self, epoch: int, key: int, member: int, answer: Any) -> None:
@@ -182,9 +180,9 @@ class VllmEngine:
             self._news.notify_all()
 
     def _fail(self, error: EngineError) -> None:
-        """Trust nothing until a `load` succeeds; `collect` says so if something was under way."""
+        """Stop until a `load` succeeds; `collect` raises the error if requests were in flight."""
         with self._news:
-            # One death is told several times; what was under way when it was told first must still be given up.
+            # A death is reported several times; requests in flight at the first report must still fail.
             is_heard = self._num_open > 0 or self._failure is not None
             self.version, self.is_whole = -1, False
             self._drop()
@@ -198,7 +196,7 @@ class VllmEngine:
         self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature."""
+        """Score texts in one batch; empty at a temperature, which vLLM does not apply to given tokens."""
         if self._sampling.logprob_temperature != 1.0:
             return []
         forced = drawing(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
@@ -214,7 +212,6 @@ class VllmEngine:
         ]
 
     def close(self) -> None:
-        """End the process."""
         with self._news:
             self.is_whole = False
             self._drop()
@@ -226,7 +223,7 @@ class VllmEngine:
         return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
 
     def _start_again(self) -> None:
-        """A new process that loads the version as any model: nothing of the old process remains."""
+        """Start a new process from the version as a whole model."""
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -1,7 +1,7 @@
-"""vLLM's asynchronous engine as blocking calls: a thread with an event loop here, the model in a process of its own.
+"""vLLM's asynchronous engine as blocking calls: an event loop in a thread, the model in its own process.
 
-Guarantees: what goes to the worker process is a method's name, plain values and the path of a file, never code or a
-pickled tensor; every failure of vLLM is an EngineError; `close` ends the process. Must never decide what a version is.
+A worker process gets only a method's name, plain values and a file's path, never code or a pickled tensor. Every
+failure of vLLM is an EngineError. `close` ends the process. The caller decides about versions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from heterorl.sampler.vllm.vllm_arguments import NO_VERSION
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 START_S = 1800.0
-"""Loading a large model from a slow disk."""
+"""Timeout of a start: a large model from a slow disk."""
 _DESCRIBING = threading.Lock()
 ANSWER_S = 600.0
-"""A swap, a question: anything but what is submitted, which may take as long as its tokens do."""
+"""Timeout of a swap or a question; submitted requests have none."""
 
 
 def import_vllm() -> Any:
@@ -33,10 +33,10 @@ def import_vllm() -> Any:
 
     Raises:
         DependencyMissing: it is not installed.
-        DependencyUnsupported: another version is than this release works with.
+        DependencyUnsupported: this release does not work with its version.
     """
     check_package("vllm")
-    # Read at import. Usage reports would tell a third party what runs here.
+    # Read at import. Usage reports would go to a third party.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
@@ -47,13 +47,14 @@ def import_vllm() -> Any:
 
 
 class VllmProcess:
-    """One running engine; a fresh one is made to start again."""
+    """One running engine; a restart makes a new one."""
 
     def __init__(self, arguments: Mapping[str, Any], *, max_running: int) -> None:
-        """Start the engine's process with arguments of vLLM's AsyncEngineArgs, and load its model.
+        """Start the process with arguments of vLLM's AsyncEngineArgs and load its model.
 
-        vLLM is handed `max_running` requests at once: what waits for its turn here belongs to no version yet.
-        `max_num_seqs` above it is room for urgent requests.
+        vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
+        `max_num_seqs`
+        above it is room for urgent requests.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -62,10 +63,10 @@ class VllmProcess:
         vllm = import_vllm()
         from vllm.platforms import current_platform
 
-        # Graphs cost seconds to record and pay on a GPU only.
+        # Recorded graphs pay off only on a GPU.
         arguments = {"enforce_eager": current_platform.is_cpu(), **arguments}
         if arguments["enforce_eager"]:
-            # Eager means nothing is compiled: vLLM's sampler would otherwise run a C++ compiler at its first token.
+            # Without this vLLM's sampler would run a C++ compiler at its first token.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._sampling_params = vllm.SamplingParams
         self._tokens_prompt = vllm.inputs.TokensPrompt
@@ -76,7 +77,7 @@ class VllmProcess:
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
         self._open.set()
-        # All that is under way, and what of it was submitted.
+        # All requests in flight, and those of them that were submitted.
         self._running: set[asyncio.Task[Any]] = set()
         self._submitted: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -90,9 +91,9 @@ class VllmProcess:
             raise
 
     def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
-        """Take a request: prompt token ids, sampling parameters.
+        """Take a request: prompt token ids and sampling parameters.
 
-        Its own thread calls `on_end` with vLLM's RequestOutput or the EngineDied instead of it, if it is not given up.
+        Its thread calls `on_end` with vLLM's RequestOutput or EngineDied, unless the request is cancelled.
 
         Raises:
             EngineDied: the process was closed.
@@ -103,20 +104,20 @@ class VllmProcess:
             raise EngineDied("vLLM is not running") from error
 
     def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
-        """vLLM's RequestOutput of every (prompt token ids, sampling parameters), beside what is under way.
+        """vLLM's RequestOutput for each (prompt token ids, sampling parameters), in addition to submitted requests.
 
         Raises:
-            EngineDied: the process ended, refused a request, or the requests were given up.
+            EngineDied: the process ended, refused a request, or gave the requests up.
         """
         return self._wait(self._ask(requests), ANSWER_S)
 
     def cancel(self) -> None:
-        """Give up what was submitted and has not ended."""
+        """Give up submitted requests."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._submitted])
 
     def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
-        """Call a method of the worker extension in every worker; returns what each answered.
+        """Call a method of the worker extension in every worker; returns their answers.
 
         Raises:
             EngineDied: one of them failed.
@@ -124,9 +125,9 @@ class VllmProcess:
         return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
 
     def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
-        """Change the weights between two tokens: requests under way are kept, and go on with the new ones.
+        """Change the weights between two tokens; requests in flight continue with the new ones.
 
-        The method of the worker extension answers `num_tensors`, in every worker; tokens have the label from now on.
+        The worker extension's method must answer `num_tensors` in every worker; later tokens carry `label`.
 
         Raises:
             EngineDied: a worker failed or read something else; nothing goes on before `give_up`.
@@ -134,7 +135,7 @@ class VllmProcess:
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
     def swap_adapter(self, directory: str, *, label: str) -> None:
-        """Change the adapter over the base model, in `peft`'s files, as `swap` changes weights.
+        """Change the adapter over the base model, from `peft`'s files, as `swap` changes weights.
 
         Raises:
             EngineDied: vLLM does not take it; nothing goes on before `give_up`.
@@ -142,17 +143,16 @@ class VllmProcess:
         self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
 
     def set_version(self, label: str) -> None:
-        """Label tokens from now on; no request begins with keys and values from before."""
+        """Label later tokens; no request begins with older keys and values."""
         self._wait(self._set_version(label), ANSWER_S)
 
     def give_up(self) -> None:
-        """End all requests under way, questions too: `ask` raises EngineDied."""
+        """End all requests, questions too: `ask` raises EngineDied."""
         self._wait(self._give_up(), ANSWER_S)
 
     def close(self) -> None:
-        """End the process."""
         try:
-            # Before the process is gone: nobody would wake who waits for its answer.
+            # Before the process is gone: else callers would wait for its answers.
             self.give_up()
             self._wait(_shutdown(self._engine), ANSWER_S)
         except EngineDied as error:
@@ -190,11 +190,11 @@ class VllmProcess:
 
         parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
         while True:
-            # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
+            # During a swap it would compute with new weights on cached prefixes of the old ones.
             await self._open.wait()
             label = self._label
             result = await self._answer(ids, parameters)
-            # Submitted before a swap and begun after it, it may have found the old weights' prefix.
+            # Submitted before a swap and begun after it, it may have used the old weights' prefix.
             if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
                 return result
 
@@ -222,7 +222,7 @@ class VllmProcess:
 
         request = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory)
         await self._pause()
-        # In place, under the one number that requests under way have.
+        # In place, under the number that requests in flight have.
         loaded = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory, load_inplace=True)
         if not await self._engine.add_lora(loaded):
             raise RuntimeError("the adapter was not loaded")
@@ -232,14 +232,14 @@ class VllmProcess:
 
     async def _pause(self) -> None:
         self._open.clear()
-        # Keeps requests and their keys and values; returns when the last output of the old weights is labelled.
+        # Keeps requests with keys and values; returns when the last output of the old weights is labelled.
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _set_version(self, label: str) -> None:
-        # The salt is part of every block's key: prefixes of older weights are never found again, only evicted.
+        # The salt is part of every block's key: prefixes of older weights are never found again.
         self._num_swaps += 1
         if not self._running and not await self._engine.reset_prefix_cache():
-            raise RuntimeError("requests were under way while the version changed")
+            raise RuntimeError("requests were in flight while the version changed")
         await self._engine.update_weight_version(label)
         self._label = label
         self._open.set()
@@ -278,7 +278,7 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Processes start side by side; what describes them goes through globals of the package.
+    # Engines start in parallel, but their configuration goes through globals of the package.
     with _DESCRIBING:
         config = AsyncEngineArgs(**arguments).create_engine_config()
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -1,12 +1,11 @@
-"""Whether an engine computes with the weights that it was given: its log-probs beside a float32 forward of the arena.
+"""The canary of a swap: compares the engine's log-probs with a float32 forward of the arena.
 
-A swap that leaves part of the weights old raises no error in an engine; it shows in what the engine computes. The
-reference is the Hugging Face model in float32; it widens one module's weights at a time out of the arena, so that it
-needs no copy of the model, and each of them once a swap, however many sequences: it costs what the model's bytes cost.
+A partial swap raises no error in an engine; it shows in its log-probs. The reference is the Hugging Face model in
+float32. It takes one module's weights at a time from the arena, so it needs no copy of the model and reads each weight
+once a swap.
 
-What agreement proves: every weight took part in the log-probs of some 50 tokens, of given ones as a prompt is read and
-of drawn ones as they are decoded, and a module with other weights moves them by far more than rounding does. What it
-does not: a change too small to show beside rounding, rows of the embedding and experts that none of these tokens reach.
+Agreement proves that every weight took part in the log-probs of some 50 tokens, given and drawn. It does not show
+changes smaller than rounding, nor embedding rows and experts that these tokens do not use.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ SEED = 20_011
 
 
 def canary_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
-    """Random token ids, the same at every call: whatever they are, equal weights give them equal log-probs."""
+    """Random token ids, the same at every call."""
     rng = np.random.default_rng(SEED)
     return [rng.integers(0, vocab_size, min(length, max_length)).astype(np.int32) for length in PROMPT_LENGTHS]
 
 
 class Reference:
-    """A Hugging Face causal language model whose weights are taken from an arena while it computes.
+    """A Hugging Face causal language model that reads its weights from an arena while it computes.
 
-    What the arena does not have, the base model under adapters, is the model's own.
+    Weights that the arena lacks (the base model under adapters) are the model's own.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, device: str = "cpu") -> None:
-        """Take a model on the CPU, which gives up the layout's weights; `device` holds one module at a time."""
+        """Take a model on the CPU and free the layout's weights; `device` holds one module at a time."""
         self._model: Any = model.eval()
         self._device = torch.device(device)
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 parameter.requires_grad_(False)
                 if _full(path, name) in layout.by_name:
-                    # Never used again: the arena's are.
+                    # The arena's weights are used instead.
                     parameter.data = parameter.data.new_empty(0)
             for name, buffer in module.named_buffers(recurse=False):
                 if _full(path, name) not in layout.by_name:
@@ -60,11 +59,11 @@ class Reference:
     def logprobs(
         self, arena: Arena, sequences: Sequence[Int32Array], starts: Sequence[int], sampling: SamplingSemantics
     ) -> list[Float32Array]:
-        """Log-probs, float32 [T - 1], of the tokens of each sequence but the first.
+        """Log-probs, float32 [T - 1], of each sequence's tokens after the first.
 
-        Tokens before a sequence's start are of the raw logits, those from it on have the meaning of `sampling`.
+        Tokens before a sequence's start use raw logits, tokens from it on the meaning of `sampling`.
         """
-        # Filled up on the right, where nothing that a causal model has read looks.
+        # Padded on the right, which a causal model does not read.
         ids = torch.zeros((len(sequences), max(sequence.size for sequence in sequences)), dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : sequence.size] = torch.from_numpy(sequence.astype(np.int64))
@@ -114,7 +113,7 @@ def _hooks(
                 bits = torch.from_numpy(arena.view(full)).view(TORCH_DTYPE[arena.layout.spec(full).dtype])
             else:
                 bits = tensor.data
-            # Of a table a few rows are read: they are widened after it.
+            # An embedding reads few rows: its output is widened instead.
             tensor.data = bits.to(device) if type(module) is nn.Embedding else bits.to(device).float()
 
     def drop(module: nn.Module, _: object, output: Any) -> Any:
@@ -128,13 +127,13 @@ def _hooks(
 def check(
     engine: Sequence[Float32Array], reference: Sequence[Float32Array], *, version: int, tolerance: float
 ) -> float:
-    """The largest mean absolute difference of log-probs, float32 [T - 1] for each sequence, nats.
+    """Largest mean absolute difference of log-probs, float32 [T - 1] for each sequence, nats.
 
     Raises:
         StaleWeights: a sequence differs by more than `tolerance`, or is not finite.
     """
     worst = max(float(np.abs(one - other).mean()) for one, other in zip(engine, reference, strict=True))
-    # Written so that a NaN is refused too.
+    # `not <=` also refuses NaN.
     if not worst <= tolerance:
         raise StaleWeights(version, difference=worst, tolerance=tolerance)
     return worst

@@ -116,7 +116,7 @@ def test_draws_depend_on_seed_prompt_and_block_alone():
     assert {request.seed for request in alone.requests} == of_3
     assert len({request.seed for request in engine.requests}) == 15
     assert seed_of(draws(seed=1), prompt_index=3, first=0) not in of_3
-    assert [(block.first, block.count) for block in blocks_of(draws())] == [(0, 8), (8, 8), (16, 4)]
+    assert [(block.start, len(block)) for block in blocks_of(draws())] == [(0, 8), (8, 8), (16, 4)]
     assert {request.sampling.temperature for request in engine.requests} == {0.7}
 
 

@@ -19,7 +19,7 @@ async def world(tmp_path):
 async def test_version_is_recorded_before_it_is_generated_with(world):
     await world.run.publish()
     world.start()
-    record = world.sampler.policy._record
+    record = world.sampler.policy.record
     noted, real = [], record.note
 
     def note(seen):
@@ -107,7 +107,7 @@ async def test_broken_downloads_that_make_progress_are_taken_up_again_soon(world
     failures = []
 
     async def read_payload(*, digest, offset):
-        failures.append(world.sampler.policy._sync_backoff.num_failures)
+        failures.append(world.sampler.policy.backoff.num_failures)
         async for frame in world.core.read_payload(digest=digest, offset=offset):
             yield frame[:10]
             break

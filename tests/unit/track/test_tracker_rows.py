@@ -16,6 +16,7 @@ TIMES = StepTimes(period_s=2.0, waiting_s=0.1, examining_s=0.2, computing_s=0.3,
 def test_row_has_what_the_learner_said():
     source = SourceReport(label="sums", num_groups=3, reward_mean=0.75)
     report = dataclasses.replace(REPORT, completions=COMPLETIONS, times=TIMES, sources=(source,), num_tokens=8)
+    report = dataclasses.replace(report, mask_share_bad=0.5, kl_token_fresh=0.01)
     row = row_of(dataclasses.replace(report, published_time=1.5e9))
 
     numbers = {field.name for field in dataclasses.fields(StepReport)}

@@ -32,7 +32,7 @@ def test_outbox_keeps_groups_identity_and_sequence_across_a_restart(tmp_path):
     due, later = again.due(6.0, limit=10, max_bytes=1 << 30)
     assert due == [seal(spooled[1])]
     assert later == 9.0
-    again.release_all()
+    again.release_by(0.0)
     assert len(again.due(0.0, limit=10, max_bytes=1 << 30)[0]) == 2
     assert again.level().num_groups == 2
     assert again.level().num_bytes == sum(len(seal(group).data) for group in spooled[1:])

@@ -145,7 +145,7 @@ def test_turns_beyond_the_bound_are_not_kept(outbox, tmp_path, monkeypatch, capl
     file.close()
     assert 0 < count < 8
     assert size <= 400
-    assert caplog.text.count("turns under way are not kept") == 1
+    assert caplog.text.count("turns in flight are not kept") == 1
 
 
 def test_full_disk_keeps_no_turn_and_ends_nothing(outbox, tmp_path, monkeypatch, caplog):
@@ -155,7 +155,7 @@ def test_full_disk_keeps_no_turn_and_ends_nothing(outbox, tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(outbox.turns, "_transaction", transaction)
         outbox.turns.keep(turns_of(outbox, tmp_path))
-    assert caplog.text.count("turns under way are not kept") == 1
+    assert caplog.text.count("turns in flight are not kept") == 1
 
     outbox.turns.keep(turns_of(outbox, tmp_path))
     assert places(outbox.turns.take(since=0.0)) == {(0, 0): [0, 1, 2]}

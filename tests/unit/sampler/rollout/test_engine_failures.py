@@ -57,7 +57,7 @@ async def test_attempts_become_rare_and_a_success_forgets_them(world):
 
     def rung():
         # News of any kind must not make it try sooner.
-        world.sampler.generation._bell.ring()
+        world.sampler.generation.bell.ring()
         return world.sampler.generation.swap.version == 1
 
     await world.until(rung, step_s=1.0)

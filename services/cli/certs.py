@@ -104,7 +104,7 @@ def renew(
     node: Annotated[Path, typer.Argument(help="Directory of the node's files, made by `issue`.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address of the new certificate; repeatable. Default: those of the old one."),
+        typer.Option(help="Name or address of the new certificate; repeatable. Default: the old ones."),
     ] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,

@@ -48,7 +48,9 @@ def init(
 ) -> None:
     """Create a certificate authority for a run.
 
-    Its key, ca.key, can sign any identity: back it up and keep it secret. Example: `heterorl certs init math-run`
+    Its key, ca.key, can sign any identity: back it up and keep it secret.
+
+    Example: `heterorl certs init math-run`
     """
     from heterorl.certs.authority_directory import Authority
 
@@ -292,7 +294,9 @@ def join(
     """Get this node's certificate with a token. The private key is made here and never leaves this machine.
 
     Prints the first lines of the node's configuration. The token proves the authority before anything is sent. If the
-    answer got lost, run the same command again. Example: `heterorl join --token - --coordinator run.example:50051`
+    answer got lost, run the same command again.
+
+    Example: `heterorl join --token - --coordinator run.example:50051`
     """
     from heterorl.certs.authority_directory import PUBLIC, write_file
     from heterorl.certs.enrolment_client import join as get

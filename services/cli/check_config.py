@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,9 @@ from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process.config import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.run import facts_of
+
+if TYPE_CHECKING:
+    from heterorl.common.text.prompter import Prompter
 
 Service = Literal["coordinator", "learner", "sampler", "relay"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {
@@ -83,8 +86,9 @@ def check_config(
     each environment. It tries a custom loss and the engine's package. It reads no weights. It uses the network only to
     ask the hub for a model that is not on this machine.
 
-    Exit code 0: valid. 2: not valid; each problem is one line. Example: `heterorl check-config learner --config
-    learner.toml`
+    Exit code 0: valid. 2: not valid; each problem is one line.
+
+    Example: `heterorl check-config learner --config learner.toml`
     """
     loaded = load_service(service, config, set_ or ())
     said: list[str] = []
@@ -144,7 +148,7 @@ def problems(
         yield from _problem(check_custom_loss, config.loss)
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
-        yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
+        yield from _problem(lambda: prompter.append(prompter_of(config)))
     if "task" in left_to_the_run(service, config):
         return
     task: list[Any] = []
@@ -194,7 +198,8 @@ def counted(task: Any, prompter: Any) -> str:
     )
 
 
-def _load_tokenizer(config: Any) -> Any:
+def prompter_of(config: Any) -> Prompter:
+    """The tokenizer and chat template of a configuration."""
     from heterorl.common.text.prompter import Prompter
 
     return Prompter(

@@ -32,7 +32,9 @@ def doctor(
     """Check a node before it joins a run: link, certificates, clock, disk, memory, device, versions, contract.
 
     Exit code 0: no check failed (warnings may need a look). 1: a check failed; its line says what to do. 2: the
-    configuration is wrong. Example: `heterorl doctor --config sampler.toml`
+    configuration is wrong.
+
+    Example: `heterorl doctor --config sampler.toml`
     """
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.check import checks_json, checks_table, exit_code

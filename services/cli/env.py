@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.check_config import SetOption, load_service
+from heterorl.cli.check_config import SetOption, load_service, prompter_of
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 
@@ -45,8 +45,9 @@ def env_try(
     By hand, each line is a turn. A tool call is a line of JSON such as {"name": "add", "arguments": {"a": 1}}. Ctrl-D
     ends the episode. This needs no model. A model samples with the file's [sampling] and tests its chat template too.
 
-    Exit code 0: the episode ended with a reward. 2: it did not; a line says why. Example: `heterorl env try --config
-    learner.toml --by-hand`
+    Exit code 0: the episode ended with a reward. 2: it did not; a line says why.
+
+    Example: `heterorl env try --config learner.toml --by-hand`
     """
     if model and by_hand:
         raise ConfigError("--model", "--by-hand is given too", action="remove one of them")
@@ -59,7 +60,7 @@ def env_try(
     from heterorl.common.tasks.task import close_task
     from heterorl.common.tasks.task_config import build_task
 
-    prompter = cache(lambda: _prompter(loaded))
+    prompter = cache(lambda: prompter_of(loaded))
     if not is_typed:
         prompter()
     task = build_task(loaded.task, measure=lambda prompts: prompter().num_tokens(prompts))
@@ -75,16 +76,6 @@ def env_try(
         close_task(task)
     if json_:
         typer.echo(json.dumps(as_json(asked, spec, played, ids=ids), indent=2))
-
-
-def _prompter(config: Any) -> Prompter:
-    from heterorl.common.text.prompter import Prompter
-
-    return Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
-    )
 
 
 def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:

@@ -34,8 +34,9 @@ def launch(
     It starts nothing and uses no network. It checks each configuration with the schema of its service; packages that
     only your rewards need may be missing on this machine.
 
-    Exit code 0: written. 2: run.toml or --out is wrong; nothing was written. Example: `heterorl launch compose run.toml
-    --out launched`
+    Exit code 0: written. 2: run.toml or --out is wrong; nothing was written.
+
+    Example: `heterorl launch compose run.toml --out launched`
     """
     for package, module in (("Jinja2", "jinja2"), ("tomli-w", "tomli_w")):
         if importlib.util.find_spec(module) is None:

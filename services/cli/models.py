@@ -59,8 +59,9 @@ def evaluate(
     """Evaluate a model or versions of a run on held-out prompts: avg@n and pass@k, with intervals over prompts.
 
     It samples and scores exactly as the run's own evaluations do. Without [[evaluation]] in the configuration, the set
-    is the held-out prompts of its task, with temperature, top_p and max_new_tokens of [sampling]. Example: `heterorl
-    evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
+    is the held-out prompts of its task, with temperature, top_p and max_new_tokens of [sampling].
+
+    Example: `heterorl evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """
     from heterorl.cli.check_config import load_service
     from heterorl.cli.connection import silence_grpc
@@ -192,7 +193,9 @@ def export(
     """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged.
 
     It streams one tensor at a time and never holds the whole model in memory. The directory appears when it is
-    complete. Example: `heterorl export --checkpoint learner/ --model-dir Qwen/Qwen3-0.6B --out trained`
+    complete.
+
+    Example: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`
     """
     from heterorl.learner.export import export_model
 

@@ -64,7 +64,7 @@ def rollback(
     typer.echo(f"{said}; the head is version {head}")
 
 
-sites = typer.Typer(help="Sites of a run.", no_args_is_help=True)
+sites = typer.Typer(help="Release sites of a run from quarantine.", no_args_is_help=True)
 
 
 @sites.command("release")

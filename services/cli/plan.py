@@ -52,7 +52,9 @@ def plan(
     """Estimate the cost of a run: time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link.
 
     It loads nothing and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option
-    is wrong. Example: `heterorl plan --params 8e9 --gpus 8 --link 1Gbit`
+    is wrong.
+
+    Example: `heterorl plan --params 8e9 --gpus 8 --link 1Gbit`
     """
     shape = shape_of_directory(model_dir) if model_dir is not None else None
     if not params and shape is None:

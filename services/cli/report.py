@@ -35,7 +35,9 @@ def report(
     """Write one HTML page about a run: from its files, or from its coordinator while it runs.
 
     It never changes the files. If a coordinator runs on the directory, the report asks it at the address noted there,
-    with an operator's certificate. Example: `heterorl report runs/demo`
+    with an operator's certificate.
+
+    Example: `heterorl report runs/demo`
     """
     from heterorl.common.errors import ConfigError
 

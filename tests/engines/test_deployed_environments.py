@@ -23,7 +23,7 @@ COMPUTE = {
     from heterorl.common.generation.inference_engine import generate_all
     from heterorl.sampler.components import load_components
 
-    parts = assemble(config)
+    parts = load_components(config)
     parts.engine.load(parts.base(), 0)
     ((completion,),) = generate_all(parts.engine, [np.array([2, 3, 12, 4], np.int32)], seeds=[1], num_per_prompt=1)
     print(parts.engine.name, 0 < completion.token_ids.size == completion.logprobs.size)

@@ -52,25 +52,34 @@ print(seen)
 BLOCKS = """
 import sys
 from heterorl.learner import rank_process
-from heterorl.learner.backends.ranks.rank_env import Place
+from heterorl.learner.backends.ranks import rank_group
+from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 def resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-def use(place):
-    bytearray(20 << 20)
-    before = resident_bytes()
-    blocks = [b"x" * (12 << 20) for _ in range(8)]
-    last = b"x" * (1 << 20)
-    del blocks
-    print(resident_bytes() - before - len(last))
-    return 0
+class Used:
+    def __init__(self, rank_env):
+        self.rendezvous = self
+        bytearray(20 << 20)
+        before = resident_bytes()
+        blocks = [b"x" * (12 << 20) for _ in range(8)]
+        last = b"x" * (1 << 20)
+        del blocks
+        print(resident_bytes() - before - len(last))
 
-rank._obey = use
+    def hear(self, within_s):
+        return ""
+
+    def leave(self):
+        pass
+
+rank_group.RankGroup = Used
 if sys.argv[1] == "as it is":
-    rank.keep_freed_frames = lambda: False
-sys.exit(rank.follow(Place(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=1)))
+    rank_process.keep_freed_frames = lambda: False
+env = RankEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=1)
+sys.exit(rank_process.follow(env))
 """
 
 

@@ -64,7 +64,9 @@ def track(
     """Write steps, evaluations and, if asked for, samples of a run into experiment trackers until it ends.
 
     Run it on any machine that reaches the coordinator; it only reads the run. Each start adds what the tracker lacks,
-    so no row is missing or doubled. Example: `heterorl track --to wandb --project math`
+    so no row is missing or doubled.
+
+    Example: `heterorl track --to wandb --project math`
 
     Exit code 0: the run has ended, or --once. 2: an option is wrong, or the first call failed. 130, 143: Ctrl-C,
     SIGTERM; rows that were read are written first.

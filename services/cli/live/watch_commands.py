@@ -40,8 +40,8 @@ def status(
 ) -> None:
     """Show a run once: versions, queue, ledger, sites. Needs an operator's certificate.
 
-    Example: `heterorl status run.example:50051 --credentials operator-me`; `heterorl certs issue operator me` makes
-    that directory.
+    Example: `heterorl status run.example:50051 --credentials certs/operator-me`. The command
+    `heterorl certs issue operator me` makes that directory.
     """
     from heterorl.cli.live.run_tables import evaluation_tables, plain, status_json, status_tables
 

@@ -40,7 +40,8 @@ SiteOption = Annotated[str, typer.Option(help="Only this site.")]
 KindOption = Annotated[
     Kind | None,
     typer.Option(
-        help="`consumed`: trained on. `rejected`: failed a check. `dropped`: not trained on otherwise. `evaluation`."
+        help="`consumed`: trained on. `rejected`: failed a check. `dropped`: not trained on for another reason. "
+        "`evaluation`: held out."
     ),
 ]
 WhyOption = Annotated[

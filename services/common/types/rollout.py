@@ -94,7 +94,7 @@ MAX_REWARD = 1e6
 class RewardPart:
     """One named component of a reward, which adds `weight` times its value.
 
-    `signature` is a reward service's over its value (heterorl.common.tasks.rewards.remote); empty for most parts.
+    `signature` is a reward service's over its value (tasks.rewards.remote_reward); empty for most parts.
     """
 
     name: str

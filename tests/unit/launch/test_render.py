@@ -302,7 +302,7 @@ def test_nodes_dial_names_within_a_launcher_and_hosts_beyond_it():
     assert part["learner"].config["coordinator"] == "coord.example:50051"
     assert part["sampler-eu-1"].config["coordinator"] == "relay-eu:50061"
     assert part["sampler-eu-1"].needs == ("relay-eu",)
-    with pytest.raises(ConfigError, match=r"--part: 'asia' is no part.*use coordinator, learner, eu"):
+    with pytest.raises(ConfigError, match=r"--part: the run has no part 'asia'.*use coordinator, learner, eu"):
         nodes_of(run_file(), parts=("asia",))
 
 

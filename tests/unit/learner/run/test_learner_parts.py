@@ -27,7 +27,7 @@ from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.checks.limits import Limits, judge
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.inbox import Inbox, feed
-from heterorl.learner.run.learner_lease import acquire, hold_directory, renew
+from heterorl.learner.run.learner_lease import hold_directory, renew
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)
@@ -282,7 +282,8 @@ async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
                 raise answer
             return answer
 
-    grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", backoff=backoff())
+    holding = Holding()
+    grant = await backoff().retry(lambda: holding.acquire_lease(holder="a", contract=make_contract(), request_id="r"))
 
     assert grant.epoch == 2
 
@@ -307,7 +308,7 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
             return await self.answer()
 
     api = Overloaded()
-    grant = await acquire(api, holder="a", contract=make_contract(), request_id="r", backoff=backoff())
+    grant = await backoff().retry(api.acquire_lease)
     api.answers = [*overloaded]
 
     async def heard(renewed):

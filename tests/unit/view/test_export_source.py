@@ -143,7 +143,7 @@ def test_a_line_has_a_largest_size(tmp_path, monkeypatch):
 def test_completions_of_a_sample_stand_together(tmp_path):
     with pytest.raises(ConfigError, match="row 3: sample 1 appears again"):
         list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW | {"id": 2}, ROW | {"index": 1})))
-    with pytest.raises(ConfigError, match="completion 0 of sample 1 twice"):
+    with pytest.raises(ConfigError, match="completion 0 of sample 1 appears twice"):
         list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW)))
 
 

@@ -149,7 +149,7 @@ def reference(digest=GOOD, num_bytes=100):
 
 async def test_fetcher_itself_takes_no_other_name_however_it_came(tmp_path):
     fetcher = Fetcher(api=None, spool=tmp_path / "spool", clock=ManualClock(), max_bytes=LARGEST)
-    with pytest.raises(MalformedPayload, match="no digest"):
+    with pytest.raises(MalformedPayload, match="is not a digest"):
         await fetcher.fetch(reference("../x"))
     with pytest.raises(LimitExceeded, match="at most"):
         await fetcher.fetch(reference(num_bytes=LARGEST + 1))

@@ -55,6 +55,8 @@ def test_step_moves_weights_and_reports_finite_numbers(model_dir):
     completions = numbers.pop("completions")
     assert numbers.pop("sources") == ()
     assert completions["sites"] == ({"site": "eu-1", "num_groups": 4, "num_tokens": report.num_tokens},)
+    # No group is of the step's own version.
+    assert numbers.pop("kl_token_fresh") is None
     assert np.isfinite(list(numbers.values())).all()
     assert report.kl > 0.0
     assert 0.0 < report.ess_fraction <= 1.0

@@ -61,7 +61,7 @@ def test_a_stated_reward_is_believed_of_a_trusted_site_alone(task):
     assert judged(task, group, [site]).is_sound
     assert judged(task, group, ["*"]).is_sound
     for trusted in ((), ("another",)):
-        with pytest.raises(RewardError, match=r"compute style again.*verification.trust_rewards_of"):
+        with pytest.raises(RewardError, match=r"style cannot be computed again.*verification.trust_rewards_of"):
             judged(task, group, trusted)
 
 

@@ -141,7 +141,7 @@ def _workers_of(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").glob("*/children")
         for child in task.read_text(encoding="ascii").split()
     ]
-    return [child for child in children if b"rewards/worker.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children if b"rewards/worker_main.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def _groups(cluster: Cluster) -> Iterable[Group]:

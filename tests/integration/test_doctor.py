@@ -210,7 +210,7 @@ async def test_plain_server_and_no_coordinator_are_told_apart(tmp_path):
         second = await diagnose(address, certificates.tls("sampler"), tmp_path)
 
     assert "does not speak TLS" in first["tls"].remedy
-    assert "no coordinator" in second["tls"].remedy
+    assert "not a coordinator" in second["tls"].remedy
 
 
 async def test_revoked_certificate_passes_the_handshake_and_is_refused_after_it(secure, tmp_path):

@@ -413,7 +413,7 @@ def _heartbeat_by_hand(secure, version):
 @pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("name", "a name in the coordinator's certificate"), ("authority", "another one signed its certificate")],
+    [("name", "a name in the coordinator's certificate"), ("authority", "another authority signed its certificate")],
 )
 async def test_operator_is_told_in_words_why_there_is_no_link(secure, tmp_path, command, fault, words):
     certificates = secure.certificates if fault == "name" else Certificates(tmp_path / "other")

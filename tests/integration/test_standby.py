@@ -96,7 +96,7 @@ async def test_what_is_acknowledged_outlives_the_server_and_what_is_under_way_fa
 
     server.kill()
     for _ in range(2):
-        with pytest.raises(StoreLost, match="starts again") as lost:
+        with pytest.raises(StoreLost, match="restarts") as lost:
             await database.run(lambda c: set_meta(c, "late", "1"))
         assert "backup" not in str(lost.value)
         assert lost.value.exit_code == 1
@@ -319,7 +319,7 @@ async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_n
         try:
             operator.execute("ALTER SYSTEM SET default_transaction_read_only = on")
             operator.execute("SELECT pg_reload_conf()")
-            with pytest.raises(StoreLost, match="starts again") as lost:
+            with pytest.raises(StoreLost, match="restarts") as lost:
                 await write_until_refused()
             assert "read-only" in str(lost.value)
             await active.close()

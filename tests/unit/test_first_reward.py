@@ -34,19 +34,22 @@ def load(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("module", "schema", "loading"),
-    [(learner, LearnerConfig, "build_backend"), (sampler, SamplerConfig, "build_engines")],
+    ("module", "begin", "schema", "loading"),
+    [
+        (learner, learner.assemble, LearnerConfig, "build_backend"),
+        (sampler, sampler.load_components, SamplerConfig, "build_engines"),
+    ],
     ids=["learner", "sampler"],
 )
-def test_reward_that_fails_ends_the_start(module, schema, loading, model_dir, task, monkeypatch):
+def test_reward_that_fails_ends_the_start(module, begin, schema, loading, model_dir, task, monkeypatch):
     monkeypatch.setattr(module, loading, load)
 
     with pytest.raises(
         ConfigError, match="^task: the reference answer of prompt 0 gets no reward here: .*ZeroDivisionError"
     ):
-        module.assemble(schema(**SHORT, model_dir=model_dir, task=task))
+        begin(schema(**SHORT, model_dir=model_dir, task=task))
     with pytest.raises(Loaded):
-        module.assemble(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
+        begin(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
 
 
 def test_a_learner_that_computes_no_rewards_needs_none(model_dir, task, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_batch_that_fails_is_tried_by_halves_down_to_the_run_that_fails_alone(
         return [Outcome(steps=[], evaluations=[], status=None, ledger_balanced=None) for _ in some]
 
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr(worker, "prepare", lambda cell, cache: (tmp_path, 0.3))
+    monkeypatch.setattr(worker, "start_of", lambda cell, cache: tmp_path)
     monkeypatch.setattr(worker, "run_batch", run_some)
     worker.run_together(cells, out=tmp_path, cache=tmp_path, device="cpu", tell=lambda _: None)
 
@@ -114,7 +114,7 @@ def test_what_a_configuration_makes_impossible_is_not_tried_again(tmp_path, monk
         raise ConfigError("device", "cannot use cuda")
 
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr(worker, "prepare", lambda cell, cache: (tmp_path, 0.3))
+    monkeypatch.setattr(worker, "start_of", lambda cell, cache: tmp_path)
     monkeypatch.setattr(worker, "run_batch", refuse)
     worker.run_together(cells, out=tmp_path, cache=tmp_path, device="cuda", tell=lambda _: None)
 

@@ -89,7 +89,7 @@ STATEMENTS = Stage(
 )
 PAYLOADS = Stage(
     name="payloads in a bucket",
-    arguments=[f"{COORDINATOR}/{name}" for name in ("payloads", "test_upkeep.py")],
+    arguments=[f"{COORDINATOR}/{name}" for name in ("payloads", "test_garbage_collector.py")],
     environment={"HETERORL_TEST_PAYLOADS": "bucket"},
     is_second=True,
 )

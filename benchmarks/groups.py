@@ -41,15 +41,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
-from heterorl.common.types.rollout import (
-    FinishReason,
-    Group,
-    GroupId,
-    RewardPart,
-    Rollout,
-    Span,
-    WorkAssignment,
-)
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest

@@ -125,8 +125,7 @@ def hf_scores(model_dir: Path, ids: torch.Tensor, dtype: str, experts: NDArray[n
     with RouterRecorder(model).recording() as layers:
         logits = model(input_ids=ids).logits
     return Scores(
-        logprobs=_logprobs(logits, ids),
-        experts=torch.stack(layers, 1).reshape(*ids.shape, len(layers), -1).numpy(),
+        logprobs=_logprobs(logits, ids), experts=torch.stack(layers, 1).reshape(*ids.shape, len(layers), -1).numpy()
     )
 
 

@@ -169,11 +169,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     array = np.asarray(values)
-    return {
-        "median": float(np.median(array)),
-        "p999": float(np.quantile(array, 0.999)),
-        "max": float(array.max()),
-    }
+    return {"median": float(np.median(array)), "p999": float(np.quantile(array, 0.999)), "max": float(array.max())}
 
 
 def old_weights(site: Site, contract: Contract, numbers: Sequence[int], *, lr: float) -> dict[str, Any]:
@@ -233,14 +229,7 @@ def table(rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         rates = row["rates"]
         plain = max(rates["reward"], rates["ending"])
-        cells = [
-            rates["any"],
-            plain,
-            rates["log-probs"],
-            rates["draws"],
-            row["group_rate"],
-            rates["log-probs, 1e-4"],
-        ]
+        cells = [rates["any"], plain, rates["log-probs"], rates["draws"], row["group_rate"], rates["log-probs, 1e-4"]]
         lines.append(f"| {name} | {row['rollouts']:,} | " + " | ".join(f"{cell:.2%}" for cell in cells) + " |")
     return "\n".join(lines)
 

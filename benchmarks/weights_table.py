@@ -26,12 +26,7 @@ def targets(rows: list[dict[str, Any]], merged: list[dict[str, Any]]) -> list[di
         (f"gapulp against the best open scheme, {rival['scheme']}", ">=", 2.0, gapulp["ratio"] / rival["ratio"]),
         ("chain of 8 over merged", ">=", 1.9, saved[8]),
         ("chain of 24 over merged", ">=", 3.5, saved[24]),
-        (
-            "merged bytes that are the direct difference",
-            ">=",
-            1.0,
-            float(is_direct),
-        ),
+        ("merged bytes that are the direct difference", ">=", 1.0, float(is_direct)),
     ]
     return [
         {

@@ -211,13 +211,7 @@ class Campaign:
 
 
 async def campaign(
-    directory: Path,
-    faults: Sequence[Fault],
-    setting: Setting,
-    *,
-    versions: int,
-    seed: int,
-    limit_s: float = math.inf,
+    directory: Path, faults: Sequence[Fault], setting: Setting, *, versions: int, seed: int, limit_s: float = math.inf
 ) -> dict[str, Any]:
     """The whole run; returns its summary."""
     measured: dict[str, Any] = {}

@@ -182,8 +182,4 @@ def _assignments(cluster: Cluster) -> dict[str, int]:
     ended = {number for number, state, reason in rows if state == "dropped" and DropReason(reason) not in REOPENED}
     missing = set(range(int(following))) - out - set(taken) - ended
     doubled = [number for number, count in taken.items() if count > 1 or number in out]
-    return {
-        "assignments": int(following),
-        "unanswered": len(missing) - closed,
-        "answered_twice": len(doubled),
-    }
+    return {"assignments": int(following), "unanswered": len(missing) - closed, "answered_twice": len(doubled)}

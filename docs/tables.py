@@ -160,11 +160,7 @@ def _kills_stores() -> str:
     kills = table(
         ["killed", "times", "until a coordinator answers, median", "longest"],
         [
-            [
-                names[kind],
-                str(count),
-                *(f"{found['takeover_s'][kind][which]:.1f} s" for which in ("median", "max")),
-            ]
+            [names[kind], str(count), *(f"{found['takeover_s'][kind][which]:.1f} s" for which in ("median", "max"))]
             for kind, count in found["kills"].items()
         ],
     )

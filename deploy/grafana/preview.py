@@ -97,13 +97,7 @@ def save(
 
 
 def draw(
-    board: Dashboard,
-    *,
-    server: str,
-    end: float,
-    minutes: float,
-    window: str,
-    marked: tuple[float, float] | None = None,
+    board: Dashboard, *, server: str, end: float, minutes: float, window: str, marked: tuple[float, float] | None = None
 ) -> Figure:
     """One dashboard as a figure."""
     placed = [entry["gridPos"] for entry in place(board)]

@@ -40,9 +40,7 @@ def tasks() -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"{first} {a}, {then} {b}: ",
-            "answer": {
-                "tests": ["f", *(f"assert f({x}) == {_value(x, first, a, then, b)}" for x in (3, 10))],
-            },
+            "answer": {"tests": ["f", *(f"assert f({x}) == {_value(x, first, a, then, b)}" for x in (3, 10))]},
             "solution": f"def f(x): return (x{OPERATIONS[first]}{a}){OPERATIONS[then]}{b}",
         }
         for first, a, then, b in chosen

@@ -11,7 +11,4 @@ def score(prompt: str, completion: str, answer: str) -> dict[str, float]:  # noq
     """Named parts; their sum is the reward: 1 for the right answer."""
     text = completion.strip()
     right = sum(ours == theirs for ours, theirs in zip(text, answer, strict=False))
-    return {
-        "digits": 0.8 * right / len(answer),
-        "length": 0.2 if len(text) == len(answer) else 0.0,
-    }
+    return {"digits": 0.8 * right / len(answer), "length": 0.2 if len(text) == len(answer) else 0.0}

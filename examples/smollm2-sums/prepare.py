@@ -44,13 +44,7 @@ def questions() -> list[dict[str, str]]:
     """All sums of two numbers from one to twenty, in a fixed order; the last `NUM_HELD_OUT` are held out."""
     pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
     random.Random(0).shuffle(pairs)
-    return [
-        {
-            "prompt": f"{WORDS[a - 1]} plus {WORDS[b - 1]}",
-            "answer": str(a + b),
-        }
-        for a, b in pairs
-    ]
+    return [{"prompt": f"{WORDS[a - 1]} plus {WORDS[b - 1]}", "answer": str(a + b)} for a, b in pairs]
 
 
 def write_packaged_model(directory: Path) -> None:

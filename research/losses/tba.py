@@ -16,9 +16,7 @@ def loss(batch: LossBatch, step: LossBatch, *, beta: float = 0.005) -> LossOutpu
     assert step.reference_BT is not None, "set loss.reads_reference"
     ratios_S = (step.learner_BT - step.reference_BT).sum(1)
     advantages_S = by_group(
-        step,
-        step.advantages_B,
-        lambda advantages_G, rows: drift_compensated(advantages_G, ratios_S[rows], beta=beta),
+        step, step.advantages_B, lambda advantages_G, rows: drift_compensated(advantages_G, ratios_S[rows], beta=beta)
     )
     return LossOutput(losses=-batch.learner_BT * advantages_S[batch.rows_B][:, None])
 

@@ -203,9 +203,7 @@ def prompter_of(config: Any) -> Prompter:
     from heterorl.common.text.prompter import Prompter
 
     return Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
+        config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
     )
 
 

@@ -31,13 +31,7 @@ MAX_SHOWN = 50
 """Findings in the table; the verdict counts all of them."""
 
 
-def verify_directory(
-    directory: Path,
-    *,
-    keys: Sequence[str],
-    is_replaying: bool,
-    console: Console,
-) -> int:
+def verify_directory(directory: Path, *, keys: Sequence[str], is_replaying: bool, console: Console) -> int:
     """Check a data directory and print the findings; returns exit code 0 if all holds, else 2.
 
     Raises OperatorError if there is no store, it is in use, or a key is not a public key; CorruptStore if it is

@@ -38,12 +38,7 @@ from heterorl.common.types.sample import (
 from heterorl.common.wire.sample import Outline, StoredSample, evaluation_to_bytes, outline, outline_of_evaluation
 from heterorl.coordinator.store.database_engine import Connection
 
-SHARES = {
-    SampleKind.CONSUMED: 0.5,
-    SampleKind.REJECTED: 0.25,
-    SampleKind.DROPPED: 0.125,
-    SampleKind.EVALUATION: 0.125,
-}
+SHARES = {SampleKind.CONSUMED: 0.5, SampleKind.REJECTED: 0.25, SampleKind.DROPPED: 0.125, SampleKind.EVALUATION: 0.125}
 MAX_DETAIL = 300
 TRIM_ROWS = 256
 """Samples that make room in one operation at a start with a smaller bound."""

@@ -76,12 +76,7 @@ def check_options(options: DemoOptions) -> None:
 
 SITES = ("site-east", "site-west")
 RUN_ID = "demo"
-NODES = (
-    ("coordinator", "main"),
-    ("learner", "learner"),
-    *(("sampler", site) for site in SITES),
-    ("operator", "demo"),
-)
+NODES = (("coordinator", "main"), ("learner", "learner"), *(("sampler", site) for site in SITES), ("operator", "demo"))
 """Role and site of every certificate; the operator's is for the live view."""
 
 

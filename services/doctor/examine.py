@@ -158,10 +158,7 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
     try:
         check_tls(target.tls, key="coordinator", address=target.address)
         client = DiagnosisClient(
-            target.address,
-            tls=target.tls,
-            max_message_bytes=target.max_message_bytes,
-            policy=RetryPolicy(budget_s=0.0),
+            target.address, tls=target.tls, max_message_bytes=target.max_message_bytes, policy=RetryPolicy(budget_s=0.0)
         )
     except ConfigError as error:
         add(link.judge_answer(Failure(kind="ConfigError", detail=str(error))))

@@ -18,16 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import is_loopback
-from heterorl.launch.nodes import (
-    CPUS,
-    SHARED_MEMORY_GIB,
-    Node,
-    complete,
-    data_dirs,
-    memory_limit,
-    nodes_of,
-    renumbered,
-)
+from heterorl.launch.nodes import CPUS, SHARED_MEMORY_GIB, Node, complete, data_dirs, memory_limit, nodes_of, renumbered
 from heterorl.launch.run_file import RunFile
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]

@@ -49,9 +49,7 @@ def prompter_of(config: SamplerConfig) -> Prompter:
         ConfigError: there is none.
     """
     return Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
+        config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
     )
 
 

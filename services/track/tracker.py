@@ -89,12 +89,7 @@ class Kind(enum.Enum):
     TRACKIO = "trackio"
 
 
-_CLASSES = {
-    Kind.WANDB: "WandB",
-    Kind.MLFLOW: "Mlflow",
-    Kind.TENSORBOARD: "TensorBoard",
-    Kind.TRACKIO: "Trackio",
-}
+_CLASSES = {Kind.WANDB: "WandB", Kind.MLFLOW: "Mlflow", Kind.TENSORBOARD: "TensorBoard", Kind.TRACKIO: "Trackio"}
 
 
 def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:

@@ -198,13 +198,7 @@ completions = st.builds(
     endings=st.lists(st.builds(PartMean, name=text, mean=real), max_size=2).map(tuple),
 )
 times = st.builds(
-    StepTimes,
-    period_s=real,
-    waiting_s=real,
-    examining_s=real,
-    computing_s=real,
-    evaluating_s=real,
-    publishing_s=real,
+    StepTimes, period_s=real, waiting_s=real, examining_s=real, computing_s=real, evaluating_s=real, publishing_s=real
 )
 progress = st.builds(
     LearnerProgress,

@@ -74,9 +74,7 @@ BUDGETS = {
     "examples/smollm2-sums/README.md": 500,
 }
 """Words that a page may have, tables and code included, where that is not MOST_WORDS_OF_A_PAGE."""
-PAGES_TO_REWRITE = {
-    "docs/configuration.md",
-}
+PAGES_TO_REWRITE = {"docs/configuration.md"}
 """Pages that do not hold yet. The list may only get shorter."""
 FOLDERS_TO_REWRITE = {
     "services/certs",

@@ -113,9 +113,7 @@ def test_damaged_adapters_are_seen_and_the_next_load_starts_again(made, monkeypa
     write = weights.write_weights
     with monkeypatch.context() as patched:
         patched.setattr(
-            weights,
-            "write_weights",
-            lambda arena, path, names, rename: write(base, path, names=names, rename=rename),
+            weights, "write_weights", lambda arena, path, names, rename: write(base, path, names=names, rename=rename)
         )
         with pytest.raises(StaleWeights):
             engine.load(state, 21)

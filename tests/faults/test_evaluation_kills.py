@@ -35,9 +35,7 @@ async def until(condition, *, timeout_s=120):
 @pytest.mark.timeout(300)
 async def test_a_sampler_killed_in_the_middle_of_an_evaluation_costs_no_prompt_and_counts_none_twice(tmp_path):
     cluster = Cluster(
-        tmp_path,
-        coordinator={"evaluation": PLAN, "work_lease_s": 3.0},
-        sampler={"evaluation": SITE_SETS},
+        tmp_path, coordinator={"evaluation": PLAN, "work_lease_s": 3.0}, sampler={"evaluation": SITE_SETS}
     )
     try:
         for name in ("coordinator", "learner", "site-a", "site-b"):

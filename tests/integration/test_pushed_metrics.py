@@ -83,10 +83,7 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
             row["metric"]["site"]
             for row in server.query(f'{{__name__="{RPCS}",code!="OK",site!="good"}}')
             if "site" in row["metric"]
-        } == {
-            "last",
-            "odd",
-        }
+        } == {"last", "odd"}
         assert sorted(site for site, is_taken in answers.items() if is_taken) == [
             "no-label",
             "odd",

@@ -25,9 +25,7 @@ from tests.support.debian import postgres_binaries
 from tests.support.policy_site import sampling, serving
 from tests.support.run import Run
 
-pytestmark = [
-    pytest.mark.skipif(postgres_binaries() is None, reason="PostgreSQL is not installed: make programs"),
-]
+pytestmark = [pytest.mark.skipif(postgres_binaries() is None, reason="PostgreSQL is not installed: make programs")]
 STORES = ["sqlite", "postgres"]
 NOW = 1_700_000_000.0
 

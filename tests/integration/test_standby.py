@@ -30,9 +30,7 @@ from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 from tests.support.prometheus import metrics_port  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
-]
+pytestmark = [pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")]
 
 
 @pytest.fixture(scope="module")

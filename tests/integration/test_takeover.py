@@ -16,11 +16,7 @@ psycopg = pytest.importorskip("psycopg")
 
 from heterorl.coordinator.store.postgres import postgres_engine as engines  # noqa: E402 - needs psycopg
 from heterorl.coordinator.store.postgres.postgres_engine import open_store  # noqa: E402
-from heterorl.coordinator.store.postgres.postgres_tables import (  # noqa: E402
-    WHOLE,
-    WRITER,
-    write_from,
-)
+from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, WRITER, write_from  # noqa: E402
 from heterorl.coordinator.store.sqlite import connect  # noqa: E402
 
 

@@ -143,13 +143,7 @@ class Disk:
             self.images.append(image)
 
     def _build(
-        self,
-        inode: int,
-        path: str,
-        of: Mapping[str, str],
-        tree: Tree,
-        names: dict[int, _Names],
-        data: dict[int, bytes],
+        self, inode: int, path: str, of: Mapping[str, str], tree: Tree, names: dict[int, _Names], data: dict[int, bytes]
     ) -> None:
         mode = of.get(path.partition("/")[0], of[""])
         for name, child in (self._names.get(inode, {}) if mode == STRICT else names[inode]).items():

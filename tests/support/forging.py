@@ -36,9 +36,7 @@ class Forger:
         self.root = two.state_root()
         parent = NO_VERSION if held is None else held.version
         digest = "" if held is None else held.manifest_digest
-        made = [
-            self._version(directory / "one", target - 1, parent, digest, None if held is None else before, one),
-        ]
+        made = [self._version(directory / "one", target - 1, parent, digest, None if held is None else before, one)]
         made.append(self._version(directory / "two", target, target - 1, manifest_digest(made[0][1]), one, two))
         self.payloads = tuple(payload for payload, _ in made)
         self.manifests = tuple(manifest for _, manifest in made)

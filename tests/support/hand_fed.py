@@ -85,11 +85,7 @@ async def push(core: Coordinator, contract: Contract, numbers: Sequence[int]) ->
     groups = []
     for number, work in zip(numbers, grant.assignments, strict=True):
         group = make_group(
-            number,
-            assignment=work.id,
-            prompt_index=work.prompt_index,
-            version=head,
-            state_root=manifest.state_root,
+            number, assignment=work.id, prompt_index=work.prompt_index, version=head, state_root=manifest.state_root
         )
         rollouts = tuple(_ended(entry, contract.end_token_ids[0]) for entry in group.rollouts)
         groups.append(dataclasses.replace(group, rollouts=rollouts))

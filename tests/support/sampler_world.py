@@ -267,13 +267,7 @@ class World:
         api: Any = self.link
         record = TrustRecord(config.state_dir / "versions.jsonl")
         self.sampler: Sampler = join(
-            config,
-            parts,
-            api=api,
-            outbox=self.outbox,
-            record=record,
-            clock=self.clock,
-            rng=random.Random(0),
+            config, parts, api=api, outbox=self.outbox, record=record, clock=self.clock, rng=random.Random(0)
         )
         self.stop = asyncio.Event()
         self.running = asyncio.create_task(self.sampler.run(self.stop))

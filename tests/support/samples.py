@@ -51,10 +51,7 @@ def make_rollout(
     middle = count // 2
     spans = (Span(version=version, start=0, end=count),)
     if seed % 4 == 3 and middle:
-        spans = (
-            Span(version=version, start=0, end=middle),
-            Span(version=version + 1, start=middle, end=count),
-        )
+        spans = (Span(version=version, start=0, end=middle), Span(version=version + 1, start=middle, end=count))
     stated = {
         "completion": text,
         "token_ids": np.array([sum(piece.encode("utf-8", "replace")) + 100 for piece in pieces], np.int32),

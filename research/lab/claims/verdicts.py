@@ -93,9 +93,7 @@ def write_claims(directory: Path, path: Path) -> int:
     found = gather(CLAIMS, directory)
     tested = [
         Observed(
-            claim=one.claim,
-            differences=[] if one.problem else differences(one.claim, one.runs),
-            evidence=one.evidence,
+            claim=one.claim, differences=[] if one.problem else differences(one.claim, one.runs), evidence=one.evidence
         )
         for one in found
     ]

@@ -86,11 +86,7 @@ def run_batch(
     batch.evaluate(cells[0].regime.max_steps)
     outcomes = {
         number: Outcome(
-            steps=run.rows,
-            evaluations=run.evaluations,
-            status=None,
-            ledger_balanced=None,
-            diverged_at=run.diverged_at,
+            steps=run.rows, evaluations=run.evaluations, status=None, ledger_balanced=None, diverged_at=run.diverged_at
         )
         for number, run in zip(order, batch.runs, strict=True)
     }

@@ -94,10 +94,7 @@ def gather_step(rollouts: list[Rollouts], *, head_version: int, device: torch.de
         sampler_RBT=torch.from_numpy(sampler).flatten(1, 2).to(device),
         rewards_RGM=rewards,
         centred_RGM=_advantages(rewards, kind="mean"),
-        log_probs_RGM={
-            "raw": torch.from_numpy(sums).to(device),
-            "length": torch.from_numpy(sums / lengths).to(device),
-        },
+        log_probs_RGM={"raw": torch.from_numpy(sums).to(device), "length": torch.from_numpy(sums / lengths).to(device)},
         num_tokens=lengths.sum((1, 2)).tolist(),
     )
 

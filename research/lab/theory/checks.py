@@ -100,11 +100,7 @@ def check_theorem_one(rng: np.random.Generator, *, num_trials: int) -> TheoremOn
         stated += count_below(difference, exponential - (n**2 + 1), scale=ordinary)
         sharper += count_below(difference, exponential - sharper_constant(float(n)), scale=ordinary)
         worst[n] = max(worst[n], float(((exponential - difference) / (n**2 + 1)).max()))
-    return TheoremOne(
-        stated=stated,
-        sharper=sharper,
-        worst_by_outcomes=tuple(worst.items()),
-    )
+    return TheoremOne(stated=stated, sharper=sharper, worst_by_outcomes=tuple(worst.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

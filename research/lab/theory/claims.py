@@ -13,11 +13,7 @@ import numpy as np
 from heterorl_research.lab.theory import checks, theorems
 from heterorl_research.lab.theory.checks import TrialCount
 from heterorl_research.lab.theory.estimators import exact_expectation, limit, on_policy_weights
-from heterorl_research.lab.theory.samples import (
-    GROUP,
-    SoftmaxCases,
-    softmax_cases,
-)
+from heterorl_research.lab.theory.samples import GROUP, SoftmaxCases, softmax_cases
 from heterorl_research.lab.theory.theorems import Array
 
 # A long answer and the vocabulary of a current model, to size n = V^T; and two entropies per token.

@@ -35,8 +35,7 @@ STEPS = 200
 
 @linked()
 def status(
-    link: Link,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    link: Link, json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False
 ) -> None:
     """Show a run once: versions, queue, ledger, sites. Needs an operator's certificate.
 
@@ -71,8 +70,7 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
 
 @linked(cert=AnyCertOption)
 def health(
-    link: Link,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
+    link: Link, timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0
 ) -> None:
     """Ask a coordinator whether it serves; for health checks of containers and load balancers.
 

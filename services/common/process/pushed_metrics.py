@@ -40,11 +40,7 @@ class Limit:
 _SAMPLERS = Limit(num_bytes=256 << 10, lines=4096, rendered=1 << 20)
 # A learner has numbers of each site.
 LIMITS: Mapping[Service, Limit] = MappingProxyType(
-    {
-        "sampler": _SAMPLERS,
-        "relay": _SAMPLERS,
-        "learner": Limit(num_bytes=2 << 20, lines=32768, rendered=8 << 20),
-    }
+    {"sampler": _SAMPLERS, "relay": _SAMPLERS, "learner": Limit(num_bytes=2 << 20, lines=32768, rendered=8 << 20)}
 )
 """Many times the metrics of an honest process."""
 
@@ -188,13 +184,7 @@ async def pushing(push: Push, *, registry: CollectorRegistry, interval_s: float,
             await task
 
 
-async def push_metrics(
-    push: Push,
-    *,
-    registry: CollectorRegistry,
-    interval_s: float,
-    clock: Clock,
-) -> None:
+async def push_metrics(push: Push, *, registry: CollectorRegistry, interval_s: float, clock: Clock) -> None:
     """Send a registry's numbers every `interval_s` seconds for ever; returns at once if it is 0."""
     wanted = True
     while interval_s:

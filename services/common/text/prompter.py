@@ -41,11 +41,7 @@ class Prompter:
     """A tokenizer with the chat template of a run."""
 
     def __init__(
-        self,
-        model_dir: str,
-        *,
-        use_chat_template: bool,
-        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        self, model_dir: str, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         """Load the tokenizer.
 

@@ -160,12 +160,7 @@ def lost_problems(connection: Connection, bound: float) -> dict[str, str]:
 
 
 REJECTABLE = frozenset(
-    {
-        DropReason.REWARD_MISMATCH,
-        DropReason.LOGPROB_MISMATCH,
-        DropReason.SAMPLING_MISMATCH,
-        DropReason.CODE_MISMATCH,
-    }
+    {DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH, DropReason.CODE_MISMATCH}
 )
 """Reasons that a check of the learner may give."""
 CODE_MISMATCHES = 10

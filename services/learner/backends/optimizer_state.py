@@ -60,10 +60,7 @@ def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torc
         return {"exp_avg": shape, "exp_avg_sq": shape}
     if len(shape) < 2:
         return {"variance": shape}
-    return {
-        "row_var": torch.Size((*shape[:-1], 1)),
-        "col_var": torch.Size((*shape[:-2], 1, shape[-1])),
-    }
+    return {"row_var": torch.Size((*shape[:-1], 1)), "col_var": torch.Size((*shape[:-2], 1, shape[-1]))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -160,11 +160,7 @@ class TorchBackend:
 
     def freeze(self, directory: Path) -> Callable[[], None]:
         copy = copy_state(
-            self._model,
-            self._optimizer,
-            kind=self._config.optimizer,
-            applied_steps=self._applied_steps,
-            lora=self.lora,
+            self._model, self._optimizer, kind=self._config.optimizer, applied_steps=self._applied_steps, lora=self.lora
         )
         return lambda: copy.write(directory)
 

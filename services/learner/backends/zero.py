@@ -265,10 +265,7 @@ def build_engine(
         else:
             list(parameters)
         optimizer = torch.optim.AdamW(
-            list(wrapped.parameters()),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
+            list(wrapped.parameters()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
     named = dict(model.named_parameters())

@@ -91,11 +91,7 @@ def policy_loss(
 
 
 def _token_objective(
-    spec: LossSpec,
-    inputs: LossInputs,
-    learner_BT: torch.Tensor,
-    sampler_BT: torch.Tensor,
-    advantages_B1: torch.Tensor,
+    spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, advantages_B1: torch.Tensor
 ) -> Objective:
     staleness_BT = inputs.staleness_BT
     if spec.trace_cap > 0.0:

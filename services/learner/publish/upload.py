@@ -66,11 +66,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             # Also when the call ends early: the generator holds an open file.
             async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
                 await api.upload_payload(
-                    epoch=epoch,
-                    digest=payload.digest,
-                    num_bytes=payload.num_bytes,
-                    offset=durable,
-                    frames=frames,
+                    epoch=epoch, digest=payload.digest, num_bytes=payload.num_bytes, offset=durable, frames=frames
                 )
         except DigestMismatch:
             num_mismatches += 1

@@ -388,8 +388,7 @@ class Resumption:
                 " set adopt_without_optimizer = true for one start",
             )
         _LOG.warning(
-            "NO USABLE CHECKPOINT for version %d: its published weights become the masters; the optimizer is new",
-            head,
+            "NO USABLE CHECKPOINT for version %d: its published weights become the masters; the optimizer is new", head
         )
         arena = await self.published.rebuild(data)
         await in_thread(self.backend.load_published, arena)

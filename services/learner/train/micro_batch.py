@@ -193,9 +193,7 @@ class Shares:
     def replaced(self, sequences: Sequence[TrainingSequence]) -> Shares:
         """The same shares of other sequences, given in the order of `ordered`."""
         remaining = iter(sequences)
-        return Shares(
-            parts=tuple(tuple([next(remaining) for _ in part] for part in parts) for parts in self.parts),
-        )
+        return Shares(parts=tuple(tuple([next(remaining) for _ in part] for part in parts) for parts in self.parts))
 
 
 def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:

@@ -138,12 +138,7 @@ def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) 
 
 
 def apply_gradients(
-    parameters: Iterable[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    *,
-    loss: float,
-    lr: float,
-    grad_clip: float,
+    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *, loss: float, lr: float, grad_clip: float
 ) -> tuple[bool, float]:
     """Clip the gradient and step, unless loss or gradient is not finite; clears the gradient.
 

@@ -140,10 +140,7 @@ class WeightSwap:
         metrics.POLICY_VERSION.set(pulled.version)
         self.note_age("apply", pulled.version)
         self.reported = replace(
-            self.reported,
-            policy_version=pulled.version,
-            state_root=pulled.manifest.state_root,
-            apply_s=puller.apply_s,
+            self.reported, policy_version=pulled.version, state_root=pulled.manifest.state_root, apply_s=puller.apply_s
         )
         return True
 

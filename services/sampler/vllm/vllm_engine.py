@@ -130,10 +130,7 @@ class VllmEngine:
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
                 asked = drawing(
-                    sampling,
-                    seed=seed_of(request.seed, member),
-                    max_tokens=limit,
-                    stop_token_ids=list(self._ends),
+                    sampling, seed=seed_of(request.seed, member), max_tokens=limit, stop_token_ids=list(self._ends)
                 )
                 process.submit(ids, asked, partial(self._take, epoch, request.key, member))
                 self._num_open += 1

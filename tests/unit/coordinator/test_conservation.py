@@ -219,10 +219,9 @@ class Model(RuleBasedStateMachine):
         group = self.run.group(given, version=version, id=group_id)
         reason = self.expected_reason(site, assignment, version)
         (outcome,) = self.wait(self.core.push_groups([group]))
-        assert (outcome.status, outcome.reason) == (
-            PushStatus.DROPPED if reason else PushStatus.ACCEPTED,
-            reason,
-        ), outcome.message
+        assert (outcome.status, outcome.reason) == (PushStatus.DROPPED if reason else PushStatus.ACCEPTED, reason), (
+            outcome.message
+        )
         self.pushed[group_id] = group
         self.groups[group_id] = ["dropped" if reason else "pending", reason, version, len(self.groups), assignment]
         if reason is None:

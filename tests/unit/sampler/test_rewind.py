@@ -16,11 +16,7 @@ def write(path, versions, run="run"):
     for version in versions:
         record.note(
             SeenVersion(
-                version=version,
-                state_root=ROOT,
-                manifest_digest=f"{version:064x}",
-                run_id=run,
-                signed_by="ed25519:aa",
+                version=version, state_root=ROOT, manifest_digest=f"{version:064x}", run_id=run, signed_by="ed25519:aa"
             )
         )
     return record

@@ -6,14 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.errors import (
-    ContractMismatch,
-    CorruptStore,
-    DiskFull,
-    InvalidRequest,
-    NotRegistered,
-    Unreachable,
-)
+from heterorl.common.errors import ContractMismatch, CorruptStore, DiskFull, InvalidRequest, NotRegistered, Unreachable
 from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.types.policy import HeadUpdate
 from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant

@@ -73,10 +73,7 @@ def looks(arms: Sequence[Arm]) -> dict[Arm, Look]:
             within = variants.index(arm.variant)
             dash, marker = within, _MARKERS[within % len(_MARKERS)]
         found[arm] = Look(
-            color=color,
-            dash=_DASHES[dash % len(_DASHES)],
-            marker=marker,
-            width=2.4 if arm.algorithm == "gepo" else 1.5,
+            color=color, dash=_DASHES[dash % len(_DASHES)], marker=marker, width=2.4 if arm.algorithm == "gepo" else 1.5
         )
     return found
 

@@ -12,12 +12,7 @@ import torch
 
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.model_directory import first_line
-from heterorl.learner.backends.optimizer_state import (
-    COUNTERS_FILE,
-    OPTIMIZER_FILE,
-    WEIGHTS_FILE,
-    open_state,
-)
+from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, open_state
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
 from heterorl.learner.backends.tensor_file import TYPE_NAMES, TYPES, TensorFile

@@ -95,10 +95,7 @@ class CheckpointLayout:
     @property
     def files(self) -> list[tuple[str, SafetensorsLayout, Sequence[Key]]]:
         """Each file of tensors: its name, its plan, and the keys of the state in it."""
-        return [
-            (WEIGHTS_FILE, self.weights, ("",)),
-            (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ()),
-        ]
+        return [(WEIGHTS_FILE, self.weights, ("",)), (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ())]
 
     def make(self) -> None:
         """Make the files at their full size, without content."""

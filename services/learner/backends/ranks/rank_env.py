@@ -79,12 +79,7 @@ def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
     if not host:
         raise ConfigError("MASTER_ADDR", "is not set, RANK and WORLD_SIZE are", action=_ACTION)
     return RankEnv(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        host=host,
-        port=port,
+        rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size, host=host, port=port
     )
 
 

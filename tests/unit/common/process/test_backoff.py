@@ -77,8 +77,7 @@ def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
 
 
 @pytest.mark.parametrize(
-    ("asked", "waited"),
-    [(3.0, 3.0), (1e18, 600.0), (float("inf"), 0.0), (float("nan"), 0.0), (-5.0, 0.0), (0.0, 0.0)],
+    ("asked", "waited"), [(3.0, 3.0), (1e18, 600.0), (float("inf"), 0.0), (float("nan"), 0.0), (-5.0, 0.0), (0.0, 0.0)]
 )
 def test_wait_that_a_peer_asks_for_has_an_end(asked, waited):
     assert peer_seconds(asked) == waited

@@ -8,13 +8,7 @@ from heterorl.common.errors import MalformedPayload, StateMismatch
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.weights.manifest import (
-    build_manifest,
-    chunks_of,
-    verify_child,
-    verify_descendant,
-    verify_state,
-)
+from heterorl.common.weights.manifest import build_manifest, chunks_of, verify_child, verify_descendant, verify_state
 from heterorl.common.weights.payload import write_delta, write_snapshot
 from tests.support.arenas import SPECS, changed_arena, random_arena, small_layout
 

@@ -106,10 +106,7 @@ def test_negated_payload_of_a_merged_delta_leads_back_and_is_the_merge_of_the_ne
     apply_payload(tmp_path / "back", staging, expected_from_root=states[-1].state_root())
     assert staging.state_root() == states[0].state_root()
     assert (result.from_root, result.to_root) == (states[-1].state_root(), states[0].state_root())
-    assert (result.digest, result.num_bytes) == (
-        file_digest(tmp_path / "back"),
-        (tmp_path / "back").stat().st_size,
-    )
+    assert (result.digest, result.num_bytes) == (file_digest(tmp_path / "back"), (tmp_path / "back").stat().st_size)
     singles = [tmp_path / f"b{number}" for number in range(3)]
     for path, single in zip(forward, singles, strict=True):
         negate(path, single, **shape)

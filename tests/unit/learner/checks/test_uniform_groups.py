@@ -33,12 +33,7 @@ def test_a_difference_however_small_is_signal():
     assert split_uniform([group], room=1) == ([group], [])
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"group_size": 1}, "dynamic_sampling with group_size 1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [({"group_size": 1}, "dynamic_sampling with group_size 1")])
 def test_configurations_in_which_equal_rewards_are_no_lack_are_refused(changes, words):
     with pytest.raises(ValidationError, match=words):
         LearnerConfig(dynamic_sampling={"max_replaced_per_step": 8}, **changes)

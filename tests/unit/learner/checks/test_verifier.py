@@ -75,10 +75,7 @@ class Versions:
 
 def verifier_of(site, *, rng=None, versions=None, **settings):
     verification = VerificationContext(
-        config=VerificationConfig(**settings),
-        task=site.task,
-        prompter=site.prompter,
-        replayer=site.replayer,
+        config=VerificationConfig(**settings), task=site.task, prompter=site.prompter, replayer=site.replayer
     )
     return Verifier(
         verification=verification, versions=versions or Versions(arena_of(site)), rng=rng or random.Random(0)
@@ -381,8 +378,7 @@ def test_no_pass_of_a_replay_has_more_tokens_than_it_may(site, honest, monkeypat
     passes = []
     monkeypatch.setattr("heterorl.learner.checks.replay.MAX_PASS_TOKENS", 4 * width)
     monkeypatch.setattr(
-        "heterorl.learner.checks.replay.collate",
-        lambda *a, **k: passes.append(collate(*a, **k)) or passes[-1],
+        "heterorl.learner.checks.replay.collate", lambda *a, **k: passes.append(collate(*a, **k)) or passes[-1]
     )
 
     found = site.replayer.replay(group, key=None)

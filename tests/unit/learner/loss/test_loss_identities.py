@@ -7,13 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.group import group_log_denominator
-from heterorl.learner.loss.loss_config import (
-    DsGspoConfig,
-    EqpConfig,
-    GepoConfig,
-    GepoPlusConfig,
-    GspoConfig,
-)
+from heterorl.learner.loss.loss_config import DsGspoConfig, EqpConfig, GepoConfig, GepoPlusConfig, GspoConfig
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT
 from tests.support.losses import groups_of, run_loss
 

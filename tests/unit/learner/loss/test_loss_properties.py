@@ -162,10 +162,7 @@ def test_loss_and_gradient_are_finite_on_16k_tokens(name, learner_sum, sampler_s
 
 @pytest.mark.parametrize(
     "config",
-    [
-        TisConfig(cap=math.inf, max_log_weight=20.0),
-        DecoupledPpoConfig(behaviour_cap=math.inf, max_log_weight=20.0),
-    ],
+    [TisConfig(cap=math.inf, max_log_weight=20.0), DecoupledPpoConfig(behaviour_cap=math.inf, max_log_weight=20.0)],
 )
 def test_weights_without_a_bound_of_their_own_are_finite(config):
     outcome = run_loss(config, [[-1.0], [-1.0]], groups_of([[[-2000.0], [-1.0]]], [[1.0, 0.0]]))

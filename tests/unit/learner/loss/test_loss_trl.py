@@ -21,10 +21,7 @@ CASES = {
     "bnpo, which there is a mean over tokens": ({"loss_type": "bnpo"}, GrpoConfig(aggregation="token_mean")),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, CispoConfig()),
     "gspo": ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, GspoConfig()),
-    "luspo": (
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        GspoConfig(aggregation="sequence_sum"),
-    ),
+    "luspo": ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, GspoConfig(aggregation="sequence_sum")),
     "grpo with two-sided clip": ({"loss_type": "grpo", "delta": 1.4}, GrpoConfig(dual_clip=1.4)),
     "gspo with two-sided clip": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.25},

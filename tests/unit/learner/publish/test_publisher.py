@@ -478,10 +478,7 @@ async def test_refused_pending_checkpoint_gives_way_to_its_parent(coordinator, t
         await learn(config, FragileApi(coordinator, die_before=("publish_version", 2)))
     await filling
     grant = await coordinator.acquire_lease(
-        holder="learner",
-        contract=make_contract(),
-        request_id="between",
-        incarnation=read_incarnation(config.state_dir),
+        holder="learner", contract=make_contract(), request_id="between", incarnation=read_incarnation(config.state_dir)
     )
     first = GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=1)
     await coordinator.abandon_groups(epoch=grant.epoch, ids=[first], reason="test")

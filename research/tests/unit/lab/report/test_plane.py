@@ -8,12 +8,7 @@ from heterorl_research.lab.report.reading import load
 from research.tests.support.lab_results import make_run, write_results
 
 # Warm start 0.3: what a cell of rate and delay ends at, for two seeds.
-ENDS = {
-    (0.001, 0): (0.5, 0.508),
-    (0.001, 8): (0.4, 0.408),
-    (0.002, 0): (0.25, 0.41),
-    (0.002, 8): (0.1, 0.108),
-}
+ENDS = {(0.001, 0): (0.5, 0.508), (0.001, 8): (0.4, 0.408), (0.002, 0): (0.25, 0.41), (0.002, 8): (0.1, 0.108)}
 
 
 def runs_of(algorithm="gepo"):

@@ -263,8 +263,7 @@ def test_sweeps_get_a_panel_per_swept_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"run_id": "../../etc/passwd"}, {"run_id": ""}, {"seed": "many"}, {"delay": None}, {"algorithm": None}],
+    "change", [{"run_id": "../../etc/passwd"}, {"run_id": ""}, {"seed": "many"}, {"delay": None}, {"algorithm": None}]
 )
 def test_malformed_results_are_an_error_of_configuration(tmp_path, change):
     results = {"runs": [{**make_run("gepo", 0, 0), **change}]}

@@ -169,8 +169,7 @@ def test_tools_of_the_first_request_are_shown_and_results_have_names(opened):
 
 
 @pytest.mark.parametrize(
-    ("do", "words"),
-    [("text", "no reward"), ("none", "no reward"), ("true", "no reward"), ("nan", "not finite")],
+    ("do", "words"), [("text", "no reward"), ("none", "no reward"), ("true", "no reward"), ("nan", "not finite")]
 )
 def test_what_is_no_reward_is_an_error(opened, do, words):
     with opened("agent.py:odd").open({"do": do, "first": "x"}, seed=1) as episode:

@@ -25,11 +25,7 @@ class TensorFile:
     """A file's types and shapes, and each tensor on request."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header.
-
-        Raises:
-            CorruptStore: the file is missing or broken.
-        """
+        """Read and check the header; raises CorruptStore if the file is missing or broken."""
         self._path = path
         try:
             with safe_open(path, "pt") as file:

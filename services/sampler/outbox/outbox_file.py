@@ -52,11 +52,7 @@ class _DamagedFile(Exception):
 
 
 def lock_outbox(path: Path) -> BinaryIO:
-    """Lock an outbox for this process.
-
-    Raises:
-        ConfigError: another process has it.
-    """
+    """Lock an outbox for this process; raises ConfigError if another process has it."""
     file = path.open("wb")
     if not try_lock(file):
         file.close()

@@ -156,11 +156,7 @@ class WeightFiles:
         self._file = self.directory / ("adapter_model.safetensors" if lora.rank else "model.safetensors")
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of vLLM for adapters.
-
-        Raises:
-            ConfigError: vLLM has no room for adapters of this rank.
-        """
+        """Arguments of vLLM for adapters; raises ConfigError if vLLM has no room for adapters of this rank."""
         if not self._lora.rank:
             return {}
         return {
@@ -184,11 +180,7 @@ class WeightFiles:
         return write_weights(arena, self._file, names=self.names, rename=_peft_name)
 
     def swap(self, process: VllmProcess, label: str) -> None:
-        """Load the written file into a process.
-
-        Raises:
-            EngineDied: the process failed, or loaded only a part.
-        """
+        """Load the written file into a process; raises EngineDied if the process failed, or loaded only a part."""
         if self._lora.rank:
             process.swap_adapter(str(self.directory), label=label)
             return

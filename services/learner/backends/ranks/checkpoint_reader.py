@@ -153,11 +153,7 @@ def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Coll
 
 
 def read_checkpoint_files(directory: Path, shapes: Mapping[str, torch.Size]) -> CheckpointFiles:
-    """Check a checkpoint against a model.
-
-    Raises:
-        CorruptStore: a file is missing, broken, or of another model.
-    """
+    """Check a checkpoint against a model; raises CorruptStore if a file is missing, broken, or of another model."""
     expected = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     weights, moments, applied_steps = open_state(directory, expected)
     return CheckpointFiles(weights=weights, moments=moments, applied_steps=applied_steps)

@@ -14,7 +14,7 @@ from tests.support import near
 ROOT = Path(__file__).parents[2]
 MAX_COMMITS = 150
 NEVER_RECORDED = {
-    "engines", "trackers", "compilers", "other numbers of ranks", "fuzz", "kills", "kills-stores", "rotations",
+    "compilers", "other numbers of ranks", "fuzz", "kills", "kills-stores", "rotations",
 }  # fmt: skip
 """Stages that no record of a full run has. The set may only get smaller."""
 FLAKY = """

@@ -38,7 +38,7 @@ class Issued:
 
     identity: Identity
     hosts: tuple[str, ...]
-    """Names and addresses that it proves, except those of its own machine."""
+    """Names and addresses that it proves, without the local machine's."""
     expires: datetime.datetime
     is_revoked: bool
 

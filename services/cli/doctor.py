@@ -63,7 +63,7 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> S
 
 
 def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
-    """What the doctor reads of a configuration."""
+    """Keys that the doctor reads from a configuration."""
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
 

@@ -110,7 +110,7 @@ def _evaluate(
     from heterorl.evaluation.subject import open_model, open_set, open_versions
     from heterorl.sampler.components import prompter_of
 
-    # The set belongs to the run, so the run's tokenizer counts its prompts, whichever model is evaluated.
+    # The set belongs to the run: the run's tokenizer counts its prompts, also for another model.
     by_subject = not config.model_dir and not is_run
     prompter = cache(lambda: prompter_of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
 

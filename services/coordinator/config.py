@@ -198,8 +198,8 @@ class CoordinatorConfig(Config):
     """How long a silent sampler keeps an assignment, seconds; choose more than the longest generation and transit. Its
     declared delay and the contract's trajectory time are added."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
-    """How far ahead a site may hold assignments, seconds; those of a silent site wait this much longer. 0: they go to
-    others after work_lease_s."""
+    """How far ahead a site may hold assignments, seconds; the assignments of a silent site wait this much longer. 0:
+    they go to other sites after work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()
     """Sets that samplers evaluate versions on, without blocking training. An evaluation that no site has begun gives
     way to a newer version's."""

@@ -157,7 +157,7 @@ TITLES = {
     "length": "Length of the completions",
     "signal": "Truncated completions, groups with equal rewards",
     "parts": "Parts of the reward",
-    "time": "Where the time of a step went",
+    "time": "Time of a step by phase",
 }
 NOTES = {
     "length": "It should stay level. A creep towards the limit means longer answers; if lengths of high and low "

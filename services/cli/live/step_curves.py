@@ -106,7 +106,7 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
 
 
 def time_words(times: StepTimes) -> str:
-    """Where the time of a step went, largest share first; leaves out shares below 1 %."""
+    """Shares of a step's time by phase, largest first; leaves out shares below 1 %."""
     shares = {phase: getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for phase in LearnerPhase}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     said = [f"{phase.value} {share:.0%}" for phase, share in ordered if share >= 0.01]

@@ -57,7 +57,7 @@ class PlannedSetConfig(DrawsConfig):
     every_versions: int = Field(default=1, ge=1)
     """Versions between evaluations; the last version of a run is evaluated too."""
     task_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """Digest of the set's task, from `heterorl evaluate --json`. Empty: that of the first site that evaluates."""
+    """Digest of the set's task, from `heterorl evaluate --json`. Empty: the digest of the first site that evaluates."""
 
 
 class EvaluationSetConfig(DrawsConfig):

@@ -71,7 +71,7 @@ class SamplingConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of draws."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off. Below 1 the log-probs are not those of the draws."""
+    """Nucleus mass; 1 is off. Below 1 the log-probs do not describe the draws."""
     top_k: int = Field(default=0, ge=0)
     """Number of candidate tokens; 0 is off."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -81,7 +81,7 @@ class SamplingConfig(Config):
     min_members: int = Field(default=0, ge=0)
     """Rollouts with a reward that a group needs to be trained; 0: half of group_size."""
     end_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
-    """Tokens that end a completion. Empty: those of the model's generation_config.json, else config.json, and the
+    """Tokens that end a completion. Empty: the tokens of the model's generation_config.json, else config.json, and the
     tokenizer's own."""
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
     """`processed`: of logits / temperature; `raw`: of the logits."""

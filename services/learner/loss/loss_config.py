@@ -99,8 +99,8 @@ class GepoConfig(GroupDenominatorConfig):
 
     kind: Literal["gepo"] = "gepo"
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
-    """Rollouts of the mean: the prompt's (paper), or those of the pass (its published code). The latter depends on
-    micro_batch_tokens and is for reproduction only."""
+    """Rollouts of the mean: the rollouts of the prompt (paper), or of the pass (its published code). The latter depends
+    on micro_batch_tokens and is for reproduction only."""
     normalisation: Literal["length", "raw"] = "length"
     """Probabilities as mean or as sum of token log-probs; raw puts all weight on the shortest rollout."""
 

@@ -187,7 +187,7 @@ class CodeRewardConfig(RewardBase):
     output_bytes: int = Field(default=1 << 16, ge=1, le=1 << 24)
     """Most bytes that a test may print; a test that prints more fails."""
     python: str = ""
-    """Interpreter of the tests; empty: that of heterorl, without its packages."""
+    """Interpreter of the tests; empty: heterorl's interpreter, without its packages."""
     shown: tuple[str, ...] = Field(default=(), max_length=16)
     """Further directories that tests may read, such as an environment with numpy. Not part of the contract."""
 

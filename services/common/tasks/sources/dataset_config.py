@@ -26,7 +26,7 @@ class DataConfig(Config):
     subset: str = ""
     """hf: subset (configuration) of the dataset; empty: its default."""
     files: tuple[str, ...] = ()
-    """hf: patterns of the files to read, such as `data/train-*.parquet`; empty: those of the subset, and the whole
+    """hf: patterns of the files to read, such as `data/train-*.parquet`; empty: the subset's files, and the whole
     repository is downloaded."""
     evaluation_split: str = ""
     """hf: split of the held-out prompts; empty: some prompts of `task.name` are held out."""
@@ -39,7 +39,7 @@ class DataConfig(Config):
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Longest prompt with its template, tokens; longer ones are dropped and counted in the log. 0 is no bound."""
     cache_dir: str = ""
-    """hf, parquet: directory of downloads and Arrow files; empty: that of HF_HOME."""
+    """hf, parquet: directory of downloads and Arrow files; empty: the directory of HF_HOME."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> DataConfig:

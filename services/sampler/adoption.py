@@ -1,4 +1,4 @@
-"""Adopts the run's stated configuration where the file leaves it out, within the bounds of its [join] section.
+"""Adoption of the run's configuration, within the bounds of [join].
 
 `adopted` asks the coordinator before anything is loaded and waits for the learner's statement. `check_consent` judges
 what the stated task would make this site read or run. `adopt` merges both.

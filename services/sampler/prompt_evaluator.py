@@ -1,8 +1,8 @@
-"""Draws and scores held-out prompts in a share of the engine's rows, while rollouts go on.
+"""Evaluation of held-out prompts in a share of the engine's rows.
 
-A completion of another version than the evaluated one is never scored. A request that the engine lost raises an error.
-A member that its environment loses has no reward. Requests depend only on the set's draws and the prompt's index, so
-versions compare and every site draws the same.
+Rollouts go on meanwhile. A completion of another version than the evaluated one is never scored. A request that the
+engine lost raises an error. A member that its environment loses has no reward. Requests depend only on the set's draws
+and the prompt's index, so versions compare and every site draws the same.
 """
 
 from __future__ import annotations

@@ -76,17 +76,6 @@ BUDGETS = {
 """Words that a page may have, tables and code included, where that is not MOST_WORDS_OF_A_PAGE."""
 FOLDERS_TO_REWRITE = {
     "services/certs",
-    "services/common",
-    "services/common/generation",
-    "services/common/model",
-    "services/common/process",
-    "services/common/rpc",
-    "services/common/tasks/environments",
-    "services/common/tasks/rewards",
-    "services/common/tasks/sources",
-    "services/common/text",
-    "services/common/weights",
-    "services/common/wire",
     "services/coordinator",
     "services/coordinator/groups",
     "services/coordinator/offline",
@@ -96,10 +85,7 @@ FOLDERS_TO_REWRITE = {
     "services/coordinator/store",
     "services/coordinator/store/bucket",
     "services/evaluation",
-    "services/learner/backends",
     "services/plan",
-    "services/sampler",
-    "services/sampler/outbox",
     "services/track",
     "services/view",
 }

@@ -1,10 +1,10 @@
-"""Batch of completions in the hf engine, token by token; others join between two tokens.
+"""Continuous batch of the hf engine: rows join between two tokens.
 
     ids, attention     padding on the left, so that all rows end in the same column
     cache              keys and values of the columns so far
 
-A row has the keys, values and positions of a row alone. Rows that began together are one batch, bit for bit the same at
-any time; the members of a group begin together and draw from one stream of noise.
+Keys, values and positions of a row do not depend on the other rows. Rows that began together form one batch and give
+the same bits at any time. The members of a group begin together and draw from one stream of noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A small Qwen3 model with its tokenizer, made on the spot, and a short supervised run on a task.
+"""A small Qwen3 model and its tokenizer, made locally and pretrained on a task.
 
-Reinforcement learning needs some reward to start: the run stops at a sampled accuracy of about a quarter. The result is
-cached by its settings.
+Reinforcement learning needs some reward to start, so supervised training stops at a sampled accuracy of about a
+quarter. The result is cached by its settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sampling of tokens from logits with Gumbel noise, of a generator or of a key.
+"""Sampling of tokens from logits with Gumbel noise, keyed or from a generator.
 
-Keyed noise has equal bits on every machine and for every batch: it depends on the key of the group, the sample and the
-position only. The key comes from the coordinator's seed, the state root of the weights and the prompt. So a site has no
-choice among draws, and a learner can repeat them.
+Keyed noise has equal bits on every machine and for every batch: it depends only on the group's key, the sample and the
+position. The key comes from the coordinator's seed, the state root of the weights and the prompt. So a site cannot
+choose among draws, and a learner can repeat them.
 
 key = blake2b-128("heterorl-gumbel-1/SEED/STATE_ROOT/PROMPT_INDEX"), little-endian. A token's 128 bits are blake2b-128
 of key (16 bytes), sample and position (4 bytes each, little-endian): the key of a Philox4x64-10 stream, whose 32-bit

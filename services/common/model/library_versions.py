@@ -1,6 +1,6 @@
-"""Supported versions of the libraries that compute with the model and are used beyond their public names.
+"""Supported versions of transformers, vLLM and DeepSpeed, whose internals we use.
 
-The bounds are those of the extras in pyproject.toml; installed versions are read without an import.
+The bounds equal the extras of pyproject.toml. Installed versions are read without an import.
 """
 
 from __future__ import annotations

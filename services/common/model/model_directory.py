@@ -1,6 +1,6 @@
-"""Check of `model_dir`, with an error in one line before a library tries for a minute.
+"""Early check of `model_dir`, before a library retries for a minute.
 
-Guarantees: a local directory costs no network; a hub id outside the cache costs one connection.
+A local directory costs no network; a hub id outside the cache costs one connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logs for people (console) or machines (one JSON object a line), in UTC, with the bound fields.
+"""Logs in UTC as console lines or JSON lines, with bound fields.
 
 In JSON style, log records, Python warnings and uncaught errors are objects. Text that libraries, C++ code and child
 processes write to standard error stays as it is, between these lines.

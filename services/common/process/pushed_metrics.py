@@ -1,10 +1,10 @@
-"""Metrics that nodes push where nothing can scrape them, and the coordinator's page of all of them.
+"""Metrics that nodes push, and the coordinator's page of them.
 
-A failed push is forgotten: the next one has newer numbers.
+Nodes push where Prometheus cannot scrape them. A failed push is dropped: the next one has newer numbers.
 
-Guarantees: a node adds to the page only numbers of its own service's metrics under its own name. Names and labels must
-be those of heterorl's table, each once, and the coordinator adds run, service and site. So one node cannot make
-Prometheus refuse the page, and its part of the page is bounded.
+A node adds only numbers of its own service's metrics under its own name. Names and labels must be in heterorl's table,
+each once; the coordinator adds run, service and site. So one node cannot make Prometheus refuse the page, and its part
+of the page is bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls to a coordinator at an address, repeated, timed and paced; reads of versions and payloads.
+"""Base of the client: calls with retries, deadlines and pacing, and weight reads.
 
 `client` adds the calls of learners, samplers and operators.
 """

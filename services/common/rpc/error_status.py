@@ -1,7 +1,7 @@
-"""The table between typed errors and gRPC statuses, for both ends; details travel as ErrorDetail.
+"""Conversion between typed errors and gRPC statuses; details travel as ErrorDetail.
 
 Our server always adds ErrorDetail, so a status without one comes from the transport, a proxy or an overloaded library.
-It is retried with a growing delay and is never final, except for a message over a limit, which stays as large.
+It is retried with a growing delay and is never final, except for a message over a limit: a retry would be as large.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Reads and writes of payloads at presigned URLs of a bucket, which the coordinator gives for a while.
+"""Reads and writes of payloads at presigned URLs of a bucket.
 
-Guarantees: a URL is used only if this node allows its scheme and host, without redirects. It is never logged, since it
-is a credential. A read yields only bytes of its range; the caller compares them with the payload's name. A put sends a
-whole piece or fails; only the head of its answer is read, and the coordinator verifies what was put.
+The coordinator gives the URLs, which expire. A node uses a URL only if it allows its scheme and host, and follows no
+redirect. A URL is a credential, so it is never logged. A read yields only bytes of its range; the caller compares them
+with the payload's digest. A put sends a whole piece or fails; only the head of its answer is read, and the coordinator
+verifies the bytes.
 
-A URL that does not serve is forgotten until the next plan. A bucket that is too slow, or whose reader gave up, is not
-used for ten minutes. A payload that arrived with another digest is never read by URL again. A failed piece is retried a
-few times, if the bucket took another one before.
+A URL that fails is dropped until the next plan. A bucket that is too slow, or whose reader gave up, is not used for ten
+minutes. A payload that arrived with another digest is never read by URL again. A failed piece is retried a few times,
+if the bucket took another one before.
 """
 
 from __future__ import annotations

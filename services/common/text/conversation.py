@@ -1,4 +1,4 @@
-"""Conversations of a policy with an environment, and checks of a task before its first group.
+"""Conversations of a policy with an environment, and start-up checks of tasks.
 
 The tokens between turns depend only on drawn ids, the environment and the template. So a learner that replays a
 deterministic environment gets the ids of its sampler.

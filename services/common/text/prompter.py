@@ -1,4 +1,4 @@
-"""Text to token ids and back, equally on every node, and the tokens that end a completion."""
+"""Tokenization of prompts and completions, equal on every node, and end tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codec of chunks in which almost all elements changed (DENSE8), and of whole chunks (PLANES).
+"""Codec of dense changes (DENSE8) and of whole chunks (PLANES).
 
 DENSE8, the steps of all n elements of w bytes, little-endian:
 

@@ -1,7 +1,8 @@
-"""Layout of a safetensors file, known before it is written, so that its parts may be written in any order.
+"""Layout of a safetensors file, computed before its parts are written.
 
-The file: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape", "data_offsets":
-[begin, end]}}, padded with spaces to a multiple of 8; the tensors' little-endian bytes back to back.
+Parts may then be written in any order. The file: u64 little-endian length n of the header; n bytes of JSON
+{name: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces to a multiple of 8; the tensors'
+little-endian bytes back to back.
 """
 
 from __future__ import annotations

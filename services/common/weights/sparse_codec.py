@@ -1,4 +1,4 @@
-"""Changed elements of a chunk as positions and exact integer steps (method GAPULP), and zstandard frames.
+"""Codec of sparse changes (GAPULP): positions and exact integer steps; zstandard frames.
 
 A step is new bits - old bits, wrapping in the element's width w bytes; it is never 0. Layout, little-endian:
 

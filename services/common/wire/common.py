@@ -1,4 +1,4 @@
-"""Copies of fields by name, the contract, step reports, metric series, and limits of numbers."""
+"""Shared conversions: fields by name, contract, step reports, metric series, number limits."""
 
 from __future__ import annotations
 

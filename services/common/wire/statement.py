@@ -1,7 +1,7 @@
-"""The configuration behind a contract as canonical JSON, which a learner states and a joining sampler adopts.
+"""Canonical JSON of the configuration behind a contract.
 
-Guarantees: the length is checked before parsing; a statement has only known keys, finite numbers, and one form. The
-sampler's own file decides whether it follows a statement (heterorl.sampler.adoption).
+The learner states it and a joining sampler adopts it, if the sampler's own file agrees (heterorl.sampler.adoption). The
+length is checked before parsing. A statement has only known keys, finite numbers, and one form.
 """
 
 from __future__ import annotations

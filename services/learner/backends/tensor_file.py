@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors are read from disk piece by piece; `SafetensorsLayout` states the format."""
+"""Safetensors files read from disk piece by piece; `SafetensorsLayout` has the format."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pushes groups of the outbox in order, when due, until each has a final outcome.
+"""Delivery of due groups from the outbox to the coordinator, in order.
 
-A group leaves the outbox only by a final outcome of its own; after anything else it is pushed again under the same id.
+A group leaves the outbox only by its own final outcome; after anything else it is pushed again under the same id.
 Outcomes that arrived before a broken link count. A group that the coordinator refuses as invalid is replaced by an
 empty one, so that groups behind it do not wait. Steps of the wall clock delay no group.
 """

@@ -1,4 +1,4 @@
-"""Opens the SQLite file of an outbox durably, or sets it aside; never deletes it.
+"""The SQLite file of an outbox: opened durably or set aside, never deleted.
 
 A damaged file, or one of another site, moves to the directory set-aside and a new file begins, so that an operator can
 recover groups.

@@ -1,8 +1,8 @@
-"""Turns of trajectories in flight, in the outbox's file, so that the next process can continue them. Blocking.
+"""Turns of unfinished trajectories, in the outbox's file, for the next process.
 
-A row is one turn of one member, sealed like a group of one rollout: given tokens, then the turn; a first turn has the
-prompt too. The transaction that stores a group deletes its turns. A damaged row is deleted and counted; the member
-draws this turn and later ones again. Turns take at most MAX_BYTES; more are not kept.
+Calls block. A row is one turn of one member, sealed like a group of one rollout: given tokens, then the turn; a first
+turn has the prompt too. The transaction that stores a group deletes its turns. A damaged row is deleted and counted;
+the member draws this turn and later ones again. Turns take at most MAX_BYTES; more are not kept.
 """
 
 from __future__ import annotations

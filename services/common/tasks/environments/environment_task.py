@@ -1,4 +1,4 @@
-"""A task whose prompts go to an environment turn by turn, and whose reward is its score; rows of seeds."""
+"""Task whose completions are episodes of an environment, and its rows of seeds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Episodes of an environment in worker processes that are killed when they take too long.
+"""Episodes of an environment in worker processes with time limits.
 
-An error ends one episode; a killed process ends the episodes that lived in it. Calls block. A limit is per `reset`,
-`step` or `score`, in processor time, so that a busy machine gives equal observations; four times as long by the clock
+An error ends one episode; a killed process ends all its episodes. Calls block. A limit holds for one `reset`, `step` or
+`score`. It counts processor time, so that a busy machine gives equal observations; four times the limit by the clock
 ends code that sleeps.
 """
 

@@ -1,4 +1,4 @@
-"""Rewards by a user's own function, and scores of a built-in task, in worker processes."""
+"""Rewards of a user's function or a built-in task, in worker processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weighted sum of named rewards as the reward of a task, and its construction from the configuration.
+"""Weighted sum of named rewards, and its construction from the configuration.
 
-Parts stand in the order of the configuration, each with its weight. A part that fails fails the completion.
+Parts keep the order of the configuration. An error of one part fails the completion.
 """
 
 from __future__ import annotations

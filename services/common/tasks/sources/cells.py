@@ -1,4 +1,4 @@
-"""Cells of dataset rows as text, filters by prompt length, and the split between sources of a mixture.
+"""Dataset cells as text, prompt length filters, and the split of mixtures.
 
 No source trains on prompts that another holds out. Files are compared by question, without system prompts; arithmetic
 tasks must hold out the same pairs. A file that repeats arithmetic prompts is not detected.

@@ -1,7 +1,7 @@
-"""Dataset of JSON lines with `prompt` or `messages`, and `answer` where the reward needs one.
+"""Dataset of JSON lines with `prompt` or `messages`, and perhaps `answer`.
 
-Held out are the lines of a second file, or else the prompts with the smallest digests: repeats of a prompt stay on one
-side of the split, and new lines move few others.
+Held out are the lines of a second file, or else the prompts with the smallest digests. By digest, repeats of a prompt
+stay on one side of the split, and new lines move few others.
 """
 
 from __future__ import annotations

@@ -86,6 +86,9 @@ class RegimeConfig(Config):
     """Nucleus mass of the samplers; 1 is off. Evaluations draw from the whole distribution."""
     top_k: int = Field(default=0, ge=0)
     """Candidates of the samplers; 0 is off. Evaluations draw from the whole distribution."""
+    sampler_noise: float = Field(default=0.0, ge=0.0, le=0.1)
+    """Mismatch of sampler and learner, nats of KL a token: noise on the log-probs that samplers report. The engine
+    `fast` alone computes it."""
     evaluation_temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of every evaluation, the warm start's too: runs at several temperatures stay comparable."""
     num_samplers: int = Field(default=2, ge=1, le=64)

@@ -152,6 +152,7 @@ def step_row(report: StepReport, extras: dict[str, float], target: float | None)
         "bias_gepo": extras.get("bias_gepo"),
         "bias_gspo": extras.get("bias_gspo"),
         "entropy": report.entropy,
+        "bad_trained": report.mask_share_bad,
     }
 
 

@@ -50,6 +50,7 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
             "evaluation_noise",
             "top_p",
             "top_k",
+            "sampler_noise",
             "lease_order",
             "sampler_speed",
             "versions_in_flight",

@@ -107,8 +107,8 @@ def carry_out(
     console.print(f"{experiment.name}: {len(cells)} runs, {len(missing)} to do; in {directory}")
     orders = [Order(kind="run", numbers=(number,)) for number in missing]
     if engine == FAST:
-        # A GPU is one, and is filled by many runs.
-        jobs, most = (jobs, MOST_RUNS) if means.device == "cpu" else (1, MOST_RUNS_ON_GPU)
+        # A GPU is one, and is filled by many runs; processes beside each other hide the time of the host.
+        jobs, most = (jobs, MOST_RUNS) if means.device == "cpu" else (means.jobs or 1, MOST_RUNS_ON_GPU)
         parts = split(cells, missing, jobs=jobs, most=most)
         orders = [Order(kind="batch", numbers=tuple(numbers), device=means.device) for numbers in parts]
     is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
@@ -178,7 +178,8 @@ async def _run_all(
     firsts: dict[tuple[str, int], int] = {}
     for number in missing:
         firsts.setdefault(key(cells[number]), number)
-    warm_starts = [Order(kind="warm_start", numbers=(number,)) for number in firsts.values()]
+    device = orders[0].device if orders else "cpu"
+    warm_starts = [Order(kind="warm_start", numbers=(number,), device=device) for number in firsts.values()]
     work = asyncio.ensure_future(_phases(cells, warm_starts, orders, directory=directory, jobs=jobs))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,7 +32,7 @@ def start_of(cell: Cell, *, cache: Path) -> Path:
     return directory
 
 
-def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
+def prepare(cell: Cell, *, cache: Path, device: str = "cpu") -> tuple[Path, float]:
     """Return the model's directory and its sampled accuracy; trains only when the cache has no verified copy."""
     return warm_start(
         WarmStart(
@@ -47,4 +47,5 @@ def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
             num_layers=cell.task.num_layers,
         ),
         cache=cache,
+        device=device,
     )

@@ -1,6 +1,6 @@
 """A process that runs cells: one JSON line in per order, one JSON line out per answer.
 
-{"warm_start": N}   make sure that the warm start of cell N exists
+{"warm_start": N, "device": D}   make sure that the warm start of cell N exists
 {"run": N}          run cell N and write runs/RUN_ID.json
 {"batch": [N, ...], "device": D}   run these cells together with the engine fast; meanwhile lines {"share": S}
 
@@ -98,7 +98,7 @@ def main() -> None:
         order = json.loads(line)
         answer: dict[str, Any]
         if "warm_start" in order:
-            _, accuracy = prepare(cells[order["warm_start"]], cache=cache)
+            _, accuracy = prepare(cells[order["warm_start"]], cache=cache, device=order["device"])
             answer = {"accuracy": accuracy}
         elif "batch" in order:
             chosen = [cells[number] for number in order["batch"]]

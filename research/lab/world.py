@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.tasks.task_config import build_task
@@ -80,7 +81,13 @@ class Outcome:
 
 
 def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:
-    """Run one cell from a warm-started model; `directory` is for its files and may be on memory."""
+    """Run one cell from a warm-started model; `directory` is for its files and may be on memory.
+
+    Raises:
+        ConfigError: the cell needs the engine `fast`.
+    """
+    if cell.regime.sampler_noise:
+        raise ConfigError("regime.sampler_noise", "only one engine computes it", action="add --engine fast")
     torch.set_num_threads(1)
     return run_virtually(lambda loop: _run(cell, loop, model_dir=model_dir, directory=directory))
 

@@ -22,22 +22,32 @@ from heterorl.common.tasks.task_config import build_task
 from heterorl.common.types.common import StepReport
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig
-from heterorl.learner.train.step_report import MicroBatchSample, ess_fraction, mean, step_extras, step_size_factor
+from heterorl.learner.train.step_report import (
+    MicroBatchSample,
+    ess_fraction,
+    mean,
+    share_of_bad,
+    step_extras,
+    step_size_factor,
+)
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.fast.adam import Adam
 from heterorl_research.lab.fast.evaluation import Drawing, Evaluations, additive_mask, mean_advantages, sampling_of
 from heterorl_research.lab.fast.forward import Folded, fold, forward, log_probs
 from heterorl_research.lab.fast.lags import served, sources
-from heterorl_research.lab.fast.layout import Sizes, lay_out, unshared
+from heterorl_research.lab.fast.layout import Sizes, lay_out, lay_out_apart
 from heterorl_research.lab.fast.losses import gather_step, losses
 from heterorl_research.lab.fast.orders import batch_key
-from heterorl_research.lab.fast.rollouts import Rollouts
+from heterorl_research.lab.fast.rollouts import Rollouts, as_reported
 from heterorl_research.lab.fast.scope import check_scope
 from heterorl_research.lab.fast.stack import Shape, published, read_model, views
 from heterorl_research.lab.fast.work import Assignments, Texts
 from heterorl_research.lab.measure import step_row
 from heterorl_research.lab.world import Outcome
 from heterorl_research.losses.kinds import learner_loss
+
+MOST_ROWS_ON_GPU = 1 << 20
+"""Rows of a training pass: with what the backward pass keeps, about 25 GB of a model with two layers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,24 +186,55 @@ class _Batch:
             drawn = self._drawing.draw(folded, works, version=version)
             for ((_, step), numbers), rollouts in zip(part, drawn, strict=True):
                 for number in numbers:
-                    self.runs[number].waiting[step] = rollouts
+                    self.runs[number].waiting[step] = as_reported(rollouts, self.runs[number].cell, step=step)
 
     def _train(self, version: int, stale: list[Rollouts], targets: Sequence[float | None]) -> None:
-        drawing, sizes, runs = self._drawing, self._drawing.sizes, self.runs
-        step = gather_step(stale, head_version=version, device=self._device)
-        tokens = np.stack([one.drawn.tokens_RGMT for one in stale])
-        layout = lay_out(
-            sizes,
-            np.stack([one.work.tokens_GP for one in stale]),
-            tokens,
-            np.stack([one.drawn.lengths_RGM for one in stale]),
-            np.stack([one.drawn.first_RGMT for one in stale]) if drawing.is_sharing else unshared(tokens.shape),
-            device=self._device,
-            is_sharing=drawing.is_sharing,
+        gradients, samples = [], []
+        for part in self._parts():
+            found, measured = self._gradients(version, self.runs[part], stale[part], self._adam.masters_RP[part])
+            gradients.append(found)
+            samples += measured
+        step_sizes = [
+            Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
+                step=version + 1, applied_steps=version
+            )
+            * step_size_factor(loss_spec_of(learner_loss(run.cell.algorithm.loss)), sample.sequences)
+            for run, sample in zip(self.runs, samples, strict=True)
+        ]
+        norms = self._adam.step(
+            torch.cat(gradients), step_sizes=step_sizes, is_finite=[math.isfinite(sample.loss) for sample in samples]
         )
-        leaves = {
-            name: tensor.detach().requires_grad_() for name, tensor in views(self._adam.masters_RP, self._shape).items()
-        }
+        for run, rollouts, sample, norm, target in zip(self.runs, stale, samples, norms, targets, strict=True):
+            if not (math.isfinite(sample.loss) and math.isfinite(norm)):
+                run.diverged_at = run.diverged_at or version + 1
+            report = _report(sample, rollouts, head_version=version, grad_norm=norm)
+            run.rows.append(step_row(report, step_extras(sample.sequences), target))
+
+    def _parts(self) -> list[slice]:
+        """The runs that one pass trains: all on a CPU, as many as a GPU's memory holds."""
+        sizes, num = self._drawing.sizes, len(self.runs)
+        rows_of_run = sizes.num_prompts * sizes.group_size * sizes.num_positions
+        most = num if self._device.type == "cpu" else max(1, MOST_ROWS_ON_GPU // rows_of_run)
+        return [slice(start, start + most) for start in range(0, num, most)]
+
+    def _gradients(
+        self, version: int, runs: Sequence[_Run], stale: list[Rollouts], masters_RP: torch.Tensor
+    ) -> tuple[torch.Tensor, list[MicroBatchSample]]:
+        """Gradients [R, P] of some runs, and what their losses measured."""
+        drawing, sizes = self._drawing, self._drawing.sizes
+        step = gather_step(stale, head_version=version, device=self._device)
+        prompts = np.stack([one.work.tokens_GP for one in stale])
+        if drawing.is_sharing:
+            layout = lay_out(
+                sizes,
+                prompts,
+                np.stack([one.drawn.tokens_RGMT for one in stale]),
+                np.stack([one.drawn.lengths_RGM for one in stale]),
+                np.stack([one.drawn.first_RGMT for one in stale]),
+            )
+        else:
+            layout = lay_out_apart(sizes, torch.from_numpy(prompts).to(self._device), step.tokens_RGMT)
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in views(masters_RP, self._shape).items()}
         folded = fold(self._shape, leaves, num_positions=sizes.num_positions)
         logits = forward(folded, layout, drawing.mask_SS)
         temperature = drawing.sampling.logprob_temperature
@@ -201,23 +242,7 @@ class _Batch:
         configs = [learner_loss(run.cell.algorithm.loss) for run in runs]
         total, samples = losses(configs, step, learner.flatten(1, 2), entropies.flatten(1, 2))
         gradients = torch.autograd.grad(total, list(leaves.values()))
-        step_sizes = [
-            Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
-                step=version + 1, applied_steps=version
-            )
-            * step_size_factor(loss_spec_of(config), sample.sequences)
-            for run, config, sample in zip(runs, configs, samples, strict=True)
-        ]
-        norms = self._adam.step(
-            torch.cat([gradient.flatten(1) for gradient in gradients], 1),
-            step_sizes=step_sizes,
-            is_finite=[math.isfinite(sample.loss) for sample in samples],
-        )
-        for run, rollouts, sample, norm, target in zip(runs, stale, samples, norms, targets, strict=True):
-            if not (math.isfinite(sample.loss) and math.isfinite(norm)):
-                run.diverged_at = run.diverged_at or version + 1
-            report = _report(sample, rollouts, head_version=version, grad_norm=norm)
-            run.rows.append(step_row(report, step_extras(sample.sequences), target))
+        return torch.cat([gradient.flatten(1) for gradient in gradients], 1), samples
 
 
 def _report(sample: MicroBatchSample, rollouts: Rollouts, *, head_version: int, grad_norm: float) -> StepReport:
@@ -241,4 +266,5 @@ def _report(sample: MicroBatchSample, rollouts: Rollouts, *, head_version: int, 
         num_tokens=sample.entropies_N.numel(),
         step_s=0.0,
         is_applied=True,
+        mask_share_bad=share_of_bad(sample.sequences),
     )

@@ -50,12 +50,15 @@ class Drawing:
 
     def draw(self, folded: Folded, works: Sequence[Work], *, version: int) -> list[Rollouts]:
         """Rollouts of one work for each of the weights, scored."""
-        noise = torch.stack([work.noise_GMTV for work in works])
+        # Runs of a seed share their work: its noise goes to the device once.
+        places = {id(work): number for number, work in enumerate({id(work): work for work in works}.values())}
+        noise = torch.stack(list({id(work): work.noise_GMTV for work in works}.values())).to(self.device)
+        owners = torch.tensor([places[id(work)] for work in works], device=self.device)
         drawn = generate(
             folded,
             self.sizes,
             np.stack([work.tokens_GP for work in works]),
-            noise.to(self.device),
+            noise[owners],
             self.mask_SS,
             sampling=self.sampling,
             eos_token_id=self.texts.eos_token_id,

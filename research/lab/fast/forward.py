@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heterorl.common.model.logprobs import tempered
-from heterorl_research.lab.fast.functions import attention, gated, gather, linear, normalised, rotated
+from heterorl_research.lab.fast.functions import attention, causal_attention, gated, gather, linear, normalised, rotated
 from heterorl_research.lab.fast.layout import Layout
 from heterorl_research.lab.fast.stack import Shape, Weights
 
@@ -93,7 +93,10 @@ def forward(folded: Folded, layout: Layout, mask_SS: Tensor) -> Tensor:
             table, rows = folded.queries_keys_values(hidden, layer, counts, layout.turns_N), layout.rows_BS
         if number == shape.num_layers - 1:
             hidden, counts, taken = gather(hidden, layout.seen_N), layout.seen_counts, taken[layout.seen_N]
-        mixed = attention(table, rows, taken, mask_SS, shape.num_heads)
+        if layout.is_causal:
+            mixed = causal_attention(table, rows, taken, shape.num_heads)
+        else:
+            mixed = attention(table, rows, taken, mask_SS, shape.num_heads)
         hidden = folded.rest_of_layer(mixed, hidden, layer, counts)
     return folded.logits(hidden, counts)
 

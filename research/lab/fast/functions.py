@@ -63,6 +63,18 @@ def attention(table_XW: Tensor, places_BS: Tensor, taken_N: Tensor, mask_SS: Ten
     return result
 
 
+def causal_attention(table_XW: Tensor, places_BS: Tensor, taken_N: Tensor, num_heads: int) -> Tensor:
+    """The same where each slot sees all slots before it, by torch's kernel: scores are never in memory.
+
+    Two passes on a GPU may differ by rounding.
+    """
+    query, key, value = heads_of(gather(table_XW, places_BS), 3, num_heads)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        query[None], key[None], value[None], is_causal=True, scale=1.0
+    )
+    return gather(side_by_side(mixed, num_heads).flatten(0, 1), taken_N)
+
+
 def heads_of(rows_BSW: Tensor, num_parts: int, num_heads: int) -> Tensor:
     """[B, S, parts x heads x D] as [parts, B x heads, S, D]."""
     parts = rows_BSW.view(*rows_BSW.shape[:2], num_parts, num_heads, -1)

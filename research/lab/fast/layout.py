@@ -13,6 +13,7 @@ that something follows, B bundles of all runs, S slots, N rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,8 @@ class Layout:
     seen_counts: list[int]
     seen_N: torch.Tensor
     predicting_RGMT: torch.Tensor
+    is_causal: bool = False
+    """Whether each slot sees all slots before it, and the device's own attention does the work."""
 
 
 def mask_of(sizes: Sizes) -> Bools:
@@ -128,17 +131,8 @@ def prefix_rows(prompts_RGP: Ints, vocab_size: int) -> tuple[Ints, list[int]]:
     return rows, counts
 
 
-def lay_out(
-    sizes: Sizes,
-    prompts_RGP: Ints,
-    tokens_RGMT: Ints,
-    lengths_RGM: Ints,
-    first_RGMT: Ints,
-    *,
-    device: torch.device,
-    is_sharing: bool,
-) -> Layout:
-    """Give every prefix a row and every token a slot.
+def lay_out(sizes: Sizes, prompts_RGP: Ints, tokens_RGMT: Ints, lengths_RGM: Ints, first_RGMT: Ints) -> Layout:
+    """Give every prefix a row and every token a slot, on the CPU.
 
     Args:
         sizes: of the batch.
@@ -146,10 +140,7 @@ def lay_out(
         tokens_RGMT: token ids; beyond the length anything.
         lengths_RGM: tokens of each completion, at least 1; a prefix after which one completion ends ends all that
             have it.
-        first_RGMT: of `extend`, for each prefix; of `unshared`, where nothing is shared.
-        device: of the indices.
-        is_sharing: whether equal prefixes are one row; else every token that something may follow is one, whatever
-            its completion's length, so that all runs have equally many rows.
+        first_RGMT: of `extend`, for each prefix.
     """
     num_runs = len(prompts_RGP)
     num, length, inputs, together = sizes.num_prompts, sizes.prompt_length, sizes.num_inputs, sizes.together
@@ -157,7 +148,7 @@ def lay_out(
     tokens, first = tokens_RGMT[..., :inputs], first_RGMT[..., :inputs]
     run = np.arange(num_runs)[:, None, None]
     is_input = np.arange(inputs) < (lengths_RGM - 1)[..., None]
-    is_node = is_input & (first == np.arange(sizes.group_size)[:, None]) if is_sharing else np.ones_like(is_input)
+    is_node = is_input & (first == np.arange(sizes.group_size)[:, None])
 
     ranks = (is_node.reshape(num_runs, -1).cumsum(1) - 1).reshape(is_node.shape)
     num_nodes = is_node.sum((1, 2, 3))
@@ -197,19 +188,70 @@ def lay_out(
     predicting[..., 1:] = of_input - skipped[..., None]
     seen = np.repeat(skipped[:, 0, 0], seen_counts) + np.arange(int(seen_counts.sum()))
 
-    def on_device(values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
     return Layout(
         counts=counts.tolist(),
-        tokens_N=on_device(by_row(run * vocab + prompts_RGP, run[..., None] * vocab + tokens)),
-        turns_N=on_device(by_row(turns[..., :length], turns[:, None, :, length:])),
-        entries_BS=on_device(by_slot(prompt_entries, entries)),
-        rows_BS=on_device(by_slot(of_prompt, of_input)),
-        taken_N=on_device(by_row(prompt_slots, slots)),
+        tokens_N=torch.from_numpy(by_row(run * vocab + prompts_RGP, run[..., None] * vocab + tokens)),
+        turns_N=torch.from_numpy(by_row(turns[..., :length], turns[:, None, :, length:])),
+        entries_BS=torch.from_numpy(by_slot(prompt_entries, entries)),
+        rows_BS=torch.from_numpy(by_slot(of_prompt, of_input)),
+        taken_N=torch.from_numpy(by_row(prompt_slots, slots)),
         seen_counts=seen_counts.tolist(),
-        seen_N=on_device(seen),
-        predicting_RGMT=on_device(predicting),
+        seen_N=torch.from_numpy(seen),
+        predicting_RGMT=torch.from_numpy(predicting),
+    )
+
+
+def lay_out_apart(sizes: Sizes, prompts_RGP: torch.Tensor, tokens_RGMT: torch.Tensor) -> Layout:
+    """Give every token a row and a slot, whatever its completion's length: all runs have equally many rows.
+
+    Args:
+        sizes: of the batch.
+        prompts_RGP: int64 token ids, on the device.
+        tokens_RGMT: int64 token ids; beyond the length anything.
+    """
+    device, num_runs = prompts_RGP.device, len(prompts_RGP)
+    num, length, inputs, together = sizes.num_prompts, sizes.prompt_length, sizes.num_inputs, sizes.together
+    bundles, vocab, members = sizes.num_bundles, sizes.vocab_size, sizes.group_size
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.arange(math.prod(shape), device=device).view(shape)
+
+    def by_row(values_RGP: torch.Tensor, values_RGMC: torch.Tensor) -> torch.Tensor:
+        firsts, lasts = values_RGP[..., :-1].flatten(1), values_RGP[..., -1]
+        return torch.cat((firsts, lasts, values_RGMC.flatten(1)), 1).flatten()
+
+    def by_slot(values_RGP: torch.Tensor, values_RGMC: torch.Tensor) -> torch.Tensor:
+        of_bundle = values_RGMC.view(num_runs, num, bundles, together, inputs).transpose(3, 4).flatten(3)
+        of_prompt = values_RGP[:, :, None].expand(-1, -1, bundles, -1)
+        return torch.cat((of_prompt, of_bundle), 3).flatten(0, 2)
+
+    shape, prompt_shape = (num_runs, num, members, inputs), (num_runs, num, length)
+    run = numbers(num_runs, 1, 1)
+    num_rows = num * length + num * members * inputs
+    of_prompt = run * num_rows + torch.from_numpy(prompt_rows(sizes)).to(device)
+    of_node = run[..., None] * num_rows + num * length + numbers(1, num, members, inputs)
+    turns = run * sizes.num_positions + numbers(1, 1, sizes.num_positions)
+    prompt_turns, node_turns = turns[..., :length].expand(prompt_shape), turns[:, None, :, length:].expand(shape)
+    tokens = tokens_RGMT[..., :inputs]
+    bundle = numbers(num_runs, num, bundles)
+    prompt_slots = bundle[..., :1] * sizes.num_slots + numbers(1, 1, length)
+    member = numbers(members, 1)
+    slots = bundle.repeat_interleave(together, 2)[..., None] * sizes.num_slots
+    slots = slots + length + numbers(inputs) * together + member % together
+    num_seen = num_rows - num * (length - 1)
+    skipped = run * num_rows + num * (length - 1) - run * num_seen
+    return Layout(
+        counts=[num_rows] * num_runs,
+        tokens_N=by_row(run * vocab + prompts_RGP, run[..., None] * vocab + tokens),
+        turns_N=by_row(prompt_turns, node_turns),
+        entries_BS=by_slot(prompt_turns * vocab + prompts_RGP, node_turns * vocab + tokens),
+        rows_BS=by_slot(of_prompt, of_node),
+        taken_N=by_row(prompt_slots, slots),
+        seen_counts=[num_seen] * num_runs,
+        seen_N=(run[:, 0] * num_rows + num * (length - 1) + numbers(1, num_seen)).flatten(),
+        predicting_RGMT=torch.cat((of_prompt[..., -1:, None].expand(-1, -1, members, -1), of_node), 3)
+        - skipped[..., None],
+        is_causal=together == 1,
     )
 
 

@@ -15,7 +15,7 @@ MOST_RUNS = 16
 """Runs of a batch on a CPU: more of them cost no less each, and an interruption loses more."""
 MOST_RUNS_ON_GPU = 256
 """Runs of a batch on a GPU, which many runs fill."""
-OWN = frozenset({"lr", "warmup_steps"})
+OWN = frozenset({"lr", "warmup_steps", "sampler_noise"})
 """Keys of the regime in which the runs of a batch may differ."""
 
 
@@ -42,9 +42,8 @@ class Order:
 
     def line(self) -> str:
         """As a worker reads it."""
-        if self.kind == "batch":
-            return json.dumps({"batch": self.numbers, "device": self.device})
-        return json.dumps({self.kind: self.numbers[0]})
+        numbers = self.numbers if self.kind == "batch" else self.numbers[0]
+        return json.dumps({self.kind: numbers, "device": self.device})
 
     def halves(self) -> tuple[Order, Order]:
         """Its cells in two orders."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span, total_reward
+from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.fast.generate import Drawn
 from heterorl_research.lab.fast.work import Texts, Work
 
@@ -62,6 +64,22 @@ def of_run(drawn: Drawn, number: int) -> Drawn:
         lengths_RGM=drawn.lengths_RGM[number],
         first_RGMT=drawn.first_RGMT[number],
     )
+
+
+def as_reported(rollouts: Rollouts, cell: Cell, *, step: int) -> Rollouts:
+    """Rollouts with the noise of `regime.sampler_noise`, d, on their log-probs; all runs of a seed have the same.
+
+    The noise of a token is d + sqrt(2 d) x with a standard normal x: log p - log q is -d in the mean, and the mean of
+    p / q stays 1.
+    """
+    nats, drawn = cell.regime.sampler_noise, rollouts.drawn
+    if not nats:
+        return rollouts
+    rng = np.random.default_rng((cell.seed, step))
+    noise = nats + math.sqrt(2.0 * nats) * rng.standard_normal(drawn.logprobs_RGMT.shape)
+    is_token = np.arange(drawn.tokens_RGMT.shape[-1]) < drawn.lengths_RGM[..., None]
+    noisy = np.where(is_token, drawn.logprobs_RGMT + noise, 0.0).astype(np.float32)
+    return replace(rollouts, drawn=replace(drawn, logprobs_RGMT=noisy))
 
 
 def score(task: Task, texts: Texts, work: Work, drawn: Drawn) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

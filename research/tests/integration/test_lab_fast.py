@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl_research.lab.fast.batch import run_batch
+from heterorl_research.lab.fast.batch import _Batch, run_batch
 from heterorl_research.lab.results import summarise
 from heterorl_research.lab.world import run_cell
 from research.tests.support.fast_lab import VERSIONS, cell_of
@@ -83,6 +83,11 @@ def test_a_run_is_that_of_the_services(number, rows, models, tmp_path):
     assert row["series"]["kl"] == pytest.approx(theirs["series"]["kl"], rel=0.3, abs=1e-3)
     assert row["groups"] is None
     assert row["ledger_balanced"] is None
+
+
+def test_a_batch_that_trains_in_parts_gives_the_same_bytes(rows, models, monkeypatch):
+    monkeypatch.setattr(_Batch, "_parts", lambda batch: [slice(start, start + 3) for start in range(0, 4, 3)])
+    assert json.dumps(run_together(CELLS, models)) == json.dumps(rows)
 
 
 def test_staleness_is_the_delay_after_its_ramp(rows):

@@ -103,8 +103,8 @@ class WarmStart:
         return build_task(TaskConfig(name=self.task, digits=self.digits, terms=self.terms))
 
 
-def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
-    """Model directory and accuracy on held-out prompts; trains only without a verified cached copy."""
+def warm_start(options: WarmStart, *, cache: Path, device: str = "cpu") -> tuple[Path, float]:
+    """Model directory and accuracy on held-out prompts; trains only without a verified cached copy, of any device."""
     key = bytes_digest(json.dumps([VERSION, torch.__version__, asdict(options)]).encode())[:16]
     directory = cache / f"warm-start-{key}"
     record = _verified(directory)
@@ -115,7 +115,7 @@ def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
         temporary = Path(name) / "model"
         write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
-        accuracy = _train(temporary, options)
+        accuracy = _train(temporary, options, device)
         weights = file_digest(temporary / "model.safetensors")
         made = {"accuracy": accuracy, "weights": weights, "options": asdict(options)}
         (temporary / DONE).write_text(json.dumps(made), encoding="utf-8")
@@ -133,8 +133,8 @@ def _verified(directory: Path) -> dict[str, Any] | None:
         return None
 
 
-def _train(directory: Path, options: WarmStart) -> float:
-    model = load_pretrained(str(directory), dtype=torch.float32)
+def _train(directory: Path, options: WarmStart, device: str) -> float:
+    model = load_pretrained(str(directory), dtype=torch.float32).to(device)
     prompter = Prompter(str(directory), use_chat_template=False)
     task = options.build_task()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
@@ -159,7 +159,7 @@ def _train(directory: Path, options: WarmStart) -> float:
                     accuracy = hope
                     continue
                 model.save_pretrained(directory)
-                accuracy = evaluate(directory, task=task, seed=options.seed)
+                accuracy = evaluate(directory, task=task, seed=options.seed, device=device)
                 progress.update(bar, completed=min(accuracy, options.target), description=f"warm start, step {step}")
                 if accuracy >= options.target:
                     break
@@ -172,7 +172,7 @@ def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tup
     rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
     if len({(len(row), len(prompt.answer)) for row, prompt in zip(rows, prompts, strict=True)}) > 1:
         raise ConfigError("task", "a warm start needs prompts and answers of one length")
-    input_ids = torch.tensor(rows)
+    input_ids = torch.tensor(rows, device=model.device)
     num_answer = len(prompts[0].answer) + 1
     logits = model(input_ids=input_ids[:, :-1]).logits[:, -num_answer:].reshape(-1, model.config.vocab_size)
     targets = input_ids[:, -num_answer:].reshape(-1)
@@ -191,7 +191,9 @@ def mean_share(losses: torch.Tensor) -> float:
     return float(torch.exp(-losses.cumsum(dim=1)).mean())
 
 
-def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:
+def evaluate(
+    directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION, device: str = "cpu"
+) -> float:
     """Sampled mean reward at temperature 1 on the first held-out prompts, as in the learner's evaluation."""
     prompter = Prompter(str(directory), use_chat_template=False)
     prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
@@ -200,7 +202,7 @@ def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_
         model_dir=str(directory),
         published_dtype="bf16",
         compute_dtype="fp32",
-        device="cpu",
+        device=device,
         sampling=SamplingSemantics(
             temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=longest, logprob_mode=LogprobMode.PROCESSED
         ),

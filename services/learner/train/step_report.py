@@ -240,16 +240,11 @@ class StepEnd:
             step_s=step_s,
             is_applied=self.is_applied,
             lr=self.extras["lr"],
-            mask_share_bad=self._share_of_bad(),
+            mask_share_bad=share_of_bad(join([sample.sequences for sample in self.samples])),
             kl_token_fresh=self._fresh_kl(staleness),
             sources=by_source(groups),
             completions=completion_numbers([queued.group for queued in groups]),
         )
-
-    def _share_of_bad(self) -> float | None:
-        sequences = join([sample.sequences for sample in self.samples])
-        bad = sequences.trained_B[sequences.advantages_B < 0]
-        return mean(bad) if bad.numel() else None
 
     def _fresh_kl(self, staleness: Sequence[int]) -> float | None:
         """Over all tokens of groups of staleness 0."""
@@ -261,6 +256,12 @@ class StepEnd:
                 total += float(sample.kl_B[is_fresh_B].sum())
                 num_tokens += float(sample.sequences.lengths_B[is_fresh_B].sum())
         return total / num_tokens if num_tokens else None
+
+
+def share_of_bad(sequences: SequenceSample) -> float | None:
+    """Share of the rollouts with a negative advantage that train; None without one."""
+    bad = sequences.trained_B[sequences.advantages_B < 0]
+    return mean(bad) if bad.numel() else None
 
 
 def _capped_products(sample: SequenceSample) -> torch.Tensor:

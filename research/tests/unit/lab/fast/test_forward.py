@@ -1,5 +1,7 @@
 """The stacked model against transformers': logits, log-probs and gradients of the same weights."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner.train.model import load_model
 from heterorl_research.lab.fast import forward, stack
 from heterorl_research.lab.fast.evaluation import additive_mask
-from heterorl_research.lab.fast.layout import Sizes, lay_out, mask_of, unshared
+from heterorl_research.lab.fast.layout import Sizes, lay_out, lay_out_apart, mask_of
 from research.tests.support.fast_lab import random_rollouts
 from tests.support.training import tiny_model
 
@@ -32,20 +34,18 @@ def test_model_of_another_architecture_is_refused(tmp_path, settings):
         stack.read_model(tmp_path)
 
 
-def passed(models, sizes, *, is_sharing=True):
+def passed(models, sizes, *, is_sharing=True, is_causal=False):
     shape = stack.read_model(models[0])[0]
     masters = torch.stack([stack.read_model(path)[1] for path in models])
     rollouts = [random_rollouts(sizes, seed) for seed in range(len(models))]
     tokens = np.stack([one.drawn.tokens_RGMT for one in rollouts])
-    layout = lay_out(
-        sizes,
-        np.stack([one.work.tokens_GP for one in rollouts]),
-        tokens,
-        np.stack([one.drawn.lengths_RGM for one in rollouts]),
-        np.stack([one.drawn.first_RGMT for one in rollouts]) if is_sharing else unshared(tokens.shape),
-        device=CPU,
-        is_sharing=is_sharing,
-    )
+    prompts = np.stack([one.work.tokens_GP for one in rollouts])
+    if is_sharing:
+        lengths = np.stack([one.drawn.lengths_RGM for one in rollouts])
+        layout = lay_out(sizes, prompts, tokens, lengths, np.stack([one.drawn.first_RGMT for one in rollouts]))
+    else:
+        layout = lay_out_apart(sizes, torch.from_numpy(prompts), torch.from_numpy(tokens))
+    layout = replace(layout, is_causal=is_causal)
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in stack.views(masters, shape).items()}
     folded = forward.fold(shape, leaves, num_positions=sizes.num_positions)
     logits = forward.forward(folded, layout, additive_mask(sizes, CPU))
@@ -69,11 +69,13 @@ def by_transformers(model_dir, rollouts):
     return logprobs, entropies, model
 
 
-@pytest.mark.parametrize("is_sharing", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, 23], ids=["one", "five", "long"])
-def test_log_probs_and_gradients_are_those_of_transformers(models, tokens, is_sharing):
+@pytest.mark.parametrize(
+    ("tokens", "is_sharing", "is_causal"),
+    [*itertools.product((1, 5, 23, 43), (True, False), (False,)), (43, False, True)],
+)
+def test_log_probs_and_gradients_are_those_of_transformers(models, tokens, is_sharing, is_causal):
     sizes = Sizes(num_prompts=3, group_size=4, prompt_length=5, max_new_tokens=tokens, vocab_size=19)
-    rollouts, leaves, logprobs, entropies, _ = passed(models, sizes, is_sharing=is_sharing)
+    rollouts, leaves, logprobs, entropies, _ = passed(models, sizes, is_sharing=is_sharing, is_causal=is_causal)
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(5))
     (logprobs * weights).sum().backward()
 

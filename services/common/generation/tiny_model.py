@@ -35,6 +35,8 @@ from heterorl.common.wire.common import bytes_digest
 ALPHABET = "0123456789+-*=() "
 EOS = "<eos>"
 PAD = "<pad>"
+POSITIONS = 256
+"""Tokens that a sequence of the model may have; more where a task's answers are longer."""
 
 
 def build_tokenizer() -> Any:
@@ -48,7 +50,9 @@ def build_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=PAD)
 
 
-def write_tiny_model(directory: Path, *, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Path:
+def write_tiny_model(
+    directory: Path, *, seed: int, hidden_size: int = 64, num_layers: int = 2, num_positions: int = POSITIONS
+) -> Path:
     """Write a random model and its tokenizer; equal arguments give equal weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -61,7 +65,7 @@ def write_tiny_model(directory: Path, *, seed: int, hidden_size: int = 64, num_l
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=hidden_size // 4,
-        max_position_embeddings=256,
+        max_position_embeddings=num_positions,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -114,7 +118,14 @@ def warm_start(options: WarmStart, *, cache: Path, device: str = "cpu") -> tuple
     # A temporary directory: two processes may train at once, and either may be interrupted.
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
         temporary = Path(name) / "model"
-        write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
+        prompt = options.build_task().prompt(0)
+        write_tiny_model(
+            temporary,
+            seed=options.seed,
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_positions=max(POSITIONS, len(prompt.text) + len(prompt.answer) + 1),
+        )
         accuracy = _train(temporary, options, device)
         weights = file_digest(temporary / "model.safetensors")
         made = {"accuracy": accuracy, "weights": weights, "options": asdict(options)}

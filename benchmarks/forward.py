@@ -41,7 +41,7 @@ from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment, total_reward
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish.canary_logprobs import Canary

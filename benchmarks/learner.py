@@ -117,7 +117,7 @@ def queued_groups(options: dict[str, Any]) -> list[Any]:
 
 def learner_config(kind: str, model_dir: Path, options: dict[str, Any]) -> Any:
     """Of a learner with one process."""
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
 
     is_gpu = options["device"] == "cuda"
     return LearnerConfig.model_validate(

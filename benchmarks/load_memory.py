@@ -102,7 +102,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
     from heterorl.learner.backends.ranks.local_ranks import LocalRanks
     from heterorl.learner.backends.ranks.rank_group import RankGroup
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
     from heterorl.learner.learner_parts import build_backend, build_divided
 
     def config(model_dir: str) -> LearnerConfig:

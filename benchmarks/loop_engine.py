@@ -18,7 +18,7 @@ import numpy as np
 
 from heterorl.common.generation.inference_engine import Finished, Request
 from heterorl.sampler.components import load_components
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

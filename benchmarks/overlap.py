@@ -48,11 +48,11 @@ from heterorl.common.types.rollout import (
     Span,
 )
 from heterorl.common.types.run import Registration
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.demo.processes import start, stop
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
 from heterorl.learner.learner_app import join
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from heterorl.learner.publish.training_log import read_rows
 from tests.support.cluster import free_port

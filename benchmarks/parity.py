@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.load_memory import write_model
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks
 

@@ -88,7 +88,7 @@ class _Peaks:
 
 
 def _config(name: str, model_dir: str, directory: Path, address: str) -> Any:
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
 
     options = {"compute_dtype": "fp32", "threads": 1, "micro_batch_tokens": 64, "lr": 1e-5, **BACKENDS[name]}
     return LearnerConfig.model_validate(

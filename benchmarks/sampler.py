@@ -27,7 +27,7 @@ from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import VllmEngineConfig
+from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
 

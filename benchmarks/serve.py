@@ -39,7 +39,7 @@ from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, Publ
 from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
 from heterorl.common.weights.codec import Method
 from heterorl.common.weights.payload_file import NO_ROOT, Header, write_chunks, write_durably, write_header
-from heterorl.common.wire.policy import manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.demo.processes import start, stop
 
 LIMIT_MB = 300

@@ -48,8 +48,8 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_snapshot
-from heterorl.common.wire.common import contract_to_bytes
-from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
+from heterorl.common.wire.common_messages import contract_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from heterorl.coordinator.status_report import encode
 from heterorl.demo.processes import Child, start, stop
 from tests.support.postgres import PostgresServer, binaries

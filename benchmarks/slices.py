@@ -83,7 +83,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
     from heterorl.learner.backends.ranks.local_ranks import LocalRanks
     from heterorl.learner.backends.ranks.rank_group import RankGroup
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
     from heterorl.learner.learner_parts import build_divided
 
     config = LearnerConfig.model_validate(

@@ -249,7 +249,7 @@ def _published(backend: TorchBackend) -> Arena:
 def main() -> None:
     """Warm the model up, measure, write the record and print the table."""
     from heterorl.common.generation.tiny_model import WarmStart, warm_start
-    from heterorl.demo.config import FULL
+    from heterorl.demo.demo_config import FULL
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)

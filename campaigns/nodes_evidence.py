@@ -10,7 +10,7 @@ from typing import Any
 
 from heterorl.common.evaluation.intervals import interval
 from heterorl.common.process.threads import own_command
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.export import read_published
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.report.past_run import journal_rows

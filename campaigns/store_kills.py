@@ -40,8 +40,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import GroupId, QueuedGroup
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.config import BucketConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import BucketConfig
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.postgres.postgres_engine import PostgresConnection, open_store
 from heterorl.demo.processes import Child, start, stop_together

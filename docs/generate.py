@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from docs import house, markdown, tables
-from heterorl.common.process.config import Config
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.relay.config import RelayConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.common.process.config_file import Config
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 PATH = Path(__file__).parent / "configuration.md"
 MAP = Path(__file__).parent / "map.md"

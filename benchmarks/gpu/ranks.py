@@ -56,7 +56,7 @@ def train(kind: str, model_dir: Path, device: str, out: Path) -> None:
     from heterorl.learner.backends.ranks.rank_group import RankGroup
     from heterorl.learner.backends.torch_backend import TorchBackend
     from heterorl.learner.backends.train_backend import TrainBackend
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
     from heterorl.learner.learner_parts import build_divided
     from heterorl.learner.train.backend_config import TorchBackendConfig
 

@@ -16,16 +16,16 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.columns import columns_of
-from heterorl.common.wire.common import contract_from_pb, report_from_pb
-from heterorl.common.wire.policy import (
+from heterorl.common.wire.common_messages import contract_from_pb, report_from_pb
+from heterorl.common.wire.policy_messages import (
     grant_from_pb,
     manifest_from_bytes,
     payload_from_pb,
     plan_from_pb,
     publish_from_pb,
 )
-from heterorl.common.wire.rollout import outcomes_from_pb, rejections_from_pb, work_grant_from_pb
-from heterorl.common.wire.run import (
+from heterorl.common.wire.rollout_messages import outcomes_from_pb, rejections_from_pb, work_grant_from_pb
+from heterorl.common.wire.run_messages import (
     commands_from_pb,
     heartbeat_from_pb,
     register_answer_from_pb,

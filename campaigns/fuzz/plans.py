@@ -16,7 +16,7 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.common import Digest
-from heterorl.common.wire.policy import plan_from_pb
+from heterorl.common.wire.policy_messages import plan_from_pb
 from heterorl.v1 import policy_pb2
 
 MAX_BYTES = 4096

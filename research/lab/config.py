@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.sampler.delay import DelayConfig, NoDelay

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import Config
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.process.config_file import Config
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl_research.lab.cell import Cell
 from heterorl_research.losses.kinds import level_of
 

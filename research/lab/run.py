@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.process.threads import own_command
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl_research.lab.cell import Cell, list_cells
 from heterorl_research.lab.config import ExperimentConfig
 from heterorl_research.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Means, Order, split

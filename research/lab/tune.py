@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl_research.lab.cell import list_cells
 from heterorl_research.lab.config import ExperimentConfig
 from heterorl_research.lab.fast.orders import Means

@@ -28,19 +28,19 @@ from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.run import RunStatus
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.versions import lineage
 from heterorl.learner import learner_app
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.sampler import sampler_app
 from heterorl.sampler.components import load_components as assemble_sampler
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import Cell

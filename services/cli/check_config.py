@@ -14,7 +14,7 @@ import heterorl
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
-from heterorl.common.process.config import Config, InvalidConfig, all_keys, flatten, load, read_tables
+from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.run import facts_of
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 Service = Literal["coordinator", "learner", "sampler", "relay"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {
-    "sampler": ("heterorl.sampler.config", "SamplerConfig"),
-    "learner": ("heterorl.learner.config", "LearnerConfig"),
-    "coordinator": ("heterorl.coordinator.config", "CoordinatorConfig"),
-    "relay": ("heterorl.relay.config", "RelayConfig"),
+    "sampler": ("heterorl.sampler.sampler_config", "SamplerConfig"),
+    "learner": ("heterorl.learner.learner_config", "LearnerConfig"),
+    "coordinator": ("heterorl.coordinator.coordinator_config", "CoordinatorConfig"),
+    "relay": ("heterorl.relay.relay_config", "RelayConfig"),
 }
 
 

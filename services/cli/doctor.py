@@ -14,7 +14,7 @@ from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
-from heterorl.common.process.config import flatten, read_tables
+from heterorl.common.process.config_file import flatten, read_tables
 
 
 def doctor(

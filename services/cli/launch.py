@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from heterorl.cli.check_config import Service, schema_of
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.config import DIRECTORY, load, problems_of
+from heterorl.common.process.config_file import DIRECTORY, load, problems_of
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 

@@ -34,7 +34,7 @@ from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
 from heterorl.common.model.model_directory import check_model_dir
-from heterorl.common.process.config import explain, read_tables
+from heterorl.common.process.config_file import explain, read_tables
 
 app = typer.Typer(
     name="heterorl",
@@ -198,7 +198,7 @@ def demo(
     Exit code 0: all promises were kept. 1: one was broken, or the run failed. 2: an option is wrong; nothing was
     started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results so far.
     """
-    from heterorl.demo.config import DemoOptions, check_options
+    from heterorl.demo.demo_config import DemoOptions, check_options
 
     options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache, device=device)
     check_options(options)

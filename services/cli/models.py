@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.evaluation.evaluate_sets import Row
     from heterorl.evaluation.subject import OpenSet, Subject
-    from heterorl.sampler.config import SamplerConfig
+    from heterorl.sampler.sampler_config import SamplerConfig
 
 _ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.payload_reader import PayloadReader
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups

@@ -17,7 +17,7 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
 from heterorl.common.rpc import server_limits
 from heterorl.coordinator import run_metrics
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer

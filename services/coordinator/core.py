@@ -11,8 +11,8 @@ import contextlib
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.payload_reader import PayloadReader
-from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups import queue, validation
 from heterorl.coordinator.groups.deadlines import Deadlines

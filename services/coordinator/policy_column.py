@@ -31,7 +31,7 @@ from heterorl.common.types.policy import (
     SignedManifest,
     version_or_none,
 )
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator import evaluation_jobs as evaluations
 from heterorl.coordinator import status_report
 from heterorl.coordinator.context import CoordinatorContext

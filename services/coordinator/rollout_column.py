@@ -27,7 +27,7 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.wire.rollout import opened
+from heterorl.common.wire.rollout_messages import opened
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import horizon, queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, arrival_of

@@ -29,8 +29,8 @@ from heterorl.common.types.run import (
 )
 from heterorl.coordinator import evaluation_jobs as evaluations
 from heterorl.coordinator import status_report
-from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, incarnations, quarantine

@@ -16,7 +16,7 @@ from heterorl.common.types.sample import (
     SamplePage,
     SampleSummary,
 )
-from heterorl.common.wire.sample import (
+from heterorl.common.wire.sample_messages import (
     StoredSample,
     check_limit,
     evaluation_to_bytes,

@@ -35,7 +35,13 @@ from heterorl.common.types.sample import (
     SampleSummary,
     kind_of,
 )
-from heterorl.common.wire.sample import Outline, StoredSample, evaluation_to_bytes, outline, outline_of_evaluation
+from heterorl.common.wire.sample_messages import (
+    Outline,
+    StoredSample,
+    evaluation_to_bytes,
+    outline,
+    outline_of_evaluation,
+)
 from heterorl.coordinator.store.database_engine import Connection
 
 SHARES = {SampleKind.CONSUMED: 0.5, SampleKind.REJECTED: 0.25, SampleKind.DROPPED: 0.125, SampleKind.EVALUATION: 0.125}

@@ -15,7 +15,7 @@ from typing import Any
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import RunStatus
-from heterorl.demo.config import Regime
+from heterorl.demo.demo_config import Regime
 from heterorl.report.figures import PICTURES, drawings, picture, titles
 from heterorl.report.report_page import fill
 

@@ -26,7 +26,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.run import RunStatus
-from heterorl.demo.config import (
+from heterorl.demo.demo_config import (
     FULL,
     SITES,
     TINY,

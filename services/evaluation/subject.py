@@ -23,7 +23,7 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.config import InvalidConfig, problems_of
+from heterorl.common.process.config_file import InvalidConfig, problems_of
 from heterorl.common.process.threads import num_threads
 from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
@@ -34,10 +34,10 @@ from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.components import prompter_of
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet
 from heterorl.sampler.prompt_evaluator import open_set as open_site_set
+from heterorl.sampler.sampler_config import SamplerConfig
 
 FROM_TASK = "task"
 """Name of the set made from the run's own task if none is configured."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from heterorl.common.process.address import check_database, is_loopback
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
 SITE = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$"

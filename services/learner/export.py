@@ -45,7 +45,7 @@ from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import PayloadChunks, apply_payload
 from heterorl.common.weights.safetensors_layout import SafetensorsLayout
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
 from heterorl.learner.backends.optimizer_state import read_lora
 from heterorl.learner.backends.tensor_file import INDEX_FILE, TYPE_NAMES

@@ -39,16 +39,16 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.checks.verifier import RecentVersions, Verifier
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.learner_lease import hold_directory
+from heterorl.learner.run.lease_renewal import hold_directory
 from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
-from heterorl.learner.run.rollback_order import Rollback
-from heterorl.learner.run.run_file import write_run_file
+from heterorl.learner.run.rollback import Rollback
+from heterorl.learner.run.run_json import write_run_file
 from heterorl.learner.run.training_run import RunResult, TrainingRun
 from heterorl.learner.sample_notes import NoteReader
 from heterorl.learner.step_metrics import observe_start

@@ -35,8 +35,8 @@ from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import check_trust, tried_here
 from heterorl.learner.checks.verifier import VerificationContext
-from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.canary_logprobs import Canary
 from heterorl.learner.step_timing import PassCount
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig

@@ -48,7 +48,7 @@ def follow(rank_env: RankEnv) -> int:
     # As rank 0 does: otherwise a rank keeps 1.5 times the memory of freed blocks.
     keep_freed_frames()
     from heterorl.learner.backends.ranks.rank_group import RankGroup
-    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_config import LearnerConfig
     from heterorl.learner.learner_parts import build_divided
 
     rank_group = RankGroup(rank_env)

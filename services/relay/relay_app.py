@@ -37,12 +37,12 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.common.types.common import Series
-from heterorl.common.wire.common import series_to_pb
+from heterorl.common.wire.common_messages import series_to_pb
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.cached_weights import CachedWeights
-from heterorl.relay.config import RelayConfig
 from heterorl.relay.node_admission import NodeAdmission
 from heterorl.relay.payloads import FROM_BUCKET, FROM_COORDINATOR, TO_NODES
+from heterorl.relay.relay_config import RelayConfig
 from heterorl.relay.router import Forwarder, Router
 from heterorl.v1 import metrics_pb2
 

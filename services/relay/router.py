@@ -29,7 +29,7 @@ from heterorl.common.rpc.channel import CoordinatorChannel
 from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
-from heterorl.common.wire.policy import frame_checksum, plan_to_pb
+from heterorl.common.wire.policy_messages import frame_checksum, plan_to_pb
 from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.node_admission import Node, NodeAdmission
 from heterorl.v1 import (

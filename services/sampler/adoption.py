@@ -21,12 +21,12 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import without_local
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.config import problems_of
+from heterorl.common.process.config_file import problems_of
 from heterorl.common.rpc.maintenance import DiagnosisClient
 from heterorl.common.tasks.sources.dataset_files import parse
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves, statement_from_bytes
-from heterorl.sampler.config import JoinConfig, SamplerConfig
+from heterorl.sampler.sampler_config import JoinConfig, SamplerConfig
 
 _LOG = logging.getLogger(__name__)
 _REWARDS = ("reward", "rewards")

@@ -18,9 +18,9 @@ from heterorl.common.text.conversation import Conversations, open_conversations,
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet, open_set, with_workers
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 _TAIL = 0.0025
 _Z = NormalDist().inv_cdf(1.0 - _TAIL)

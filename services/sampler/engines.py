@@ -16,8 +16,8 @@ from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.engine_group import EngineGroup
+from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
 

@@ -27,10 +27,10 @@ from heterorl.common.types.evaluation import (
     without_texts,
 )
 from heterorl.common.types.rollout import WorkAssignment, WorkGrant
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.prompt_evaluator import BLOCK, PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.generation_loop import GenerationLoop
 from heterorl.sampler.rollout.prefetch import WorkClient
+from heterorl.sampler.sampler_config import SamplerConfig
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 2.0

@@ -50,7 +50,6 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.sampler.adoption import adopted
 from heterorl.sampler.components import Components, load_components
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
 from heterorl.sampler.evaluation_loop import EvaluationLoop
 from heterorl.sampler.outbox.delivery import Delivery
@@ -58,6 +57,7 @@ from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.rollout.generation_loop import GenerationLoop
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import InFlightNote
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.site_session import Session
 from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl.sampler.weight_sync import WeightSync

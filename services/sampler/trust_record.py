@@ -32,7 +32,7 @@ from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, Unknow
 from heterorl.common.process.files import make_directory, replacing, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]

@@ -21,7 +21,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.types.policy import NO_VERSION, PullPlan
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.sampler.delay import Visibility
 from heterorl.sampler.trust_record import SeenVersion, TrustRecord, check_descent, check_head
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.process.config import load
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.relay.config import RelayConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.common.process.config_file import load
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 FILES = Path(__file__).parents[2] / "deploy" / "config"
 SCHEMAS = {

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from docs import generate
-from heterorl.common.process.config import flatten
+from heterorl.common.process.config_file import flatten
 
 EVERY = [
     (f"{service}:{section.path}.{key.name}", section, kind, key)

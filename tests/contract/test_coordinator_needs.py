@@ -26,7 +26,7 @@ class Gate(importlib.abc.MetaPathFinder):
         raise ImportError(f"{name} is not in requirements/coordinator.txt", name=name)
 
 sys.meta_path.insert(0, Gate())
-import heterorl.cli.main, heterorl.coordinator.coordinator_app, heterorl.coordinator.config, heterorl.cli.live.run_tables
+import heterorl.cli.main, heterorl.coordinator.coordinator_app, heterorl.coordinator.coordinator_config, heterorl.cli.live.run_tables
 import heterorl.certs.enrolment_server, heterorl.certs.enrolment_client, heterorl.report.past_run, heterorl.cli.live.watch_commands
 import heterorl.doctor.examine, heterorl.cli.doctor; heterorl.cli.doctor.guess_role(None, [])
 import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.channel, heterorl.common.rpc.retry

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.process.config import load
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
+from heterorl.common.process.config_file import load
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = EXAMPLES / "own-reward"

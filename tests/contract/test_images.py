@@ -12,10 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.process.config import load
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.common.process.config_file import load
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.certificates import Certificates
 from tests.support.tools import check, tool
 

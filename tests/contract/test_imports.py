@@ -60,7 +60,7 @@ def _loaded(imports, *names):
 
 @pytest.mark.process
 def test_coordinator_never_loads_torch():
-    program = "heterorl.coordinator.coordinator_app, heterorl.coordinator.config, heterorl.cli.main"
+    program = "heterorl.coordinator.coordinator_app, heterorl.coordinator.coordinator_config, heterorl.cli.main"
 
     assert _loaded(program, "torch", "transformers", "safetensors") == []
 

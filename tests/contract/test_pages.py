@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.relay.config import RelayConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = (CoordinatorConfig, LearnerConfig, SamplerConfig, RelayConfig)

@@ -9,12 +9,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.types.common import StepReport
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.report.past_run import InUse, PastRun
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

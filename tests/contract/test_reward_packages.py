@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.process.config import load
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.common.process.config_file import load
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.engines import write_model
 from tests.support.environments import check_and_score, environment
 

@@ -85,10 +85,10 @@ def test_the_map_names_a_file_to_open_first_for_every_folder():
 
 
 def test_a_file_that_is_not_there_is_no_way_in():
-    assert named_files(f"{NAME}.common", "Open `api.py`, then `types`, `wire/common`.") == [
+    assert named_files(f"{NAME}.common", "Open `api.py`, then `types`, `wire/common_messages`.") == [
         "api",
         "types",
-        "wire/common",
+        "wire/common_messages",
     ]
     assert named_files(f"{NAME}.common", "Open `codec`, or `heterorl run`.") == []
 

@@ -28,6 +28,12 @@ def test_no_file_is_named_for_nothing():
     assert [name for name in names if Path(name).stem in {"util", "utils", "helper", "helpers", "misc"}] == []
 
 
+def test_no_two_modules_have_one_name():
+    names = [path.name for path in modules().values() if path.name != "__init__.py"]
+
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 PROGRAMS = [
     path
     for folder in ("tests", "campaigns", "benchmarks", "docs", "research")

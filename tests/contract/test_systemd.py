@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.relay.config import RelayConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.relay.relay_config import RelayConfig
 from tests.support.tools import check, tool
 
 ROOT = Path(__file__).parents[2]

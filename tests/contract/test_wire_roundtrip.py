@@ -67,7 +67,7 @@ from heterorl.common.types.run import (
     SiteStatus,
     VariantStatus,
 )
-from heterorl.common.wire.common import (
+from heterorl.common.wire.common_messages import (
     contract_from_bytes,
     contract_from_pb,
     contract_to_bytes,
@@ -75,8 +75,8 @@ from heterorl.common.wire.common import (
     report_from_pb,
     report_to_pb,
 )
-from heterorl.common.wire.evaluation import evaluation_from_pb, evaluation_to_pb
-from heterorl.common.wire.policy import (
+from heterorl.common.wire.evaluation_messages import evaluation_from_pb, evaluation_to_pb
+from heterorl.common.wire.policy_messages import (
     manifest_digest,
     manifest_from_bytes,
     manifest_to_bytes,
@@ -85,7 +85,7 @@ from heterorl.common.wire.policy import (
     publish_from_pb,
     publish_to_pb,
 )
-from heterorl.common.wire.rollout import (
+from heterorl.common.wire.rollout_messages import (
     leased_to_pb,
     outcome_from_pb,
     outcome_to_pb,
@@ -93,7 +93,7 @@ from heterorl.common.wire.rollout import (
     work_grant_from_pb,
     work_grant_to_pb,
 )
-from heterorl.common.wire.run import (
+from heterorl.common.wire.run_messages import (
     canary_from_pb,
     canary_to_pb,
     commands_from_pb,

@@ -22,7 +22,7 @@ from heterorl.common.types.sample import (
     SampleSummary,
     rollout_json,
 )
-from heterorl.common.wire.sample import (
+from heterorl.common.wire.sample_messages import (
     StoredSample,
     evaluation_from_pb,
     evaluation_to_bytes,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.foreign import foreign_project
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model

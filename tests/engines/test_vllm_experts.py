@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 from tests.support.rank_processes import Ranks
 from tests.support.training import VOCAB_SIZE

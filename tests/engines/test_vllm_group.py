@@ -4,8 +4,8 @@ import psutil
 import pytest
 
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all
-from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.engines import start_vllm
+from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm import shared_model as weights
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, semantics, vllm_source, write_model
 

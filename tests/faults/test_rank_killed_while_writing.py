@@ -8,7 +8,7 @@ import time
 import pytest
 
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, read_checkpoint
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.gpu.conftest import DEVICE
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks

@@ -14,7 +14,7 @@ from heterorl.cli.main import app
 from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.maintenance import BackupClient
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.payloads import backup

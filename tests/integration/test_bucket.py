@@ -13,7 +13,7 @@ from heterorl.common.pull import fetcher
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc import presigned as reads
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import storage_setup
 from heterorl.coordinator.store.bucket.objects import read_credentials

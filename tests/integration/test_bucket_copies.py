@@ -10,7 +10,7 @@ import pytest
 from heterorl.common.errors import Busy
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import garbage_collector
 from heterorl.coordinator.payloads.snapshots import DamagedPayload

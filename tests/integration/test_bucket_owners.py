@@ -5,7 +5,7 @@ import pytest
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.restore_backup import restore
 from heterorl.coordinator.store.bucket.objects import BucketClient

@@ -19,7 +19,7 @@ from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
 from heterorl.common.weights.payload_file import file_digest
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.demo.processes import start, stop

@@ -12,7 +12,7 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.common.types.run import Heartbeat
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer

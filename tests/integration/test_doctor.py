@@ -25,7 +25,7 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
 from heterorl.common.types.common import NO_LORA, Digest
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.run_servicer import RunServicer
@@ -33,9 +33,9 @@ from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Failure, Level
 from heterorl.doctor.examine import DoctorTarget, Limits, examine
 from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.sampler.components import load_components
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.v1 import run_pb2_grpc
 from tests.support.certificates import Certificates, paths
 from tests.support.cluster import free_port

@@ -9,7 +9,7 @@ from heterorl.common.errors import Draining, Unreachable
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.types.run import Registration
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer

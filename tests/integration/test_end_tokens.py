@@ -13,13 +13,13 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import FinishReason, PushStatus
 from heterorl.common.types.run import Registration
 from heterorl.learner import learner_app
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import sampler_app
 from heterorl.sampler.components import load_components as assemble_sampler
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.learner_world import open_coordinator
 
 SHARED = {"group_size": 8, "sampling": {"max_new_tokens": 12}}

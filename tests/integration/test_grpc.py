@@ -25,8 +25,8 @@ from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection, ReturnReason
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.policy import frame_checksum
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import frame_checksum
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.rpc.grpc_server import Server

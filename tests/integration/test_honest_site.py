@@ -10,13 +10,13 @@ import torch
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.clock import SystemClock
 from heterorl.learner import learner_app
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.sampler import sampler_app
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.learner_world import open_coordinator
 
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}

@@ -30,8 +30,8 @@ from heterorl.common.errors import ConfigError, OperatorError, PortInUse
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.spiffe import Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, files_in
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.certificates import Certificates, now, paths
 from tests.support.secure_run import SecureRun
 

@@ -10,7 +10,7 @@ import pytest
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
 from heterorl.common.process.pushed_metrics import series_of
-from heterorl.common.wire.common import series_to_pb
+from heterorl.common.wire.common_messages import series_to_pb
 from heterorl.v1 import metrics_pb2, metrics_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster

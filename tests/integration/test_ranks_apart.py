@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.cluster import free_port
 from tests.support.patched import patched_path
 from tests.support.rank_processes import Ranks
@@ -96,7 +96,7 @@ import torch.distributed as dist
 from heterorl.common.process import logs
 from heterorl.learner.backends.ranks.rank_group import RankGroup
 from heterorl.learner.backends.ranks.rank_env import rank_env_of
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 
 logs.configure(level="WARNING")
 rank_env = rank_env_of(os.environ)

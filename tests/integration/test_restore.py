@@ -15,7 +15,7 @@ from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import ConfigError, OperatorError, StaleEpoch
 from heterorl.common.identity.signing import new_key
 from heterorl.common.types.rollout import PushStatus
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.restore_backup import EPOCHS_BEYOND, restore

@@ -6,10 +6,10 @@ import pytest
 
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.wire.common import contract_to_pb
+from heterorl.common.wire.common_messages import contract_to_pb
 from heterorl.common.wire.statement import MAX_STATEMENT_BYTES
 from heterorl.sampler.adoption import adopted
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.v1 import policy_pb2
 from tests.support.run import CONTRACT
 from tests.support.secure_run import SecureRun

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
 from heterorl.common.identity.signing import Trust, load_signer, new_key, signed_by
 from heterorl.common.types.policy import PayloadKind, SignedManifest
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.sampler.delay import FixedDelay
 from heterorl.sampler.trust_record import RunReplaced
 from tests.support.forging import Forger

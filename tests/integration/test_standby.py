@@ -13,7 +13,7 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import PushStatus
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.engine_choice import open_engine

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from heterorl.common.errors import CorruptStore
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store import schema as of_files
 from tests.support.clock import ManualClock

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator
 from tests.support.learner_world import rows

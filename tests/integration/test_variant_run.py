@@ -16,16 +16,16 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.sites import quarantine
 from heterorl.learner import learner_app
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import sampler_app
 from heterorl.sampler.components import load_components as assemble_sampler
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.cluster import Cluster
 from tests.support.learner_world import open_coordinator, rows
 from tests.support.links import PLAINTEXT

@@ -18,7 +18,7 @@ import pytest
 
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, SampleRollout
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from tests.support.secure_run import SecureRun
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import obstore.store
 
-from heterorl.coordinator.config import BucketConfig
+from heterorl.coordinator.coordinator_config import BucketConfig
 
 START_S = 60.0
 KEY, SECRET = "AKIATESTTESTTEST", "secret-of-the-tests"

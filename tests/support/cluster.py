@@ -15,7 +15,7 @@ from typing import Any
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.types.run import RunStatus
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.demo.processes import Child, start, stop
 from tests.support.certificates import Certificates
 

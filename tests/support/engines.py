@@ -53,7 +53,7 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
-    from heterorl.sampler.config import VllmEngineConfig
+    from heterorl.sampler.sampler_config import VllmEngineConfig
     from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}

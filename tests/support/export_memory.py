@@ -20,7 +20,7 @@ from heterorl.common.weights.codec import encode_chunk
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_coded
 from heterorl.common.weights.payload_file import NO_ROOT
-from heterorl.common.wire.policy import manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.learner.backends.loading import empty_model
 from heterorl.learner.export import export_model
 from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor

@@ -12,7 +12,7 @@ from heterorl.common.types.policy import NO_VERSION, PayloadKind, PayloadRef, Pl
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from tests.support.run import LAYOUT
 
 

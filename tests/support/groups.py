@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
-from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.common_messages import MAX_INT64
 from heterorl.v1 import common_pb2, rollout_pb2
 
 _TRACE = f"00-{'a1' * 16}-{'b2' * 8}-01"

@@ -12,7 +12,7 @@ from typing import Any
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import FinishReason, PushStatus, Rollout
 from heterorl.common.types.run import Registration
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer

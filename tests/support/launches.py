@@ -5,12 +5,12 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from heterorl.common.process.config import Config
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.process.config_file import Config
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.launch.run_file import RunFile
-from heterorl.learner.config import LearnerConfig
-from heterorl.relay.config import RelayConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 SCHEMAS: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig, "learner": LearnerConfig, "relay": RelayConfig, "sampler": SamplerConfig,

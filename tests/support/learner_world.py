@@ -28,11 +28,11 @@ from heterorl.common.types.rollout import (
 )
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner import learner_app
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.train.step_report import LogRatios
 

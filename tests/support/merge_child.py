@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.process.clock import SystemClock
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import delta_merger
 

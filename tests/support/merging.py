@@ -16,7 +16,7 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Layout, TensorSpec
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.arenas import random_arena
 from tests.support.clock import ManualClock

@@ -12,7 +12,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.cluster import free_port
 
 

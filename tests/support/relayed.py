@@ -21,8 +21,8 @@ from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Layout, TensorSpec
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.cached_weights import CachedWeights
-from heterorl.relay.config import RelayConfig
 from heterorl.relay.relay_app import RelayServer, Upstream
+from heterorl.relay.relay_config import RelayConfig
 from tests.support.certificates import paths
 from tests.support.run import CONTRACT, Run
 from tests.support.secure_run import PATIENT, SecureRun

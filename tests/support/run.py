@@ -18,7 +18,7 @@ from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
 
 LAYOUT = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(40,))], chunk_elements=16)
 CONTRACT = Contract(

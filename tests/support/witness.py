@@ -25,7 +25,7 @@ from heterorl.common.types.rollout import (  # fmt: skip
     WorkAssignment,
 )
 from heterorl.common.types.run import Registration
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 
 
 def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size: int) -> Contract:

@@ -24,7 +24,7 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens, SourceReport, StepTimes
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio

@@ -5,9 +5,9 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner import learner_parts as learner
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.sampler import components as sampler
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 pytestmark = pytest.mark.process
 

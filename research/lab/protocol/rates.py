@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl_research.lab.cell import Cell, list_cells
 from heterorl_research.lab.config import ExperimentConfig, VariantConfig
 from heterorl_research.lab.protocol.race import Score, Standing, standing

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.evaluation import MAX_SAMPLES, EvaluationDraws
 

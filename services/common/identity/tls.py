@@ -11,7 +11,7 @@ from pydantic import Field
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import is_loopback
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 ADDRESS_FILE = "coordinator"
 """File next to a node's certificate with the coordinator's host:port, for commands without an address."""

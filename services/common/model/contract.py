@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from heterorl.common.errors import ConfigError, InvalidRequest
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import (
     MAX_END_TOKENS,

@@ -25,7 +25,7 @@ from pydantic import Field
 from heterorl import __version__
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.address import Url, is_loopback
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 NO_TRACE = ""
 """Context of a group without a trace."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from heterorl.common.api import WeightsApi
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
 from heterorl.common.types.policy import PullPlan
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 
 PAGE = 256
 """Manifests of one request; the coordinator sends as many as fit one answer."""

@@ -35,7 +35,7 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.weights.payload_file import max_file_bytes
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]

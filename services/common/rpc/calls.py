@@ -27,7 +27,7 @@ from heterorl.common.rpc.retry import Outage, RetryPolicy
 from heterorl.common.rpc.transport_options import BandwidthConfig, TokenBucket
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import HeadUpdate, PullPlan, SignedManifest
-from heterorl.common.wire.policy import frame_checksum, plan_from_pb
+from heterorl.common.wire.policy_messages import frame_checksum, plan_from_pb
 from heterorl.v1 import policy_pb2
 
 _LOG = logging.getLogger(__name__)

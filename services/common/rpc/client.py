@@ -38,10 +38,10 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
-from heterorl.common.wire.common import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
-from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb, sets_to_pb
-from heterorl.common.wire.policy import frame_checksum, grant_from_pb, publish_to_pb
-from heterorl.common.wire.rollout import (
+from heterorl.common.wire.common_messages import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
+from heterorl.common.wire.evaluation_messages import evaluation_from_pb, results_to_pb, sets_to_pb
+from heterorl.common.wire.policy_messages import frame_checksum, grant_from_pb, publish_to_pb
+from heterorl.common.wire.rollout_messages import (
     group_id_to_pb,
     outcomes_from_pb,
     pushes_to_pb,
@@ -51,7 +51,7 @@ from heterorl.common.wire.rollout import (
     return_reason_to_pb,
     work_grant_from_pb,
 )
-from heterorl.common.wire.run import (
+from heterorl.common.wire.run_messages import (
     canary_to_pb,
     commands_from_pb,
     heartbeat_to_pb,
@@ -60,7 +60,13 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
-from heterorl.common.wire.sample import evaluation_to_pb, list_from_pb, list_request_to_pb, note_to_pb, sample_from_pb
+from heterorl.common.wire.sample_messages import (
+    evaluation_to_pb,
+    list_from_pb,
+    list_request_to_pb,
+    note_to_pb,
+    sample_from_pb,
+)
 from heterorl.common.wire.seal import sealed
 from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Contract
-from heterorl.common.wire.common import contract_from_pb, contract_to_pb, to_message, to_value
+from heterorl.common.wire.common_messages import contract_from_pb, contract_to_pb, to_message, to_value
 from heterorl.v1 import backup_pb2, diagnosis_pb2
 
 OVERHEAD_BYTES = 4096

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from heterorl.common.process.address import is_loopback
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 _LOG = logging.getLogger(__name__)
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 _STRIDE = 7919
 _SEED_STRIDE = 104_729

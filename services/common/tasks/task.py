@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

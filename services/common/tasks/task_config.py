@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
 from heterorl.common.tasks.rewards.answer_match import Matcher
 from heterorl.common.tasks.rewards.reward_config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file

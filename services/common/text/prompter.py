@@ -27,7 +27,7 @@ from heterorl.common.text.chat_template import (
     tool_name,
 )
 from heterorl.common.types.common import MAX_END_TOKENS, Digest, Int32Array
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 _LOG = logging.getLogger(__name__)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})

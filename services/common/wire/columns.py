@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, RewardPart, Rollout, Span
-from heterorl.common.wire.common import MAX_INT32
+from heterorl.common.wire.common_messages import MAX_INT32
 from heterorl.v1 import rollout_pb2
 
 SIGNATURE_BYTES = 64

@@ -18,7 +18,7 @@ from heterorl.common.process.tracing import well_formed
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.columns import columns_of, rollouts_of, versions_of, write_columns
-from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.common_messages import MAX_INT64
 from heterorl.v1 import rollout_pb2
 
 GroupMessage = rollout_pb2.Group

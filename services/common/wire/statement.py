@@ -13,7 +13,7 @@ from typing import Any
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Contract
-from heterorl.common.wire.common import bytes_digest, contract_to_bytes
+from heterorl.common.wire.common_messages import bytes_digest, contract_to_bytes
 
 MAX_STATEMENT_BYTES = 48 << 10
 """Below an earlier coordinator's limit of unknown fields."""

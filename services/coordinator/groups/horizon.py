@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heterorl.common.types.rollout import GroupId
-from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.common_messages import MAX_INT64
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.run import PromptCounts
-from heterorl.common.wire.sample import outline
+from heterorl.common.wire.sample_messages import outline
 from heterorl.common.wire.seal import read_sealed
-from heterorl.coordinator.config import DifficultyConfig
+from heterorl.coordinator.coordinator_config import DifficultyConfig
 from heterorl.coordinator.store.database_engine import Connection
 
 _ROUNDS = 4

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.sites import quarantine

@@ -19,8 +19,8 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads.merged_deltas import MergedDeltas, Span, due_blocks
 from heterorl.coordinator.store.background import BackgroundWorker
 from heterorl.coordinator.store.database import Database

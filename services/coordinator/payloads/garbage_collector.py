@@ -21,7 +21,7 @@ from heterorl.common.process.metrics import RECLAIMED_BYTES
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.merged_deltas import MergedDeltas

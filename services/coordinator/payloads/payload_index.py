@@ -11,7 +11,7 @@ from pathlib import Path
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
 from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from heterorl.common.errors import Busy, ConfigError
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles

@@ -32,7 +32,7 @@ from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import OF_SITE, Caller, MemoryQuota, Reservation
-from heterorl.common.wire.rollout import pushed_from_pb
+from heterorl.common.wire.rollout_messages import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES, CallAuthorizer
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
 from heterorl.v1 import rollout_pb2

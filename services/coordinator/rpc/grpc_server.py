@@ -80,7 +80,7 @@ class Server:
         messages_in_flight_bytes: int = 1 << 30,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a server; config.py explains the bounds.
+        """Prepare a server; `coordinator_config` explains the bounds.
         Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)

@@ -22,8 +22,8 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.rollout import DropReason, PushOutcome
-from heterorl.common.wire.evaluation import evaluation_to_pb, results_from_pb, sets_from_pb
-from heterorl.common.wire.rollout import (
+from heterorl.common.wire.evaluation_messages import evaluation_to_pb, results_from_pb, sets_from_pb
+from heterorl.common.wire.rollout_messages import (
     group_id_from_pb,
     leased_to_pb,
     outcomes_to_pb,

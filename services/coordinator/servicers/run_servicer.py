@@ -15,8 +15,8 @@ from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, backup_
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import parse_facts
-from heterorl.common.wire.common import report_to_pb, series_from_pb
-from heterorl.common.wire.run import (
+from heterorl.common.wire.common_messages import report_to_pb, series_from_pb
+from heterorl.common.wire.run_messages import (
     canary_from_pb,
     commands_to_pb,
     heartbeat_from_pb,
@@ -25,7 +25,13 @@ from heterorl.common.wire.run import (
     status_to_pb,
     verdict_to_pb,
 )
-from heterorl.common.wire.sample import evaluation_from_pb, list_request_from_pb, list_to_pb, note_from_pb, stored_to_pb
+from heterorl.common.wire.sample_messages import (
+    evaluation_from_pb,
+    list_request_from_pb,
+    list_to_pb,
+    note_from_pb,
+    stored_to_pb,
+)
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.run_column import RunColumn

@@ -19,7 +19,7 @@ from heterorl.common.process import metrics, pushed_metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import Service
 from heterorl.common.types.common import Series
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
 KEPT_S = 60.0
 """From a push until its numbers are no longer shown; longer than the interval of any node that is to be watched."""

@@ -22,7 +22,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.policy import PublishRequest
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import CanaryReport, CanaryVerdict
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.database_engine import Connection

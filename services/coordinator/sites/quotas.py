@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Connection
 

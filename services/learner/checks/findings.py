@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.types.common import Float32Array
 from heterorl.common.types.rollout import DropReason
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from heterorl.common.process import metrics
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.types.rollout import FinishReason, QueuedGroup
 from heterorl.learner.train.completion_stats import has_signal
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.rewards.reward_config import from_file
 
 Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]

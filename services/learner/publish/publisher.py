@@ -33,7 +33,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.wire.policy import manifest_digest
+from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.backends.version_weights import Weights, maker_of, whole_of

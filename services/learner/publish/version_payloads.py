@@ -9,7 +9,7 @@ from pathlib import Path
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo
-from heterorl.common.wire.policy import manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.learner.backends.version_weights import Weights, write_delta, write_snapshot
 
 

@@ -21,7 +21,7 @@ from heterorl.learner.backends.version_weights import Weights, whole_of
 from heterorl.learner.checks.findings import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import split_uniform
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.sample_notes import SampleNotes

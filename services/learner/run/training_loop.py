@@ -24,8 +24,8 @@ from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.backends.version_weights import Weights, whole_of
 from heterorl.learner.checks.reward_signal import RewardSignal
-from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.run.group_selection import GroupSelection

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 Shape = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adafactor"]

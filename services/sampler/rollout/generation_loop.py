@@ -20,7 +20,6 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.rollout import FinishReason
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox, OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.completion_collector import CompletionCollector
@@ -28,6 +27,7 @@ from heterorl.sampler.rollout.group_builder import GroupBuilder, Refused
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupDraft, InFlightNote, TurnJournal
 from heterorl.sampler.rollout.prefetch import Prefetch, WorkClient
 from heterorl.sampler.rollout.weight_swap import WeightSwap
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.site_session import Reported, Session
 from heterorl.sampler.weight_sync import WeightSync
 

@@ -16,7 +16,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
-from heterorl.sampler.config import VllmEngineConfig
+from heterorl.sampler.sampler_config import VllmEngineConfig
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 _COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

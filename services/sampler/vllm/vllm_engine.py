@@ -24,7 +24,7 @@ from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import VllmEngineConfig
+from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm import weight_canary
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_arguments import (

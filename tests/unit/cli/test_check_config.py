@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from heterorl.cli.check_config import counted
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import PATTERNS, InvalidConfig, all_keys, load
+from heterorl.common.process.config_file import PATTERNS, InvalidConfig, all_keys, load
 from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.conversations import FAMILIES, prompter_of, save_chat_model
 
 LEARNER = """

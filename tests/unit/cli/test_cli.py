@@ -23,10 +23,10 @@ from heterorl.cli.connection import Link
 from heterorl.cli.live.run_tables import site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
-from heterorl.common.process.config import load, parse_override
+from heterorl.common.process.config_file import load, parse_override
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, VariantStatus, fold_incarnations
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from tests.support.run import REPORT
 
 COMMANDS = [

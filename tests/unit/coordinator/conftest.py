@@ -11,7 +11,7 @@ import os
 import pytest
 
 from heterorl.coordinator import core as core_module
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator, open_context
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.clock import ManualClock

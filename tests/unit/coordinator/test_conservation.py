@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from heterorl.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejection
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.queue import LATE_EVERY

@@ -12,7 +12,7 @@ from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, Pro
 from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.types.sample import SampleFilter, SamplePage
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store import tallies
 from tests.support.clock import ManualClock

@@ -8,8 +8,8 @@ import pytest
 
 from heterorl.common.errors import DiskFull, StoreFull
 from heterorl.common.types.rollout import PushStatus
-from heterorl.common.wire.common import bytes_digest
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.common_messages import bytes_digest
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock

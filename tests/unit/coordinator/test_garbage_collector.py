@@ -14,8 +14,8 @@ from heterorl.common.types.run import Heartbeat
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads import snapshots as snapshots_module

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.coordinator import run_column as column
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import incarnations
 from tests.support.clock import ManualClock

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.types.rollout import DropReason
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import horizon
 from tests.support.clock import ManualClock

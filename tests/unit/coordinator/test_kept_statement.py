@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions.lineage import read_statement
 from tests.support.clock import ManualClock

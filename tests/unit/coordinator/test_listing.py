@@ -8,7 +8,7 @@ import pytest_asyncio
 from heterorl.common.errors import InvalidRequest, UnknownSample
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
 from heterorl.coordinator import sample_ring
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 

@@ -11,9 +11,9 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.common_messages import bytes_digest
+from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.rollout_column import LEASE_BATCH

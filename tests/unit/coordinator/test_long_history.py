@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import merged_deltas, payload_index
 from heterorl.coordinator.store.blobs import Locks

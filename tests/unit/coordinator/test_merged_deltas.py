@@ -13,8 +13,8 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.weights.payload_file import read_chunk, read_header, write_chunks, write_durably, write_header
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import delta_merger as composer_module
 from heterorl.coordinator.payloads.merged_deltas import Span

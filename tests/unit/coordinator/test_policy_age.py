@@ -7,11 +7,11 @@ import pytest
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.types.run import Heartbeat
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import horizon, ledger, queue
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.delay import max_delay_s
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 from tests.support.sampler_world import World
 

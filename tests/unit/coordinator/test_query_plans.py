@@ -10,7 +10,7 @@ from heterorl.common.types.rollout import DropReason, Rejection
 from heterorl.common.types.run import CanaryReport, Heartbeat
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFilter, SampleKind, SampleNote, SamplePage
 from heterorl.coordinator import run_metrics
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.sqlite import connect
 from tests.support.clock import ManualClock

@@ -21,7 +21,7 @@ from heterorl.common.types.sample import (
 )
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator import sample_ring
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock

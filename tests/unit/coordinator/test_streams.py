@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, queue
 from heterorl.coordinator.rollout_column import LEASE_BATCH
 

@@ -8,7 +8,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
-from heterorl.demo.config import (
+from heterorl.demo.demo_config import (
     NODES,
     SITES,
     TINY,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.types.run import LedgerCounts, RunStatus
-from heterorl.demo.config import TINY
+from heterorl.demo.demo_config import TINY
 from heterorl.demo.demo_results import Record, broken_promises, digest_mismatches, measure, verdict
 from tests.support.run import REPORT
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from heterorl.common.errors import HeterorlError
 from heterorl.demo import demo_run
-from heterorl.demo.config import TINY, DemoOptions
+from heterorl.demo.demo_config import TINY, DemoOptions
 from tests.support.run import REPORT
 
 LIMIT_S = 60.0

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.demo.config import MARKER, OWN, claim
+from heterorl.demo.demo_config import MARKER, OWN, claim
 
 
 def test_directory_of_the_user_is_refused_and_left_as_it_was(tmp_path):

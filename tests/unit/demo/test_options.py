@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.cli.main import main
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.demo.config import (
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.demo.demo_config import (
     FULL,
     MAX_SEED,
     SITES,
@@ -20,8 +20,8 @@ from heterorl.demo.config import (
     learner_tables,
     sampler_tables,
 )
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 @pytest.mark.parametrize(

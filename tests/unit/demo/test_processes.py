@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from heterorl.demo import demo_run
-from heterorl.demo.config import TINY, DemoOptions
+from heterorl.demo.demo_config import TINY, DemoOptions
 from heterorl.demo.demo_results import verdict
 from heterorl.demo.processes import Child, ChildFailed, Interruption, stop, stop_together
 

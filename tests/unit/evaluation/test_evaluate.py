@@ -11,7 +11,7 @@ from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.evaluation.subject import configured
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 SETS = """
 [engine]

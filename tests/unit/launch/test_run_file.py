@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, HeterorlError
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.launch.nodes import InvalidNodes, check_nodes, nodes_of
 from heterorl.launch.run_file import RunFile
 from tests.support.launches import NODES, RUN, run_file

@@ -14,8 +14,8 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator, rows
 from tests.support.training import tiny_model

@@ -17,10 +17,10 @@ from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import CompletionNumbers, PartMean, StepTimes
 from heterorl.common.types.run import changed_steps
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.learner.config import LearnerConfig
-from heterorl.learner.run.run_file import write_run_file
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.run.run_json import write_run_file
 from heterorl.report import figures
 from heterorl.report import report_page as page_of
 from heterorl.report.past_run import InUse, ask_run, read_run

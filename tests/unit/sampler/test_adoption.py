@@ -6,11 +6,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import statement_of
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.wire.statement import statement_from_bytes
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.sampler.adoption import adopt, missing_keys
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.run import CONTRACT
 from tests.support.statements import statement
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.sources.dataset_files import load_directory
 from heterorl.sampler.adoption import check_consent
-from heterorl.sampler.config import JoinConfig
+from heterorl.sampler.sampler_config import JoinConfig
 
 
 @pytest.fixture

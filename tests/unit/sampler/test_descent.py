@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import UnknownVersion, UnprovenDescent
 from heterorl.common.types.policy import Manifest
-from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from heterorl.sampler.trust_record import MAX_AT_ONCE, RunReplaced, SeenVersion, check_descent
 
 FIRST = Manifest(

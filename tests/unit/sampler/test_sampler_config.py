@@ -2,8 +2,8 @@
 
 import pytest
 
-from heterorl.common.process.config import InvalidConfig, load
-from heterorl.sampler.config import SamplerConfig
+from heterorl.common.process.config_file import InvalidConfig, load
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 def test_weights_are_swapped_in_flight_unless_draws_are_named_by_one_version():

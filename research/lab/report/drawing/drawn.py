@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl_research.lab.report.drawing.canvas import STYLE, Picture, figure_of
 
 _DIGITS = 6

@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import InvalidConfig, load
+from heterorl.common.process.config_file import InvalidConfig, load
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import list_cells
 from heterorl_research.lab.config import ExperimentConfig, RegimeConfig

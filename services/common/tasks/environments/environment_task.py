@@ -15,7 +15,7 @@ from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 _KEY = "task.environment"
 _REMEMBERED = 4096

@@ -13,7 +13,7 @@ from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, Work
 from heterorl.common.tasks.task import Prompt, Task, TaskWrapper, messages_json
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 
 class FunctionReward:

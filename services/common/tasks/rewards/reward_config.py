@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.process.address import Url
-from heterorl.common.process.config import DIRECTORY, Config
+from heterorl.common.process.config_file import DIRECTORY, Config
 
 MAX_REWARDS = 16
 """Rewards of one task."""

@@ -39,7 +39,7 @@ from heterorl.common.tasks.task import (
 )
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, weighted_sum
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 ABSENT = math.nan
 """Value of a reward that is not computed here."""

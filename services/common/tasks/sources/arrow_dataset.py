@@ -24,7 +24,7 @@ from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMP
 from heterorl.common.tasks.sources.dataset_files import Loaded
 from heterorl.common.tasks.task import BETWEEN, ROLES, SYSTEM_ROLES, Measure, Message, Prompt
 from heterorl.common.types.common import Digest
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 Rows = npt.NDArray[np.int64]
 _AT_ONCE = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 
 Value = str | int | float | bool
 PROMPT, MESSAGES, ANSWER = "prompt", "messages", "answer"

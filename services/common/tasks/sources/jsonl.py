@@ -20,7 +20,7 @@ from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, lo
 from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.task import Measure, Message, Prompt, question_of, read_messages
 from heterorl.common.types.common import Digest
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
 

@@ -19,7 +19,7 @@ from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 MAX_POSITIONS = 1 << 48
 """More positions come from a wrong weight."""

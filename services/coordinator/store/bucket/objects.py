@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMissing
 from heterorl.common.types.common import Digest, file_name, is_digest
-from heterorl.coordinator.config import BucketConfig
+from heterorl.coordinator.coordinator_config import BucketConfig
 from heterorl.coordinator.store.payload_files import BUSY_S, open_file, write_all
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer
 from heterorl.learner.backends.ranks.heartbeats import Heartbeats, Watchdog, end_process
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.backends.tensor_file import weight_files
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.train.backend_config import BackendConfig
 
 CONNECT = datetime.timedelta(minutes=5)

@@ -8,9 +8,9 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.generation.token_sampling import group_key, gumbel_noise
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=6, logprob_mode=LogprobMode.PROCESSED)
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2])]

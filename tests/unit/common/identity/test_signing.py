@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
 from heterorl.common.identity.signing import Signer, Trust, load_signer, new_key, signed_by
-from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 # RFC 8032, section 7.1, test 2: secret key, public key, message of one byte, signature.
 SECRET = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"

@@ -7,10 +7,10 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address, is_loopback
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.rewards.reward_config import RemoteRewardBase
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.learner.config import LearnerConfig
-from heterorl.relay.config import RelayConfig
-from heterorl.sampler.config import SamplerConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.process.config import problems_of
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.process.config_file import problems_of
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
 
 def problem(table):

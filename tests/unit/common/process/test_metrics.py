@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import logs, metrics
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
          "_info", "_assignments")  # fmt: skip

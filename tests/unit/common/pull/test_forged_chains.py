@@ -13,8 +13,8 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.manifest_chain import ManifestChain
 from heterorl.common.pull.puller import Puller, TrustedPuller
 from heterorl.common.types.policy import PlanKind, PullPlan, SignedManifest
-from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.forging import Forger

@@ -17,8 +17,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.payload_file import max_file_bytes
-from heterorl.common.wire.policy import frame_checksum
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import frame_checksum
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.clock import ManualClock

@@ -8,8 +8,8 @@ import pytest
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
 from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PlanKind
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run

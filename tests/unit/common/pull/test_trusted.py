@@ -9,7 +9,7 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import TrustedPuller
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run

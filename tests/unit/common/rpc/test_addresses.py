@@ -9,11 +9,11 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.address import addresses
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.rpc import channel
 from heterorl.common.rpc.channel import CoordinatorChannel
 from heterorl.common.rpc.transport_options import channel_options
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.certificates import Certificates
 
 PLAIN = TlsConfig(insecure=True)

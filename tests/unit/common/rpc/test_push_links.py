@@ -14,7 +14,7 @@ from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, Coord
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.transport_options import BandwidthConfig
 from heterorl.common.types.rollout import WorkAssignment
-from heterorl.common.wire.rollout import pushed_from_pb
+from heterorl.common.wire.rollout_messages import pushed_from_pb
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT
 from heterorl.common.tasks.task import score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 
 pytestmark = pytest.mark.process
 

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
-from heterorl.common.process.config import InvalidConfig, load
+from heterorl.common.process.config_file import InvalidConfig, load
 from heterorl.common.tasks.rewards.http_reward import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, question_digest, score_of
 from heterorl.common.tasks.rewards.remote_reward import Terms, sign
 from heterorl.common.tasks.task import Message, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.reward_service import localhost_tls, serving
 
 pytestmark = pytest.mark.process

@@ -6,12 +6,12 @@ import math
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.process.config import InvalidConfig, load
+from heterorl.common.process.config_file import InvalidConfig, load
 from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
 from heterorl.common.tasks.task import close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward, weighted_sum
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 
 MATCH = {"kind": "match", "name": "correct"}
 BRIEF = {"kind": "function", "name": "brief", "function": "mine:brief", "weight": 0.25}

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import MalformedPayload, QuotaExceeded
 from heterorl.common.rpc.error_status import from_rpc_error, to_status
 from heterorl.common.types.common import MAX_ASKED_S, peer_seconds, peer_words
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.v1 import policy_pb2
 
 FORGED = "busy\n2026-01-01 00:00:00 CRITICAL services: the store failed\r\x1b[2J\u2028\x00" + "x" * 5000

@@ -15,8 +15,8 @@ from heterorl.common.rpc.maintenance import (
 from heterorl.common.types.common import Series
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.run import CanaryVerdict, RunStatus
-from heterorl.common.wire.common import to_message, to_value
-from heterorl.common.wire.policy import grant_from_pb, grant_to_pb, renewal_to_pb
+from heterorl.common.wire.common_messages import to_message, to_value
+from heterorl.common.wire.policy_messages import grant_from_pb, grant_to_pb, renewal_to_pb
 from heterorl.v1 import metrics_pb2, run_pb2
 
 GRANT = LeaseGrant(epoch=3, holder="a", ttl_s=9.0, head_version=7, max_staleness_versions=4, masks_stale=True)

@@ -8,9 +8,9 @@ import pytest
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import DropReason, Group, GroupId, LeasedGroup, PushStatus
-from heterorl.common.wire.rollout import leased_to_pb
+from heterorl.common.wire.rollout_messages import leased_to_pb
 from heterorl.common.wire.seal import seal
-from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
+from heterorl.coordinator.coordinator_config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.groups.validation import contract_problem, worst_bytes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.types.rollout import DropReason
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.queue import LATE_EVERY, Turns, newest_first, oldest_in_window
 from tests.support.clock import ManualClock

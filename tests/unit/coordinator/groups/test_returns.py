@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.work_assignments import MAX_IN_ROW, MAX_RETURNS, is_hopeless

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
 from heterorl.common.types.run import Heartbeat
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.deadlines import Term, next_look, term_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.common.types.run import Heartbeat
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store import tallies

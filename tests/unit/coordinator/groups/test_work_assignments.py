@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out

@@ -18,8 +18,8 @@ from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.policy import PayloadKind
-from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline import history as history_module
 from heterorl.coordinator.offline.history import read_histories

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.identity.credentials import Revocations
-from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.coordinator_app import _gauges
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind

@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
 from heterorl.common.types.run import CanaryReport
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.quarantine import MAX_LOGPROBS, judge_canary

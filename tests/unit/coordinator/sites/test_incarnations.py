@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId, PushStatus
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN, shown
 from heterorl.coordinator.sites.sites import MAX_SEEN

@@ -9,7 +9,7 @@ from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, PushStatus
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.sites.quarantine import WINDOW_GROUPS, lost_problem, moved_share

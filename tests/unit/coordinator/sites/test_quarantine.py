@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest, Quarantined, StaleEpoch
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejection
 from heterorl.common.types.run import CanaryReport
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.sites import audit, quarantine

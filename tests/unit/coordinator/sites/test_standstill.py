@@ -23,7 +23,7 @@ from heterorl.common.types.run import (
     quarantined_sites,
 )
 from heterorl.coordinator import run_metrics
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run

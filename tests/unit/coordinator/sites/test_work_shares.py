@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.types.rollout import GroupId, PushStatus
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import quotas
 from heterorl.coordinator.store.sqlite import connect

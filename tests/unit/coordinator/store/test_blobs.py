@@ -15,7 +15,7 @@ from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRe
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload_file import FRAME_BYTES
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.payload_storage import PayloadStorage

@@ -13,9 +13,9 @@ import pytest
 
 from heterorl.cli.live.run_tables import status_tables
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.coordinator import run_metrics
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.background import PAUSE_S, RetryingLoop

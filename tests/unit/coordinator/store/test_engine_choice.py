@@ -3,8 +3,8 @@
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import load
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.process.config_file import load
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.store.engine_choice import standby_at
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit, quarantine
 from heterorl.coordinator.store import database

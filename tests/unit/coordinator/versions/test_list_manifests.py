@@ -5,7 +5,7 @@ import sqlite3
 import pytest
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions import pull_plans
 from heterorl.coordinator.versions.chain import MAX_MANIFESTS, Chain

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 

@@ -16,7 +16,7 @@ from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.backends.ranks.sharded_state import Piece
 from heterorl.learner.backends.ranks.sharding import check_experts
 from heterorl.learner.backends.zero import ZeroSharding
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.patched import patched_path

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from benchmarks.load_memory import write_model
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.families import write_family
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks

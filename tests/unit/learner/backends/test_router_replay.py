@@ -16,7 +16,7 @@ from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.wire.seal import canonical, open_group, seal
 from heterorl.learner.checks.findings import SOUND
 from heterorl.learner.checks.limits import Limits, judge
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.micro_batch import collate

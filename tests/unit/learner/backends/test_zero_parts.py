@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.local_ranks import LocalRanks
 from heterorl.learner.backends.zero import engine_config, import_deepspeed
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import random_groups
 

@@ -8,7 +8,7 @@ from heterorl.common.errors import UnknownVersion, UnsignedManifest
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.checks.verifier import RecentVersions
 from tests.support.clock import ManualClock

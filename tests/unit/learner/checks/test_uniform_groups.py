@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.learner.checks.reward_signal import split_uniform
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support.learner_world import queued
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import CustomLossConfig, GspoConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.backend_config import TorchBackendConfig

@@ -27,13 +27,13 @@ from heterorl.common.types.policy import PayloadKind, PlanKind
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.upload import MAX_REPAIRS
 from heterorl.learner.publish.version_payloads import Position, encode_version
-from heterorl.learner.run.learner_lease import read_incarnation
+from heterorl.learner.run.lease_renewal import read_incarnation
 from heterorl.learner.run.resume import PublishedVersions, Restorer, ResumePlan, Resumption, decide
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (

@@ -28,13 +28,13 @@ from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PlanKind, VariantVersion
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
-from heterorl.learner.run.rollback_order import Rollback
+from heterorl.learner.run.rollback import Rollback
 from tests.support.learner_world import (
     FragileApi,
     Killed,

@@ -12,12 +12,12 @@ import pytest
 
 from heterorl.common.errors import DiskFull, GroupNotAvailable, OperatorError, StaleEpoch
 from heterorl.common.generation.inference_engine import ScoredText
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish import publisher
 from heterorl.learner.publish.canary_logprobs import Canary
-from heterorl.learner.run.learner_lease import read_incarnation
+from heterorl.learner.run.lease_renewal import read_incarnation
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.learner_world import (
     FragileApi,

@@ -9,8 +9,8 @@ from heterorl.common.errors import StateMismatch
 from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.run.resume import PublishedVersions
 from tests.support.clock import ManualClock

@@ -14,7 +14,7 @@ from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose, negate
 from heterorl.common.weights.payload_file import file_digest, max_file_bytes
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -181,7 +181,7 @@ async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, m
         tried.append(args)
         raise NotReversible("a RAW chunk")
 
-    monkeypatch.setattr("heterorl.learner.run.rollback_order.negate", refuse)
+    monkeypatch.setattr("heterorl.learner.run.rollback.negate", refuse)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -201,7 +201,7 @@ async def test_steps_that_lead_elsewhere_are_noticed(core, tmp_path, monkeypatch
         target.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         rebuilt.append(result)
 
-    monkeypatch.setattr("heterorl.learner.run.rollback_order.negate", forwards)
+    monkeypatch.setattr("heterorl.learner.run.rollback.negate", forwards)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -273,7 +273,7 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
-            from heterorl.learner.run.learner_lease import read_incarnation
+            from heterorl.learner.run.lease_renewal import read_incarnation
             from tests.support.learner_world import make_contract
 
             await core.acquire_lease(

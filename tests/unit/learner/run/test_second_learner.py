@@ -8,8 +8,8 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier
 from heterorl.learner import learner_app
-from heterorl.learner.run.learner_lease import hold_directory
-from heterorl.learner.run.run_file import RUN_FILE
+from heterorl.learner.run.lease_renewal import hold_directory
+from heterorl.learner.run.run_json import RUN_FILE
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config
 from tests.support.links import PLAINTEXT

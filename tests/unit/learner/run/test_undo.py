@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import CorruptStore, GroupNotAvailable
 from heterorl.common.types.rollout import DropReason, PushStatus
-from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

@@ -30,7 +30,7 @@ from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, START_TIME
 from heterorl.common.tasks.task import WHOLE, Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 if TYPE_CHECKING:
     # A worker needs no pydantic.

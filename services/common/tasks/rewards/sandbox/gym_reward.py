@@ -29,7 +29,7 @@ from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed
 from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.common_messages import bytes_digest
 
 LIMIT_S = 2.0
 """Most processor time for one completion."""

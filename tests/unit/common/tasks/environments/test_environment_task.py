@@ -6,14 +6,14 @@ import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.model_loading import TokenLimits
-from heterorl.common.process.config import load
+from heterorl.common.process.config_file import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import environment_of, environments_of, seed_of
 from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.text.conversation import try_prompts, try_reward
 from heterorl.common.text.prompter import Prompter
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 from tests.support import tokenizers
 
 pytestmark = pytest.mark.process

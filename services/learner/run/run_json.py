@@ -14,7 +14,7 @@ from heterorl.common.errors import RemoteError, StaleEpoch
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.files import replacing
 from heterorl.common.types.run import facts_of
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_config import LearnerConfig
 
 _LOG = logging.getLogger(__name__)
 RUN_FILE = "run.json"

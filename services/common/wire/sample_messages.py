@@ -30,8 +30,8 @@ from heterorl.common.types.sample import (
     SampleSummary,
 )
 from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, columns_of
-from heterorl.common.wire.common import MAX_INT32, to_message, to_value
-from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
+from heterorl.common.wire.common_messages import MAX_INT32, to_message, to_value
+from heterorl.common.wire.rollout_messages import group_id_from_pb, group_id_to_pb
 from heterorl.common.wire.seal import group_message, open_group, read_sealed
 from heterorl.v1 import rollout_pb2, sample_pb2
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Addresses, Listen
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.rpc.presigned import Allowed, Host
 from heterorl.common.rpc.transport_options import BandwidthConfig
 

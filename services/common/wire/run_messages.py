@@ -16,7 +16,7 @@ from heterorl.common.types.run import (
     SiteStatus,
     VariantStatus,
 )
-from heterorl.common.wire.common import (
+from heterorl.common.wire.common_messages import (
     contract_from_pb,
     contract_to_pb,
     progress_from_pb,
@@ -26,7 +26,12 @@ from heterorl.common.wire.common import (
     to_message,
     to_value,
 )
-from heterorl.common.wire.rollout import reason_from_pb, reason_to_pb, return_reason_from_pb, return_reason_to_pb
+from heterorl.common.wire.rollout_messages import (
+    reason_from_pb,
+    reason_to_pb,
+    return_reason_from_pb,
+    return_reason_to_pb,
+)
 from heterorl.v1 import run_pb2
 
 _COMMAND = {command: run_pb2.Command.Value(f"COMMAND_{command.name}") for command in Command}

@@ -21,7 +21,7 @@ from heterorl.common.types.evaluation import (
     ScoredSample,
 )
 from heterorl.common.types.rollout import MAX_REWARD
-from heterorl.common.wire.common import MAX_INT64, to_message, to_value
+from heterorl.common.wire.common_messages import MAX_INT64, to_message, to_value
 from heterorl.v1 import evaluation_pb2
 
 _STATE = {state: evaluation_pb2.EvaluationState.Value(f"EVALUATION_STATE_{state.name}") for state in EvaluationState}

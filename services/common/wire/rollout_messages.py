@@ -23,8 +23,8 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.wire.common import MAX_INT64, to_message, to_value
-from heterorl.common.wire.evaluation import spec_from_pb, spec_to_pb
+from heterorl.common.wire.common_messages import MAX_INT64, to_message, to_value
+from heterorl.common.wire.evaluation_messages import spec_from_pb, spec_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from heterorl.common.evaluation.evaluation_sets import PlannedSetConfig, check_unique_names
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Listen, check_database, split_url
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
 
 

@@ -17,7 +17,7 @@ from heterorl.common.types.policy import (
     PullPlan,
     VariantVersion,
 )
-from heterorl.common.wire.common import (
+from heterorl.common.wire.common_messages import (
     MAX_INT64,
     MAX_RUN_ID,
     bytes_digest,
@@ -26,7 +26,7 @@ from heterorl.common.wire.common import (
     to_message,
     to_value,
 )
-from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
+from heterorl.common.wire.rollout_messages import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import policy_pb2
 
 _PAYLOAD = {kind: policy_pb2.PayloadKind.Value(f"PAYLOAD_KIND_{kind.name}") for kind in PayloadKind}

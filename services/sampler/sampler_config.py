@@ -21,7 +21,7 @@ from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.common.process.address import Addresses
-from heterorl.common.process.config import Config
+from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.presigned import Allowed, Host
 from heterorl.common.rpc.transport_options import BandwidthConfig

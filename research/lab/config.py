@@ -48,6 +48,8 @@ class LabTaskConfig(Config):
     """Examples of one supervised step."""
     warm_start_lr: float = Field(default=2e-3, gt=0.0)
     """AdamW step size of the supervised steps; wider models need smaller ones."""
+    warm_start_seed: int | None = None
+    """Seed of the warm start; none takes the run's. With it all runs begin from the same weights."""
     hidden_size: int = Field(default=64, ge=16)
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)

@@ -24,7 +24,7 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
         {"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess", "drift_limit"}
     ),
     "delay": frozenset({"default"}),
-    "task": frozenset({"lr", "warm_start_lr"}),
+    "task": frozenset({"lr", "warm_start_lr", "warm_start_seed"}),
     "prompts": frozenset(
         {
             "data",

@@ -10,7 +10,11 @@ from heterorl_research.lab.cell import Cell
 
 def key(cell: Cell) -> tuple[str, int]:
     """Cells with the same key start from the same weights."""
-    return cell.task.model_dump_json(), cell.seed
+    return cell.task.model_dump_json(), _seed(cell)
+
+
+def _seed(cell: Cell) -> int:
+    return cell.seed if cell.task.warm_start_seed is None else cell.task.warm_start_seed
 
 
 class MissedTarget(RuntimeError):
@@ -26,7 +30,7 @@ def start_of(cell: Cell, *, cache: Path) -> Path:
     directory, accuracy = prepare(cell, cache=cache)
     if accuracy < cell.task.warm_start_target:
         raise MissedTarget(
-            f"the warm start of seed {cell.seed} ended at {accuracy:.2f}, and warm_start_target is"
+            f"the warm start of seed {_seed(cell)} ended at {accuracy:.2f}, and warm_start_target is"
             f" {cell.task.warm_start_target:g}: take another seed"
         )
     return directory
@@ -41,7 +45,7 @@ def prepare(cell: Cell, *, cache: Path, device: str = "cpu") -> tuple[Path, floa
             terms=cell.task.task.terms,
             learning_rate=cell.task.warm_start_lr,
             batch_size=cell.task.warm_start_batch,
-            seed=cell.seed,
+            seed=_seed(cell),
             target=cell.task.warm_start_target,
             hidden_size=cell.task.hidden_size,
             num_layers=cell.task.num_layers,

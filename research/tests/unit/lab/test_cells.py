@@ -7,6 +7,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import InvalidConfig, load
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.wire.common_messages import bytes_digest
+from heterorl_research.lab import warm_starts
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import list_cells
 from heterorl_research.lab.config import ExperimentConfig, RegimeConfig
@@ -31,6 +32,14 @@ def test_shipped_experiments_are_valid_and_their_runs_have_names_of_their_own(na
 
     assert len({cell.run_id for cell in cells}) == len(cells) > 0
     assert len({cell_digest(cell) for cell in cells}) == len(cells)
+
+
+def test_runs_with_a_seed_of_the_warm_start_begin_from_one():
+    keys = [
+        {warm_starts.key(cell) for cell in list_cells(load(ExperimentConfig, find_experiment("cliff301"), overrides))}
+        for overrides in ([], ["tasks=[{name='t', warm_start_seed=401}]"], ["tasks=[{name='t'}]"])
+    ]
+    assert [len(some) for some in keys] == [1, 1, 4]
 
 
 def test_every_shipped_experiment_is_listed_here():

@@ -11,7 +11,9 @@ from heterorl_research.lab.config import ExperimentConfig
 
 def test_a_warm_start_is_the_tasks(monkeypatch):
     asked = []
-    monkeypatch.setattr(warm_starts, "warm_start", lambda options, *, cache: asked.append(options) or (cache, 0.3))
+    monkeypatch.setattr(
+        warm_starts, "warm_start", lambda options, *, cache, device: asked.append(options) or (cache, 0.3)
+    )
     task = {
         "task": {"name": "progression", "digits": 1, "terms": 7}, "warm_start_target": 0.4, "warm_start_batch": 16,
         "warm_start_lr": 3e-4, "hidden_size": 96, "num_layers": 3,
@@ -27,7 +29,7 @@ def test_a_warm_start_is_the_tasks(monkeypatch):
 
 @pytest.mark.parametrize("accuracy", [0.24, 0.25])
 def test_a_run_does_not_begin_from_a_warm_start_that_missed_its_target(monkeypatch, accuracy):
-    monkeypatch.setattr(warm_starts, "warm_start", lambda _, *, cache: (cache, accuracy))
+    monkeypatch.setattr(warm_starts, "warm_start", lambda _, *, cache, device: (cache, accuracy))
     cell = list_cells(ExperimentConfig(seeds=(9,)))[0]
 
     if accuracy < 0.25:

@@ -5,20 +5,20 @@ from collections import Counter
 
 import pytest
 
-from docs import generate
+from docs import reference
 from heterorl.common.process.config_file import flatten
 
 EVERY = [
     (f"{service}:{section.path}.{key.name}", section, kind, key)
-    for service, schema in generate.SERVICES.items()
-    for section in generate.sections(schema)
+    for service, schema in reference.SERVICES.items()
+    for section in reference.sections(schema)
     for kind, model in section.models.items()
-    for key in generate.keys(model)
+    for key in reference.keys(model)
 ]
 
 
 def test_committed_page_is_the_schemas():
-    assert generate.PATH.read_text(encoding="utf-8") == generate.render(), "run python -m docs.generate"
+    assert reference.PATH.read_text(encoding="utf-8") == reference.render(), "run python -m docs.generate"
 
 
 def test_every_key_is_described():
@@ -33,28 +33,28 @@ def test_every_key_is_described():
     assert len(EVERY) > 100
 
 
-@pytest.mark.parametrize("service", generate.SERVICES)
+@pytest.mark.parametrize("service", reference.SERVICES)
 def test_page_has_every_key_that_a_default_configuration_has(service):
     shown = {
         f"{section.path}.{key.name}".lstrip(".")
-        for section in generate.sections(generate.SERVICES[service])
+        for section in reference.sections(reference.SERVICES[service])
         for model in section.models.values()
-        for key in generate.keys(model)
+        for key in reference.keys(model)
     }
     # An array of tables: by default it is empty.
-    shown |= {section.path.strip("[]") for section in generate.sections(generate.SERVICES[service])}
+    shown |= {section.path.strip("[]") for section in reference.sections(reference.SERVICES[service])}
 
-    assert set(flatten(generate.SERVICES[service]().model_dump(mode="json"))) <= shown
+    assert set(flatten(reference.SERVICES[service]().model_dump(mode="json"))) <= shown
 
 
 def test_every_table_stands_once_and_is_found_from_each_service():
-    text = generate.render()
+    text = reference.render()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     of_services = dict(re.findall(r"^## (\w+)$(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL))
-    anchors = {generate._slug(heading) for heading in headings}
+    anchors = {reference._slug(heading) for heading in headings}
 
     assert len(headings) == len(set(headings))
-    for places in generate.tables_of():
+    for places in reference.tables_of():
         for place in places:
             if place.section.path:
                 title = place.title if len(places) > 1 else f"### {place.service}: {place.title}\n"
@@ -65,7 +65,7 @@ def test_every_table_stands_once_and_is_found_from_each_service():
 
 
 def test_rows_state_type_default_bounds_and_unit():
-    text = generate.render()
+    text = reference.render()
 
     assert "| `port` |" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `learner_lease_s` |"))

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from typer.main import get_command
 
-from docs import generate, house
+from docs import generate, house, reference
 from docs.repository import LINK
 from heterorl.cli.main import app
 
@@ -256,10 +256,10 @@ def test_keys_beside_those_of_other_libraries_are_keys_of_ours():
     named = {key.split(" ")[0] for cell in rows for key in re.findall(r"`([^`]+)`", cell)}
     ours = {
         f"{section.path}.{key.name}".lstrip(".")
-        for schema in generate.SERVICES.values()
-        for section in generate.sections(schema)
+        for schema in reference.SERVICES.values()
+        for section in reference.sections(schema)
         for model in section.models.values()
-        for key in generate.keys(model)
+        for key in reference.keys(model)
     }
 
     assert named - ours - {"cap"} == set()

@@ -28,59 +28,59 @@ class EvaluationConfig(Config):
     """Held-out accuracy while training."""
 
     every_versions: int = Field(default=0, ge=0)
-    """Versions between evaluations; 0 is off. A version is published after its evaluation."""
+    """Versions between evaluations, which delay the publication; 0: off."""
     num_prompts: int = Field(default=64, ge=1)
-    """Held-out prompts, always the first ones."""
+    """Held-out prompts, from the first on."""
     num_per_prompt: int = Field(default=1, ge=1)
     """Completions of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature; 0 takes the most likely token."""
+    """Softmax temperature; 0 is greedy."""
     batch_rows: int = Field(default=64, ge=1)
     """Completions generated at once."""
     seed: int = Field(default=0, ge=0)
-    """Seed of sampled completions, the same for every version."""
+    """Seed of the draws, the same for every version."""
 
 
 class LearnerConfig(Config):
     """The learner of one run; a second learner may wait for its lease."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the run; the same as the coordinator's."""
+    """Name of the run, equal at coordinator and learner."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of this learner. A restart from the same state_dir takes the lease back at once; another learner waits."""
+    """Name of this learner, which regains its lease at once after a restart with its state_dir; other names wait."""
     coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list where there is a standby."""
+    """host:port of the coordinator; a list if there is a standby."""
     tls: TlsConfig = TlsConfig()
-    """Certificates of the connection."""
+    """Certificates of this node; changed files are read again."""
     model_dir: str = Field(default="", max_length=4096)
-    """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
+    """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
     """Directory of checkpoints and journals; keep it across restarts."""
     signing_key: Path | None = None
-    """File of the private key that signs every version, mode 0600; `heterorl keys new` makes one. None: not signed."""
+    """Private key file (`heterorl keys new`), mode 0600, that signs versions; none: unsigned."""
     trusted_keys: tuple[PublicKey, ...] = ()
-    """Public keys of earlier learners of this run, accepted on resume."""
+    """Public keys of the run's earlier learners, accepted on resume."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; the same on every node."""
+    """Prompts and reward; equal on every node."""
     sampling: SamplingConfig = SamplingConfig()
-    """How samplers draw tokens; the same on every node."""
+    """How samplers draw tokens; equal on every node."""
     use_chat_template: bool = False
-    """Whether prompts go through the tokenizer's chat template; the same on every node."""
+    """Whether prompts go through the tokenizer's chat template; equal on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the template, such as `enable_thinking = false`; the same on every node. `strftime_now =
-    "2026-11-25"` sets the date for templates that write one; the default is 1 January 2025."""
+    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
+    is the date that templates write (default 1 January 2025)."""
     group_size: int = Field(default=8, ge=1, le=4096)
-    """Rollouts of one prompt."""
+    """Rollouts of one prompt; equal on every node."""
     groups_per_step: int = Field(default=32, ge=1)
-    """Groups of one optimizer step. Times steps_per_version it should be the coordinator's groups_per_version."""
+    """Groups of one optimizer step; times steps_per_version: the coordinator's groups_per_version."""
     steps_per_version: int = Field(default=1, ge=1)
-    """Optimizer steps between publications."""
+    """Optimizer steps between versions."""
     max_steps: int = Field(default=1000, ge=1)
-    """Optimizer steps of the whole run, restarts included; then the run drains and the learner ends."""
+    """Optimizer steps of the run, restarts included; then it drains and ends."""
     max_rejected_steps: int = Field(default=10, ge=1)
-    """Steps in a row whose loss or gradient is not finite, after which the learner stops."""
+    """Consecutive steps with non-finite loss or gradient that end the learner."""
     max_sequence_tokens: int = Field(default=0, ge=0)
-    """Longest prompt plus completion, tokens; groups with a longer one are abandoned and counted. 0 is no bound."""
+    """Longest prompt plus completion; groups with a longer one are abandoned. 0: no bound."""
     prefetch_steps: int = Field(default=1, ge=1, le=64)
     """Steps' worth of groups that wait in memory, where they grow older."""
     verification: VerificationConfig = VerificationConfig()
@@ -88,48 +88,46 @@ class LearnerConfig(Config):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
     loss: LossConfig = GepoConfig()
-    """Algorithm, advantage, clip and KL."""
+    """Algorithm, advantage, clip and KL. p is the learner's probability, q the sampler's. Good and bad rollouts are
+    better and worse than their group's mean."""
     adopt_without_optimizer: bool = False
-    """Whether a learner without a usable checkpoint may go on from the published weights with a new optimizer."""
+    """Whether a learner without usable checkpoint continues from the published weights with a new optimizer."""
     backend: BackendConfig = TorchBackendConfig()
     """Device, precision and optimizer."""
     lora: LoraConfig = LoraConfig()
-    """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""
+    """Low-rank adapters, trained and sent instead of all weights; equal on every node."""
     variants: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
-    """Quantised forms in which every version is published too, for samplers on slow links."""
+    """Quantised forms of every version, for samplers on slow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
-    """Versions between snapshots, published in addition to the delta; bounds what a new sampler downloads."""
+    """Versions between snapshots, which bound the download of a new sampler."""
     overlap_publication: bool = True
-    """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
+    """Whether the next step computes during a publication, from encoding to commit."""
     checkpoint_every_versions: int = Field(default=0, ge=0)
-    """Versions between checkpoints, k. 0 chooses 1 for checkpoints below 4 GiB, else 10; a checkpoint has 14 bytes a
-    parameter. Masters and optimizer are copied into the host's memory at the end of a step and written during the next
-    one; the version is published when all is on the disk. After a crash or a signal up to k - 1 published versions are
-    abandoned and trained again; 1 abandons none."""
+    """Versions between checkpoints, k; 0: 1 below 4 GiB (14 bytes a parameter), else 10. A crash or signal repeats up
+    to k - 1 published versions."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)
-    """First wait after a lost call, seconds; doubles with each attempt, with random jitter."""
+    """First wait after a lost call; doubles with each attempt, with jitter."""
     retry_cap_s: float = Field(default=10.0, gt=0)
-    """Longest wait between attempts, seconds; the learner retries forever."""
+    """Longest wait between attempts, which never end."""
     payload_urls: Allowed = "https"
-    """Bucket addresses from the coordinator that this node reads from and writes to: `https` on other machines, `any`
-    (http and loopback too) or `none`; every payload is compared with its digest."""
+    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
     payload_hosts: tuple[Host, ...] = ()
-    """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
-    them. Empty: any host that does not resolve to this machine or its network, without proxy."""
+    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
+    outside this machine and its network, without proxy."""
     bandwidth: BandwidthConfig = BandwidthConfig()
-    """Limits of received and sent bytes."""
+    """Caps on received and sent bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
-    """Largest message, bytes; the same as the coordinator's."""
+    """Largest message, which bounds a group. Learner and relay: at least the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
+    """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address that the metrics are served on; they hold no secrets and need no login."""
+    """Address of the metrics, which hold no secret and need no login."""
     metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Seconds between two pushes of these metrics to the coordinator, which shows them too; 0 is never."""
+    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
     tracing: TracingConfig = TracingConfig()
-    """Traces of groups by OpenTelemetry; off without an endpoint."""
+    """Traces of groups by OpenTelemetry."""
 
     def drawn_semantics(self) -> SamplingSemantics:
         """The settings of `sampling` with the most drawn tokens of a rollout, which losses may divide by."""

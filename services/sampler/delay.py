@@ -42,15 +42,15 @@ class TimedDelay(Config):
     """Keys of every delay except none."""
 
     semantics: Literal["transit", "refresh_interval"] = "transit"
-    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken at intervals."""
+    """Versions and groups arrive late (`transit`), or the newest version is taken at intervals (`refresh_interval`)."""
     unit: Literal["seconds", "versions"] = "seconds"
-    """Unit of the delay."""
+    """Unit of the delay, `seconds` or `versions`."""
     time_scale: float = Field(default=1.0, gt=0)
-    """Seconds of delay that pass in one real second; 30 shows 1800 s in a minute."""
+    """Seconds of delay in one real second; 30 shows 1800 s in a minute."""
 
 
 class NoDelay(Config):
-    """No delay beyond the link's own."""
+    """No added delay."""
 
     kind: Literal["none"] = "none"
 
@@ -60,18 +60,18 @@ class FixedDelay(TimedDelay):
 
     kind: Literal["fixed"] = "fixed"
     value: float = Field(ge=0)
-    """Delay, in the unit."""
+    """The delay."""
 
 
 class _DrawnDelay(TimedDelay):
     """Keys of every random delay."""
 
     default: float = Field(default=0.0, ge=0)
-    """Delay of the link itself, in the unit: subtracted from each draw before the cut to low and high."""
+    """The link's own delay, subtracted from each draw before the cut to low and high."""
     low: float = Field(ge=0)
-    """Lower end, in the unit."""
+    """Lower end."""
     high: float = Field(gt=0)
-    """Upper end, in the unit."""
+    """Upper end."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -162,9 +162,9 @@ class WeibullDelay(_IntervalDelay):
     kind: Literal["weibull"] = "weibull"
     parameters = ("shape", "scale")
     shape: float = Field(gt=0)
-    """Shape k; below 1 the tail is heavier than an exponential one."""
+    """Shape k; below 1 the tail is heavier than exponential."""
     scale: float = Field(gt=0)
-    """lambda, in the unit."""
+    """Scale lambda."""
 
     @classmethod
     def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
@@ -185,9 +185,9 @@ class ExponentialDelay(_IntervalDelay):
     kind: Literal["exponential"] = "exponential"
     parameters = ("start", "scale")
     start: float = Field(ge=0)
-    """Shortest delay, in the unit."""
+    """Shortest delay."""
     scale: float = Field(gt=0)
-    """Mean beyond the start, in the unit."""
+    """Mean beyond the start."""
 
     @classmethod
     def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
@@ -216,12 +216,10 @@ class _LagDelay(TimedDelay):
 
 
 class SawtoothDelay(_LagDelay):
-    """Lag 0, 1, ... high, 0, 1, ...: version v modulo high + 1, on average high / 2.
+    """A lag of the version modulo high + 1, the same at all samplers."""
 
-    A queue that takes the newest version first and then the oldest ones makes such a lag: 0 to 57, on average 26.5, in
-    the "max delay 64" log of arXiv 2508.17850. All samplers are in step, as in that log.
-    """
-
+    # The lag of a queue that takes the newest version first and then the oldest ones: 0 to 57, on average 26.5, in the
+    # "max delay 64" log of arXiv 2508.17850.
     kind: Literal["sawtooth"] = "sawtooth"
 
     def lag_after(self, lag: int, *, seed: int, version: int) -> int:  # noqa: ARG002 - of every lag alike
@@ -229,7 +227,7 @@ class SawtoothDelay(_LagDelay):
 
 
 class UniformLagDelay(_LagDelay):
-    """Every lag from 0 to high equally often; the policy never goes back to an older version."""
+    """Every lag from 0 to high equally often, never back to an older version."""
 
     kind: Literal["uniform_lag"] = "uniform_lag"
 

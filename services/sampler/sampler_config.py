@@ -56,21 +56,19 @@ class JoinConfig(Config):
     """Bounds within which the sampler adopts what the run states for keys that this file leaves out."""
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
-    """What the run's task may use here besides built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` (files below
-    it; relative to the working directory), `hf:NAME` (branches and tags of a hub dataset), `hf:NAME@REVISION` (a commit
-    or pull request), `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`, `environment:NAME`. Rewards of other kinds are never
-    adopted: state task.rewards in this file."""
+    """Sources that the run's task may name besides built-in tasks: `jsonl:DIRECTORY`, `parquet:DIRECTORY` (files below
+    it, relative to the working directory), `hf:NAME` (branches and tags), `hf:NAME@REVISION` (a commit or pull
+    request), `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`, `environment:NAME`. State other task.rewards here."""
     reward_path: str = ""
-    """Directory of accepted rewards and environments, relative to the configuration file; empty: the file's own
-    directory."""
+    """Directory of accepted rewards and environments, relative to the configuration file; empty: its directory."""
     max_group_size: int = Field(default=64, ge=2)
-    """Largest group_size that is adopted."""
+    """Largest adopted group_size."""
     max_new_tokens: int = Field(default=16384, ge=1)
-    """Largest sampling.max_new_tokens that is adopted."""
+    """Largest adopted sampling.max_new_tokens."""
     max_prompts: int = Field(default=1_000_000, ge=1)
-    """Largest task.size and task.evaluation_size that are adopted."""
+    """Largest adopted task.size and task.evaluation_size."""
     max_lora_rank: int = Field(default=256, ge=0)
-    """Largest lora.rank that is adopted."""
+    """Largest adopted lora.rank."""
 
     @field_validator("reward_path")
     @classmethod
@@ -89,13 +87,13 @@ Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_dis
 
 class _EngineConfig(Config):
     devices: Devices = ()
-    """GPU numbers, one (vLLM: `tensor_parallel_size`) for each engine; empty: `device`, or vLLM's own choice."""
+    """GPU numbers, one (vLLM: tensor_parallel_size) an engine; empty: `device`, or vLLM's choice."""
     engines: Engines = 1
-    """Engines without `devices`: on a CPU, or on one GPU with a share of its memory each."""
+    """Engines without `devices`: on a CPU, or sharing one GPU's memory."""
     batch_rows: int = Field(default=256, ge=1)
     """Completions that an engine generates at once."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of torch and of the weight codec; 0: torch's default, one per core."""
+    """CPU threads of torch and the weight codec; 0: torch's choice, and one a core."""
 
     @model_validator(mode="after")
     def _check_engines(self) -> Self:
@@ -105,43 +103,43 @@ class _EngineConfig(Config):
 
 
 class HfEngineConfig(_EngineConfig):
-    """Generation with transformers, on the CPU or GPUs."""
+    """Transformers on a CPU or GPUs."""
 
     kind: Literal["hf"] = "hf"
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Device of the weights: cpu, cuda or cuda:N."""
+    """Device of the weights."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products; log-probs are always float32."""
+    """Type of matrix products; log-probs are always float32."""
 
 
 class VllmEngineConfig(_EngineConfig):
-    """Generation with vLLM, in processes of its own."""
+    """vLLM in its own processes."""
 
     kind: Literal["vllm"] = "vllm"
     compute_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of the matrix products; log-probs are always float32."""
+    """Type of matrix products; log-probs are always float32."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share one copy of the model."""
     enforce_eager: bool | None = None
-    """Compile nothing and record no CUDA graphs: a quicker start, slower tokens on a GPU. Default: only on a CPU."""
+    """No compilation or CUDA graphs: a quicker start, slower tokens on a GPU. None: only on a CPU."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
-    """More vLLM engine arguments by their own names, such as `quantization`; keys that heterorl sets are refused."""
+    """More vLLM engine arguments, such as `quantization`; those that heterorl sets are refused."""
     prefix_cache: bool = True
     """Share keys and values of equal prompt prefixes within a version."""
     max_model_len: int = Field(default=0, ge=0)
-    """Longest prompt and completion together, tokens; 0: the model's limit."""
+    """Longest prompt plus completion, tokens; 0: the model's limit."""
     kv_cache_bytes: int = Field(default=0, ge=0)
-    """Memory of keys and values; 0 leaves it to vLLM. Set it on a CPU, where vLLM takes most of the memory."""
+    """Memory of keys and values; 0: vLLM's choice, which on a CPU is most of the memory."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of the device's memory for weights, keys and values."""
     canary_tolerance: float = Field(default=0.0, ge=0)
-    """Mean log-prob difference from the float32 reference above which a swap is refused, nats; 0: 1e-4 for fp32, 0.02
-    for fp16, 0.1 for bf16."""
+    """Mean log-prob difference from a float32 reference that refuses new weights, nats; 0: 1e-4 (fp32), 0.02 (fp16),
+    0.1 (bf16)."""
     canary_device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Device of the float32 reference: cpu (about 6 core-seconds per 10^9 weights and swap), cuda or cuda:N (memory for
-    the largest layer in float32, outside `memory_share`)."""
+    """Device of that reference: cpu (6 core-seconds for 10^9 weights and swap), or cuda (memory of the largest layer in
+    float32, outside memory_share)."""
     weights_dir: str = ""
-    """Directory for weights on their way to vLLM; empty: state_dir. A memory file system is faster."""
+    """Directory for weights on their way to vLLM, fastest in memory; empty: state_dir."""
 
     @field_validator("extra")
     @classmethod
@@ -174,83 +172,80 @@ class SamplerConfig(Config):
     """One sampler of one site."""
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the site, unique among the run's samplers."""
+    """Name of the site, unique in the run."""
     coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list if a standby may take over."""
+    """host:port of the coordinator; a list if there is a standby."""
     tls: TlsConfig = TlsConfig()
-    """Certificates of the link."""
-    model_dir: str = ""
-    """Hugging Face directory or hub id of the base model: its configuration, tokenizer and layout."""
+    """Certificates of this node; changed files are read again."""
+    model_dir: str = Field(default="", max_length=4096)
+    """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/sampler")
-    """Directory of the outbox, the record of verified versions and weights being fetched; one for each sampler."""
+    """Directory of the outbox, verified versions and arriving weights; one for each sampler."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0: any free port. Left out: 9103, or the next free port in steps of 10."""
+    """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address of the metrics. They hold no secret; every host that reaches the address can read them."""
+    """Address of the metrics, which hold no secret and need no login."""
     metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Seconds between two pushes of the metrics to the coordinator, which serves them too; 0: never."""
+    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
     tracing: TracingConfig = TracingConfig()
-    """OpenTelemetry traces of groups; off without an endpoint."""
+    """Traces of groups by OpenTelemetry."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the weights that the learner publishes: bf16, fp16 or fp32."""
+    """Type of the weights that the learner publishes."""
     variant: Literal["", "int8", "fp8_e4m3"] = ""
-    """Variant of the weights to pull: int8 or fp8_e4m3, if the learner publishes it; empty: the trained weights.
-    Rollouts and their log-probs are then the quantised policy's."""
+    """Variant to pull; empty: the trained weights. Rollouts and log-probs are then the quantised policy's."""
     lora: LoraConfig = LoraConfig()
-    """Low-rank adapters on the base model; the same on every node."""
+    """Low-rank adapters, trained and sent instead of all weights; equal on every node."""
     engine: EngineConfig = HfEngineConfig()
-    """Engine that generates; `kind` is hf or vllm."""
+    """Engine that generates."""
     task: TaskConfig = TaskConfig()
-    """Prompts and rewards; the same on every node."""
+    """Prompts and reward; equal on every node."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling parameters; the same on every node."""
+    """How samplers draw tokens; equal on every node."""
     join: JoinConfig | None = None
-    """With this section the sampler adopts task, sampling, lora, group_size and template from the run where this file
-    leaves them out. Without it the file must state everything."""
+    """The sampler adopts task, sampling, lora, group_size and template from the run where this file has none. Without
+    this table the file states everything."""
     evaluation: tuple[EvaluationSetConfig, ...] = ()
-    """Evaluation sets that this site can draw, by the coordinator's names for them."""
+    """Sets that this site can draw, by the coordinator's names."""
     evaluation_share: float = Field(default=0.25, gt=0, le=1)
     """Largest share of the engine's rows for evaluation while rollouts go on."""
     evaluation_hold_s: float = Field(default=300.0, ge=0)
-    """Seconds that newer weights wait for an evaluation of the current version, and that a drained sampler waits for
-    the last version."""
+    """How long newer weights wait for a running evaluation, and a drained sampler for the last version."""
     use_chat_template: bool = False
-    """Send prompts through the tokenizer's chat template; the same on every node."""
+    """Whether prompts go through the tokenizer's chat template; equal on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the chat template, such as `enable_thinking = false`; the same on every node. `strftime_now =
-    "2026-11-25"` sets the date of templates that write one (default 1 January 2025)."""
+    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
+    is the date that templates write (default 1 January 2025)."""
     seeded_sampling: bool = False
-    """Derive the noise of every token from assignment, weights and position, so that the learner can repeat the draws.
-    Engine hf only, without top_p and top_k; with vLLM the learner checks log-probs."""
+    """Derive draws from assignment, weights and position, so that the learner can repeat them. Engine hf, no top_p or
+    top_k; sets swap to `drain`."""
     group_size: int = Field(default=8, ge=2)
-    """Rollouts of one prompt."""
+    """Rollouts of one prompt; equal on every node."""
     swap: Literal["in_flight", "drain"] = "in_flight"
-    """When the engine takes new weights: `in_flight` between two tokens (rollouts then span versions and keep old keys
-    and values), `drain` when the engine is empty. seeded_sampling needs `drain`."""
+    """Take new weights `in_flight`, between two tokens (rollouts span versions, old keys and values stay), or after a
+    `drain` of the engine."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
-    """Seconds of work to lease ahead, at this sampler's measured speed; an outage of that length idles nothing. 0
-    leases one fill of the engine after everything is spooled, for experiments."""
+    """Work to lease ahead, at measured speed; shorter outages idle nothing. 0: one fill of the engine after all is
+    spooled, for experiments."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
-    """Delay added to the link's own, for experiments; `kind` is none, fixed, uniform, lognormal, weibull, exponential,
-    sawtooth or uniform_lag."""
+    """Delay added to the link's own, for experiments. lognormal, weibull and exponential need low and high, or their
+    two parameters."""
     trusted_keys: tuple[PublicKey, ...] = ()
-    """Public keys of trusted learners (`heterorl keys new` prints one); empty accepts unsigned versions."""
+    """Public keys of trusted learners, from `heterorl keys new`; empty accepts unsigned versions."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """Seconds between two heartbeats."""
+    """Time between heartbeats."""
     bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps on received and sent bytes of this process."""
+    """Caps on received and sent bytes."""
     payload_urls: Allowed = "https"
-    """Bucket addresses that this node may read payloads from: `https`, `any` (also http and loopback) or `none`. Each
-    payload is checked against its digest."""
+    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
     payload_hosts: tuple[Host, ...] = ()
-    """Hosts of such addresses, `*.amazonaws.com` for all below one; HTTPS_PROXY applies to them. Empty: any host that
-    does not resolve to this machine or its link, without a proxy."""
+    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
+    outside this machine and its network, without proxy."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links with packet loss."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
-    """Bytes of undelivered groups at which generation pauses."""
+    """Undelivered groups at which generation pauses."""
 
     @model_validator(mode="before")
     @classmethod

@@ -51,26 +51,71 @@ def test_every_table_stands_once_and_is_found_from_each_service():
     text = reference.render()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     of_services = dict(re.findall(r"^## (\w+)$(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL))
-    anchors = {reference._slug(heading) for heading in headings}
+    anchors = {reference.slug(heading) for heading in headings}
 
     assert len(headings) == len(set(headings))
-    for places in reference.tables_of():
-        for place in places:
-            if place.section.path:
-                title = place.title if len(places) > 1 else f"### {place.service}: {place.title}\n"
-                assert title in of_services[place.service]
+    for table in reference.tables_of():
+        for service in table.services:
+            title = table.link if len(table.services) > 1 else f"### {table.heading}\n"
+            assert title in of_services[service]
+        # The head of the page says which tables occur in others.
+        titles = {re.sub(r"evaluation\.(?=task)|(?<=task)\.sources(?=\.)", "", place.title) for place in table.places}
+        assert titles <= {table.title, "[evaluation.task]"}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
     tables = re.findall(r"^(?:\| `.*\n){2,}", text, re.MULTILINE)
     assert [table for table, count in Counter(tables).items() if count > 1] == []
 
 
-def test_rows_state_type_default_bounds_and_unit():
+def test_every_key_has_a_row_with_its_default_values_and_meaning():
+    rows = [line for line in reference.render().splitlines() if line.startswith("| `")]
+    lost = []
+    for name, section, kind, key in EVERY:
+        if key.name == "kind" and kind:
+            continue
+        names = (f"| `{key.name}` |", f"| `{section.path}.{key.name}` |")
+        facts = [reference.escaped(fact) for fact in (key.default, key.bounds, key.unit, key.meaning)]
+        if not any(row.startswith(names) and all(fact in row for fact in facts) for row in rows):
+            lost.append(name)
+
+    assert lost == []
+
+
+def test_rows_state_default_bounds_unit_and_kinds():
     text = reference.render()
+    # Of several tables with one name, the first.
+    rows = {line.split(" | ")[0]: line for line in reversed(text.splitlines()) if line.startswith("| `")}
 
     assert "| `port` |" not in text
-    row = next(line for line in text.splitlines() if line.startswith("| `learner_lease_s` |"))
-    assert row.startswith("| `learner_lease_s` | float | `10.0` | > 0 | s | How long a silent learner")
-    row = next(line for line in text.splitlines() if line.startswith("| `canary_threshold` |"))
-    assert "| >= 0 | nats |" in row
-    row = next(line for line in text.splitlines() if line.startswith("| `eps_high` |") and "0.28" in line)
-    assert "`dapo`" in row
+    assert rows["| `learner_lease_s`"].startswith("| `learner_lease_s` | `10.0` | > 0 | ")
+    assert "| [0, 4096] |" in rows["| `metrics_nodes`"]
+    assert "| >= 0 nats |" in rows["| `canary_threshold`"]
+    assert "`0.28` (`dapo`, `bnpo`)" in rows["| `eps_high`"]
+    assert rows["| `needs_block`"].endswith(" | `code` |")
+
+
+def test_rows_of_one_name_and_meaning_are_one():
+    one, two = (
+        reference.Key(name="a", type="int", choices=(), default=default, bounds=bounds, unit="nats", meaning="A b.")
+        for default, bounds in (("`1`", ">= 0"), ("`2`", "> 0"))
+    )
+
+    assert reference._rows({"x": [one], "y": [two], "z": [one]}) == [
+        ("`a`", "`1`; `2` (`y`)", ">= 0 nats; > 0 nats (`y`)", "A b.", "")
+    ]
+    assert reference._rows({"x": [one], "y": [], "z": [one]})[0][-1] == "`x`, `z`"
+    assert reference._rows({"w": [], "x": [one], "y": [one], "z": [one]})[0][-1] == "all except `w`"
+
+
+def test_kinds_without_a_line_here_are_explained_on_their_page():
+    explained = {
+        section.path: (section.models, link)
+        for schema in reference.SERVICES.values()
+        for section in reference.sections(schema)
+        if (link := reference._KINDS_EXPLAINED.get(section.path))
+    }
+
+    assert explained.keys() == reference._KINDS_EXPLAINED.keys()
+    for models, link in explained.values():
+        page = re.search(r"\(([\w.-]+)#", link)[1]
+        text = (reference.PATH.parent / page).read_text(encoding="utf-8")
+        assert [kind for kind in models if f"`{kind}`" not in text and f'kind = "{kind}"' not in text] == []

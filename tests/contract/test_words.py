@@ -34,7 +34,7 @@ BUDGETS = {
     "deploy/README.md": 1400,
     "deploy/runbook.md": 1900,
     "docs/concepts.md": 800,
-    "docs/configuration.md": 12000,
+    "docs/configuration.md": 6200,
     "docs/environments.md": 1800,
     "docs/evaluation.md": 700,
     "docs/glossary.md": 1000,

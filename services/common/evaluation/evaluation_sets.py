@@ -15,17 +15,17 @@ class DrawsConfig(Config):
     """Prompts and sampling of a set."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the set, equal at the coordinator and at every site."""
+    """Name of the set, equal at coordinator and sites."""
     num_prompts: int = Field(default=64, ge=1, le=1 << 20)
-    """Held-out prompts, from the first on; fewer where the task has fewer."""
+    """Held-out prompts, from the first on; at most the task's."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Completions of each prompt, n: avg@n is their mean; pass@k has k = 1, 2, 4, ... and n."""
     temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature; 0 is greedy. Independent of the run's."""
+    """Softmax temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off."""
+    """Nucleus mass; 1: off."""
     max_new_tokens: int = Field(default=512, ge=1, le=1 << 20)
-    """Longest completion, tokens."""
+    """Longest completion."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the draws, the same for every version."""
     pass_reward: float = Field(default=1.0, allow_inf_nan=False)
@@ -55,9 +55,9 @@ class PlannedSetConfig(DrawsConfig):
     """A set that sites with its data evaluate a run's versions on."""
 
     every_versions: int = Field(default=1, ge=1)
-    """Versions between evaluations; the last version of a run is evaluated too."""
+    """Versions between evaluations; a run's last version is evaluated too."""
     task_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """Digest of the set's task, from `heterorl evaluate --json`. Empty: the digest of the first site that evaluates."""
+    """Digest of the set's task, from `heterorl evaluate --json`; empty: the first evaluating site's."""
 
 
 class EvaluationSetConfig(DrawsConfig):

@@ -22,20 +22,20 @@ class TlsConfig(Config):
     """Certificates of this node. Changed files are read again: a rotation needs no restart."""
 
     ca: str = Field(default="", max_length=4096)
-    """PEM file of the trusted authorities; during a change of authority it holds the old and the new one."""
+    """PEM file of trusted authorities; the old and the new one during a change."""
     cert: str = Field(default="", max_length=4096)
-    """PEM file of this node's certificate, followed by intermediate authorities if any."""
+    """PEM file of this node's certificate, then intermediate authorities."""
     key: str = Field(default="", max_length=4096)
     """PEM file of this node's private key, mode 0600."""
     insecure: bool = False
-    """Plaintext without identity; accepted for loopback addresses only."""
+    """Plaintext without identity, on loopback only."""
 
 
 class ServerTlsConfig(TlsConfig):
     """Certificates of the coordinator, and revoked ones."""
 
     revoked: str = Field(default="", max_length=4096)
-    """File of revoked serial numbers, one hexadecimal number a line; read again when it changes. Empty: none."""
+    """File of revoked serial numbers, hexadecimal, one a line; read again when it changes."""
 
 
 def files_in(directory: Path) -> dict[str, str]:

@@ -30,13 +30,13 @@ class LoraConfig(Config):
     """LoRA adapters of a run (Hu et al., 2021, arXiv:2106.09685); equal on every node."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rank of the adapters; 0 trains all weights."""
+    """Rank of low-rank adapters, trained and sent instead of all weights; 0: all weights. Equal on every node."""
     alpha: float = Field(default=32.0, gt=0.0, le=1e6)
     """Scale of the adapters: alpha / rank."""
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
-    """Linear layers with an adapter, by the last part of their names; not the output embedding."""
+    """Linear layers with an adapter, by last part of their names; not the output embedding."""
 
     @property
     def is_on(self) -> bool:
@@ -69,25 +69,24 @@ class SamplingConfig(Config):
     """How tokens are drawn and what their log-probs mean; equal on every node of a run."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature of draws."""
+    """Softmax temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off. Below 1 the log-probs do not describe the draws."""
+    """Nucleus mass; 1: off. Below 1, log-probs do not describe the draws."""
     top_k: int = Field(default=0, ge=0)
-    """Number of candidate tokens; 0 is off."""
+    """Candidate tokens; 0: off."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """Longest completion, tokens; in environments, longest turn."""
+    """Longest completion; in environments, longest turn."""
     max_trajectory_tokens: int = Field(default=8192, ge=1)
-    """Longest multi-turn rollout, tokens: drawn and given, behind the prompt."""
+    """Longest multi-turn rollout after the prompt, drawn and given tokens."""
     min_members: int = Field(default=0, ge=0)
-    """Rollouts with a reward that a group needs to be trained; 0: half of group_size."""
+    """Rollouts with a reward that a group needs for training; 0: half of group_size."""
     end_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
-    """Tokens that end a completion. Empty: the tokens of the model's generation_config.json, else config.json, and the
-    tokenizer's own."""
+    """Tokens that end a completion; empty: from generation_config.json, else config.json, and the tokenizer."""
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
-    """`processed`: of logits / temperature; `raw`: of the logits."""
+    """Log-probs of logits / temperature (`processed`) or of the logits (`raw`)."""
     router_replay: Literal["none", "rollout"] = "none"
-    """Mixtures of experts: with `rollout` samplers record each token's experts and the learner replays them
-    (R3, arXiv 2510.11370); with `none` both route by themselves."""
+    """Mixtures of experts: the learner replays experts that samplers recorded (`rollout`), or both route by themselves
+    (`none`)."""
 
     def members(self, group_size: int) -> int:
         """Rollouts of a group that must be trainable; raises ConfigError if more than group_size."""

@@ -35,10 +35,10 @@ Attributes = Mapping[str, str | int | float]
 
 
 class TracingConfig(Config):
-    """Where traces go. The sampler decides which of its groups are traced; the other services follow."""
+    """Where traces go. The sampler chooses the groups; other services follow."""
 
     otlp_endpoint: Url = Field(default="", pattern=r"^(https?://.+:[0-9]{1,5})?$")
-    """OTLP over gRPC, such as http://127.0.0.1:4317; http on loopback only. Empty: no traces."""
+    """OTLP over gRPC, such as http://127.0.0.1:4317 (http only on loopback). Empty: no traces."""
     share: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of its groups that a sampler traces."""
 

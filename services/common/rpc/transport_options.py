@@ -83,12 +83,12 @@ BURST_S = 0.25
 
 
 class BandwidthConfig(Config):
-    """Cap on this process's use of its site's link; weights and rollouts count, small messages do not."""
+    """Caps on this process's weights and rollouts; small messages do not count."""
 
     down_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Cap of received bytes a second; 0 is no cap. Set it where the site's link has other users."""
+    """Cap on received bytes; 0: none. Set it where others use the site's link."""
     up_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Cap of sent bytes a second; 0 is no cap."""
+    """Cap on sent bytes; 0: none."""
 
 
 @dataclass(slots=True, kw_only=True)

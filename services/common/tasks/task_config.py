@@ -29,74 +29,69 @@ class SourceConfig(Config):
     """Prompts of one source, and their reward."""
 
     name: str = "arithmetic"
-    """Dataset: `arithmetic`, `progression` (no reward for an answer that is too long), `progression:prefix` (its first
-    terms count), `reasoning_gym:NAME` (needs `heterorl[gym]`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
-    `hf:/a/directory[split]`, `seeds` (one number a prompt, for an environment without data), or `mixture` (of
-    `sources`). A branch of the hub is pinned to its commit when a node first starts."""
+    """Dataset: `arithmetic`, `progression` (too long an answer gets no reward), `progression:prefix` (first terms
+    count), `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
+    `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or `mixture` (of sources). A
+    hub branch is pinned to its commit at the first start."""
     data: DataConfig = DataConfig()
     """Columns and rows of a dataset."""
     system_prompt: str = ""
-    """System message of every prompt that has none; needs use_chat_template."""
+    """System message of prompts without one; needs use_chat_template."""
     digits: int = Field(default=3, ge=1, le=9)
     """arithmetic, progression: digits of each number."""
     terms: int = Field(default=34, ge=1, le=10_000)
-    """progression: numbers of an answer; 34 of 3 digits make completions of 103 tokens."""
+    """progression: numbers of an answer; 34 of 3 digits are 103 tokens."""
     size: int = Field(default=10_000, ge=1)
     """reasoning_gym, seeds: training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
-    """Held-out prompts; not of arithmetic and progression, which hold out a share."""
+    """Held-out prompts; arithmetic and progression hold out a share."""
     evaluation_path: str = ""
-    """jsonl, parquet: file of held-out prompts; empty holds out some of the same file."""
+    """jsonl, parquet: file of held-out prompts; empty: some of the same file."""
     seed: int = Field(default=0, ge=0)
-    """arithmetic, progression: order and held-out pairs; reasoning_gym: seed of the dataset. With an environment: seed
-    of its episodes."""
+    """arithmetic, progression: order and held-out pairs; reasoning_gym: dataset; environment: episodes."""
     match: Literal["exact", "math_verify"] = "exact"
-    """jsonl, parquet, hf: verifier of an answer. Rows whose answer math_verify cannot read give no group."""
+    """jsonl, parquet, hf: verifier of an answer, `exact` or `math_verify`. Rows that math_verify cannot read give no
+    group."""
     tool_parser: Literal["auto", "hermes", "json"] = "auto"
-    """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3), or
-    `auto` (the form of the model's template)."""
+    """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3) or
+    `auto` (by the model's template)."""
     reward: str = ""
-    """Reward function `package.module:function`: f(prompt, completion, answer, columns by name) -> float or named
-    parts, or TRL's f(prompts, completions, **columns) -> list. Its files must be equal on every node, byte for byte. Or
-    the url of a reward service."""
+    """`package.module:function`: f(prompt, completion, answer, columns by name) -> float or named parts, or TRL's
+    f(prompts, completions, **columns) -> list; or a reward service's url. Equal files on every node."""
     rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
-    """Named rewards, whose weighted sum is the reward. Empty: task.reward, or else the task's own score. Equal on every
+    """Named rewards, whose weighted sum is the reward; empty: task.reward, else the task's own score. Equal on every
     node."""
     reward_path: str = ""
-    """Directory of the reward's module, relative to the configuration file; empty: the file's directory. Installed
-    packages come first."""
+    """Directory of the reward's module, relative to the configuration file; empty: its directory. Installed packages
+    come first."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Limit of one reward, seconds of processor time (kinds http and judge: by the clock). The worker is killed at this
-    limit or after four times as long by the clock; the completion is then a lost member of its group. math_verify: the
-    answer is wrong. reasoning_gym: the limit is half of this, at most 2 s, and the reward 0."""
+    """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
+    lost. reasoning_gym: half of it, at most 2 s, then reward 0."""
     sandbox: bool = True
-    """reasoning_gym: score completions inside bubblewrap. Its verifiers run answers as Python: false lets a completion
-    run any code as the user of this service. Only for machines without namespaces and secrets. A key of one machine; no
-    node adopts it."""
+    """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
+    secrets. Never adopted."""
     reward_workers: int = Field(default=1, ge=1, le=64)
-    """Most worker processes for rewards; a sampler uses 4 unless this is set."""
+    """Worker processes for rewards; a sampler has 4 unless this is set."""
     environment: str = ""
-    """Environment (docs/environments.md): `package.module:Class`, a file of tools `file.py`, `textarena:ID` (needs
-    `heterorl[games]`), `openenv:URL` (needs `heterorl[openenv]`), `program:file.py:function` or `program:COMMAND`. It
-    also gives the reward. Its files must be equal on every node, byte for byte. Empty: prompts have one turn."""
+    """`package.module:Class`, tools in `file.py`, `textarena:ID` (extra `games`), `openenv:URL` (extra `openenv`),
+    `program:file.py:function` or `program:COMMAND`; gives the reward too. Equal files on every node. Empty: one
+    turn."""
     environment_path: str = ""
-    """Directory of the environment's module, file or program, relative to the configuration file; empty: the file's
-    directory. Installed packages come first."""
+    """Directory of the environment's module, file or program, relative to the configuration file; empty: its directory.
+    Installed packages come first."""
     max_turns: int = Field(default=8, ge=1, le=1024)
-    """Most turns of an episode."""
+    """Turns of an episode."""
     trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Time limit of an episode, seconds by the clock, generation included."""
+    """Clock time of an episode, generation included."""
     step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Limit of a start, a step or a score of the environment, seconds of processor time. The process is killed at this
-    limit or after four times as long by the clock, and the episode is lost. For an agent program: four times as long by
-    the clock between two requests, start included."""
+    """Processor time of a start, step or score, or four times by the clock; then the episode is lost. Agent programs:
+    four times by the clock between two requests."""
     max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
-    """Longest observation of a turn, characters; a longer one ends the episode. A longer result of a tool is an error
-    that the policy reads."""
+    """Longest observation; a longer one ends the episode, a longer tool result is an error that the policy reads."""
     environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
-    """Address space that an environment process may take after it is loaded, bytes."""
+    """Address space of an environment process after it is loaded."""
     environment_workers: int = Field(default=64, ge=1, le=4096)
-    """Most environment processes; each holds one episode, or 16 where the class shares processes."""
+    """Environment processes, each with one episode, or 16 where the class shares them."""
 
     @field_validator("reward_path", "environment_path")
     @classmethod
@@ -113,15 +108,14 @@ class WeightedSource(SourceConfig):
     label: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name in metrics and reports."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts, relative to the sum of all weights."""
+    """Share of the prompts, relative to the sum of weights."""
 
 
 class TaskConfig(SourceConfig):
     """Prompts and reward; the same on every node of a run."""
 
     sources: tuple[WeightedSource, ...] = ()
-    """mixture: tables `[[task.sources]]`, each with `label`, `weight` and keys of [task]. A key that a source does not
-    set comes from [task]."""
+    """Sources of a `mixture`. A key of [task] that a source does not set comes from [task]."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> TaskConfig:

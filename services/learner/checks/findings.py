@@ -21,36 +21,32 @@ class VerificationConfig(Config):
     """Checks of what sites send; needs no trust in any sampler."""
 
     recompute_rewards: bool = True
-    """Whether prompts and rewards of all groups are computed again from the task; a group that differs is not trained
-    on."""
+    """Whether all prompts and rewards are computed again; a group that differs is not trained on."""
     reward_tolerance: float = Field(default=1e-6, ge=0)
     """Largest accepted difference of a reward."""
     trust_rewards_of: tuple[str, ...] = ()
-    """Sites whose rewards are believed where this learner cannot compute them (kinds http and judge of task.rewards)
-    and no key signed them; `*` is every site. Only the bounds of the reward then limit what a site states."""
+    """Sites whose unsigned rewards of kinds http and judge are believed within their bounds; `*`: every site."""
     logprob_floor: float = Field(default=0.0, ge=0, le=1)
-    """Smallest share of a site's groups whose log-probs are computed again; 0 checks none of any site. Needs memory for
-    one more model and `kept_versions` published states."""
+    """Smallest share of a site's groups whose log-probs are computed again; 0: none. Needs memory for one more model
+    and kept_versions states."""
     full_groups: int = Field(default=64, ge=1)
-    """First groups of a site, which are all checked; the share halves with each further so many, down to the floor."""
+    """First groups of a site, all checked. The share halves with each further so many, down to logprob_floor."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
-    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites. Where all compute in
-    float32, 1e-4 also shows weights of other versions (`make bench-verify` measures both), but excludes sites that swap
-    weights in flight."""
+    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16; 1e-4 also shows weights of
+    other versions, where all sites have float32 and swap `drain` (`make bench-verify`)."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
-    """The same over all tokens of a group, where rounding averages out and a wrong temperature does not."""
+    """The same over a group, where rounding averages out and a wrong temperature does not, nats."""
     margin_tolerance: float = Field(default=0.15, gt=0)
-    """Largest margin by which the repeated draw may prefer another token, nats; for sites with seeded_sampling."""
+    """Largest margin by which a repeated draw may prefer another token, nats; for sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""
     require_seeded: bool = False
     """Whether groups of sites without seeded_sampling fail."""
     max_log_ratio: float = Field(default=0.0, ge=0)
-    """Largest |mean over tokens of log p - log q| of a rollout under the trained weights, nats: the envelope of
-    sequence ratios. Costs a forward pass before each step; 0 is off."""
+    """Largest |mean of log p - log q| of a rollout under the trained weights, nats; costs a forward pass a step. 0:
+    off."""
     max_versions: int = Field(default=64, ge=1)
-    """Versions that the tokens of one checked group may name; each is pulled and computed. Groups with more are
-    abandoned."""
+    """Versions in one checked group, each pulled and computed; groups with more are abandoned."""
     kept_versions: int = Field(default=2, ge=1)
     """Versions kept in memory for checks; others are pulled again."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")

@@ -26,8 +26,8 @@ class DynamicSamplingConfig(Config):
     """Replacement of groups whose rewards are all equal (DAPO, arXiv 2503.14476 section 3.2)."""
 
     max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
-    """Most groups of equal rewards that a step replaces by others, so that it keeps its size; 0 replaces none. Further
-    ones are trained on. At a share u of such groups a full step needs groups_per_step u / (1 - u) on average."""
+    """Most groups of equal rewards that a step replaces; others are trained on. A share u of them needs groups_per_step
+    u / (1 - u). 0: none."""
 
 
 def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:

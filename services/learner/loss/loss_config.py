@@ -24,44 +24,43 @@ class LossOptions(Config):
     """Keys of every loss."""
 
     kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
-    """Weight of the penalty KL(sampler || learner); 0 turns it off."""
+    """Weight of KL(q || p); 0: off."""
     aggregation: Aggregation = "sequence_mean"
-    """Average of token terms: every rollout counts equally (sequence_mean), every token does (token_mean), every token
-    counts 1 / (rollouts x max_new_tokens) (max_length), tokens are summed and rollouts averaged (sequence_sum), or
-    rollouts count by a power of length (length_power)."""
+    """Each rollout counts equally (`sequence_mean`), each token does (`token_mean`) or 1 / (rollouts x max_new_tokens)
+    (`max_length`); token sums are averaged (`sequence_sum`) or weighed by `length_power`."""
     length_power: float = Field(default=1.0, ge=0.0, le=2.0)
-    """With aggregation length_power: a rollout of T tokens counts in proportion to T^-length_power per token."""
+    """With that aggregation a token of a rollout of T tokens counts T^-length_power."""
     advantage: Advantage = "mean_std"
-    """Reward minus the group's mean; the same over the group's standard deviation; or over a Beta density (BNPO)."""
+    """Reward minus the group's mean (`mean`), over its standard deviation (`mean_std`) or over a Beta density
+    (`beta`)."""
     opsm_threshold: float = Field(default=0.0, ge=0.0)
-    """Leaves out rollouts worse than their group whose mean of log q - log p exceeds this, nats; 0 is off."""
+    """Leaves out bad rollouts whose mean of log q - log p exceeds this, nats; 0: off."""
     drift_limit: float = Field(default=0.0, ge=0.0)
-    """Leaves out rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats;
-    0 is off. The KL grows with length, so a limit for short completions drops nearly all long ones."""
+    """Leaves out bad rollouts whose sum of log q - log p exceeds this, nats; 0: off. A limit for short completions
+    drops nearly all long ones."""
     m2_budget: float = Field(default=0.0, ge=0.0)
-    """Leaves out harmful tokens with the largest log ratios until their mean square is at most this; 0 is off."""
+    """Leaves out harmful tokens with the largest log ratios until their mean square is at most this; 0: off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
-    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient, so that no log-probs of a site
-    make a rollout or token count for more than e^3 = 20 of its peers. 20 gives the published algorithms, uncapped."""
+    """Weights and KL ratios beyond e^this are capped without gradient, which bounds forged log-probs. 20: uncapped, as
+    published."""
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
-    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 is off. Backends torch and fsdp2."""
+    """Weight of KL(p || reference model), GRPO's beta; 0: off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
-    """Whether groups whose rewards are all equal leave the step, its counts and the KL penalty."""
+    """Whether groups of equal rewards leave the step, its counts and the KL penalty."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
-    """Learning rate as configured; or times sqrt(ESS / rollouts) of the step's importance weights, with ratios of whole
-    rollouts capped at 8 (ess) or at e^max_log_weight (ess_uncapped, as VCPO)."""
+    """Learning rate as set (`constant`), or times sqrt(ESS / rollouts) with rollouts' ratios capped at 8 (`ess`) or
+    e^max_log_weight (`ess_uncapped`)."""
 
 
 class RatioLossConfig(LossOptions):
     """Keys of clipped-ratio losses."""
 
     eps_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """A weight below 1 - eps_low of a rollout worse than its group's mean gets no gradient."""
+    """Bad rollouts with a weight below 1 - eps_low get no gradient."""
     eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
-    """A weight above 1 + eps_high of a rollout better than its group's mean gets no gradient."""
+    """Good rollouts with a weight above 1 + eps_high get no gradient."""
     dual_clip: float = Field(default=0.0, ge=0.0, le=1e6)
-    """A weight above this of a rollout worse than its group's mean gets no gradient, so no term is below dual_clip x A
-    (arXiv 1912.09729; TRL's delta); 3 is usual, 0 is off."""
+    """Bad rollouts with a weight above this get no gradient (TRL's delta); above 1, usually 3. 0: off."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> RatioLossConfig:
@@ -74,15 +73,13 @@ class SequenceLossConfig(RatioLossConfig):
     """Keys of losses with one weight per rollout."""
 
     clip: Literal["zero", "preserve", "none"] = "zero"
-    """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
+    """Beyond the clip range: no gradient (`zero`), the bound's gradient (`preserve`) or no clip (`none`)."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """The weight that decides what is clipped: the loss's own, GEPO's or GSPO's."""
+    """Weight that decides about clipping: the loss's `own`, GEPO's (`gepo`) or GSPO's (`gspo`)."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
-    """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
-    the upper clip or with it."""
+    """Weight of good rollouts: the loss's `own`, or TOPR's 1 without (`one`) or with (`one_clipped`) the upper clip."""
     negative_weight: Literal["own", "one", "product"] = "own"
-    """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, or the
-    truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR."""
+    """Weight of bad rollouts: the loss's `own` with its clip, 1 (`one`), or TOPR's min(1, prod_t p / q) (`product`)."""
 
 
 class GroupDenominatorConfig(SequenceLossConfig):
@@ -90,8 +87,8 @@ class GroupDenominatorConfig(SequenceLossConfig):
 
     advantage: Advantage = "mean"
     denominator: Denominator = "contraharmonic"
-    """Mean of the group's sampler probabilities: contraharmonic is the paper's, arithmetic the unbiased estimate;
-    leave_one_out is the contraharmonic mean of the others, which a rollout's own probability does not move."""
+    """Mean of the group's q: `contraharmonic` (paper), `arithmetic` (unbiased), `geometric`, or `leave_one_out`
+    (contraharmonic of the other rollouts)."""
 
 
 class GepoConfig(GroupDenominatorConfig):
@@ -99,14 +96,14 @@ class GepoConfig(GroupDenominatorConfig):
 
     kind: Literal["gepo"] = "gepo"
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
-    """Rollouts of the mean: the rollouts of the prompt (paper), or of the pass (its published code). The latter depends
-    on micro_batch_tokens and is for reproduction only."""
+    """Rollouts of that mean: `prompt_group` (paper), or `microbatch` (its code; depends on micro_batch_tokens, for
+    reproduction only)."""
     normalisation: Literal["length", "raw"] = "length"
-    """Probabilities as mean or as sum of token log-probs; raw puts all weight on the shortest rollout."""
+    """p and q as mean (`length`) or sum (`raw`) of token log-probs; `raw` puts all weight on the shortest rollout."""
 
 
 class GepoOneSidedConfig(GroupDenominatorConfig):
-    """GEPO without the upper half of its clip: rollouts better than their group keep their gradient at any weight."""
+    """GEPO without the upper clip: good rollouts keep their gradient at any weight."""
 
     kind: Literal["gepo_1s"] = "gepo_1s"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
@@ -121,8 +118,7 @@ class GepoProductConfig(GroupDenominatorConfig):
 
 
 class GepoWholeConfig(GroupDenominatorConfig):
-    """GEPO without upper clip for good rollouts; bad ones keep its weight and lower clip until their whole completion
-    has become drift_limit nats less likely than when it was drawn."""
+    """GEPO without upper clip, and without bad rollouts whose completion became drift_limit nats less likely."""
 
     kind: Literal["gepo_whole"] = "gepo_whole"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
@@ -134,7 +130,7 @@ class GepoPlusConfig(GroupDenominatorConfig):
 
     kind: Literal["gepo_plus"] = "gepo_plus"
     kl_threshold: float = Field(default=0.002, gt=0.0)
-    """Rollouts whose mean KL estimate per token, nats, is below this use their own denominator."""
+    """Rollouts whose mean KL a token is below this use their own denominator, nats."""
 
 
 class EqpConfig(RatioLossConfig):
@@ -161,7 +157,7 @@ class DsGspoConfig(SequenceLossConfig):
 
     kind: Literal["ds_gspo"] = "ds_gspo"
     defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
-    """Share a of the learner's own probability in the denominator."""
+    """Share of p in the denominator."""
 
 
 class GmpoConfig(LossOptions):
@@ -169,7 +165,7 @@ class GmpoConfig(LossOptions):
 
     kind: Literal["gmpo"] = "gmpo"
     eps_log: float = Field(default=0.4, gt=0.0)
-    """Width of the clip range of token log ratios, nats."""
+    """Clip range of token log ratios, nats."""
 
 
 class GrpoConfig(RatioLossConfig):
@@ -232,8 +228,8 @@ class DecoupledPpoConfig(RatioLossConfig):
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     aggregation: Aggregation = "token_mean"
     proximal: Literal["step_start", "loglinear"] = "step_start"
-    """The policy at the start of the step, exact, which one optimizer step per batch never leaves; or A-3PO's estimate
-    of the policy one version ago from the sampler's log-probs and versions (arXiv 2512.06547), which does clip."""
+    """Clip around the policy at the step's start (`step_start`; never left with one step a batch), or an estimate of
+    the policy one version ago (`loglinear`)."""
     behaviour_cap: float = Field(default=5.0, gt=0.0)
     """Largest proximal-over-sampler weight."""
 
@@ -244,12 +240,11 @@ class MoisConfig(RatioLossConfig):
     kind: Literal["mois"] = "mois"
     advantage: Advantage = "mean"
     mixture_age: float = Field(default=8.0, ge=0.0)
-    """Age at which the share of the learner is one half, versions; a = 1 / (1 + exp(slope (age - this)))."""
+    """Age at which the learner's share is one half, versions."""
     mixture_slope: float = Field(default=1.0, gt=0.0)
     """How sharply the share falls with age, per version."""
     mixture_gradient: Literal["none", "full"] = "none"
-    """Whether the denominator is a constant, or differentiated as in the published code, where fresh tokens get almost
-    no gradient."""
+    """Denominator constant (`none`), or differentiated as published (`full`; almost no gradient for fresh tokens)."""
 
 
 class ReinforceConfig(LossOptions):
@@ -274,7 +269,7 @@ class CispoConfig(LossOptions):
     kind: Literal["cispo"] = "cispo"
     aggregation: Aggregation = "token_mean"
     eps_low: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Weights are raised to 1 - eps_low; 1 does not bound the lower side."""
+    """Weights are raised to 1 - eps_low; 1: no lower bound."""
     eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
     """Weights are lowered to 1 + eps_high."""
 
@@ -289,9 +284,9 @@ class TisConfig(LossOptions):
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Weight of a token, product over the rollout, or the product's geometric mean per token."""
+    """Weight of each `token`, their product (`sequence`), or its geometric mean a token (`geometric`)."""
     cap: float = Field(default=2.0, gt=0.0)
-    """Largest weight."""
+    """Largest weight; `mis` drops what exceeds it, `tis` lowers it."""
 
 
 class MisConfig(LossOptions):
@@ -301,11 +296,11 @@ class MisConfig(LossOptions):
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
     level: Literal["token", "sequence", "geometric"] = "sequence"
-    """Weight of a token, product over the rollout, or the product's geometric mean per token."""
+    """Weight of each `token`, their product (`sequence`), or its geometric mean a token (`geometric`)."""
     floor: float = Field(default=0.0, ge=0.0)
     """Smallest weight that counts."""
     cap: float = Field(default=3.0, gt=0.0)
-    """Largest weight that counts."""
+    """Largest weight; `mis` drops what exceeds it, `tis` lowers it."""
 
     @model_validator(mode="after")
     def _check_range(self) -> MisConfig:
@@ -327,19 +322,18 @@ class ImpalaConfig(LossOptions):
 
 
 class CustomLossConfig(LossOptions):
-    """A custom Python function, docs/own-losses.md; advantages, averages, masks and penalties stay the learner's."""
+    """A custom Python function; advantages, averages, masks and penalties stay the learner's."""
 
     kind: Literal["custom"] = "custom"
     function: str
-    """`package.module:function`: f(batch, **options) -> LossOutput; with a parameter `step` it also gets all rollouts
-    of the step, for one more forward pass."""
+    """`package.module:function`: f(batch, **options) -> LossOutput; a parameter `step` gets all rollouts of the step,
+    for one more pass."""
     directory: str = ""
-    """Directory of its package or module, relative to the configuration file; empty is that file's directory. Installed
-    packages need none. Every rank of the learner imports it."""
+    """Directory of its module, relative to the configuration file; empty: its directory."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of the function; it needs a parameter for each."""
+    """Keyword arguments of the function."""
     reads_reference: bool = False
-    """Whether it reads log-probs of the reference model, `batch.reference_BT`. Backends torch and fsdp2."""
+    """Whether it reads `batch.reference_BT`, the reference model's log-probs. Backends torch and fsdp2."""
 
     @field_validator("directory")
     @classmethod

@@ -56,57 +56,50 @@ class _Training(Config):
     """Keys of every backend."""
 
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
-    """Step size of the optimizer after warm-up, before any decay."""
+    """Step size after warm-up, before decay."""
     optimizer: OptimizerName = "adamw"
-    """adamw, or adafactor, which keeps a mean square of each row and column instead of two moments: 8 bytes a parameter
-    less on the device and in a checkpoint. Adafactor's step is lr times the root mean square of each tensor, at least
-    0.001: on weights of 0.02 the same lr moves 50 times less than AdamW's. Backend torch only."""
+    """`adamw`, or `adafactor` (torch only): 8 bytes a parameter less, and steps of lr times a tensor's root mean
+    square, at least 0.001; for weights of 0.02 take 50 times AdamW's lr."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    """AdamW decay rates of the first and second moments, each in [0, 1)."""
+    """AdamW's decay rates of first and second moments, in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Decoupled weight decay, applied to every parameter."""
+    """Decoupled weight decay of every parameter."""
     grad_clip: float = Field(default=1.0, gt=0.0)
-    """Largest norm of the whole gradient; larger gradients are scaled down to it."""
+    """Largest norm of the gradient; larger gradients are scaled down."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the step size grows linearly from lr / warmup_steps to lr; repeated with a new optimizer."""
+    """Steps of linear growth to lr; repeated with a new optimizer."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the step size after warm-up, by the steps of the run, restarts included."""
+    """Decay after warm-up, by steps of the run, restarts included."""
     lr_decay_steps: int = Field(default=0, ge=0)
-    """Step of the run at which linear and cosine reach lr * lr_final_ratio and stay there, usually max_steps; both need
-    it."""
+    """Step at which `linear` and `cosine` reach lr * lr_final_ratio; both need it, usually max_steps."""
     lr_final_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of lr left at lr_decay_steps; 0 ends learning there."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens of one forward and backward pass, padding included; a longer rollout gets a pass of its own."""
+    """Tokens of one pass, padding included; a longer rollout has its own pass."""
     batching: Literal["padded", "packed"] = "padded"
-    """Rollouts of similar length side by side, or packed into one row with block-diagonal attention."""
+    """Rollouts of similar length as rows (`padded`), or in one row with block-diagonal attention (`packed`)."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the weights that samplers receive. Tensors that transformers keeps in fp32, such as a router's
-    correction, stay fp32."""
+    """Type of the published weights. Tensors that transformers keeps in fp32 stay fp32."""
     forward_weights: Literal["published", "masters"] = "published"
-    """Weights of the loss: as published, that is fp32 masters rounded to published_dtype with gradients passed straight
-    through; or the masters themselves, which are never sampled from or exported."""
+    """Weights of the loss: `published` (masters rounded, gradients passed through), or `masters`, which are never
+    sampled from or exported."""
     dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Weights within this many units in the last place of their published value keep it: 0.75 makes deltas about a
-    quarter smaller. Values below 0.5 gain nothing; 0 rounds every weight. Changes that are held back are published
-    later."""
+    """Weights this close to their published value keep it until later; 0.75 makes deltas a quarter smaller, below 0.5
+    nothing. 0: off."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of torch and of the weight codec; 0 leaves torch's choice, and one for each core."""
+    """CPU threads of torch and the weight codec; 0: torch's choice, and one a core."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention by torch's fused kernels, by plain products that hold every score, or by the package flash-attn, which
-    runs in bf16 on a GPU only."""
+    """`sdpa` (torch's fused kernels), `eager` (plain products) or `flash_attention_2` (package flash-attn, bf16 on a
+    GPU)."""
     compile: bool = False
-    """Compile the model's blocks at the first step; needs a C++ compiler on the CPU, Triton on a GPU. Numbers stay up
-    to rounding. Not in ZeRO stage 3."""
+    """Compile the model's blocks at the first step; needs a C++ compiler (CPU) or Triton (GPU). Not in ZeRO stage 3."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that share each pass, every one with a slice of the positions (Ulysses), for rollouts too long for one
-    device; a divisor of the number of ranks and of the attention heads. micro_batch_tokens then count for all that
-    share. Backend fsdp2 only; 1 is off."""
+    """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device; divides ranks and
+    attention heads. micro_batch_tokens count for all. fsdp2 only; 1: off."""
     liger: bool = False
-    """Liger's fused kernels for norms, positions and gated layers: less memory and time. GPU only; needs `pip install
-    'heterorl[gpu]'`."""
+    """Liger's fused kernels: less memory and time. GPU only; needs `pip install 'heterorl[gpu]'`."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -146,16 +139,17 @@ def _refuse_slices(config: _Training) -> None:
 
 
 class TorchBackendConfig(_Training):
-    """One process, CPU or one GPU; weights are kept in fp32 and published in a narrower type."""
+    """One process on a CPU or one GPU."""
 
     kind: Literal["torch"] = "torch"
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of matrix products; log-probabilities are normalised in fp32 either way."""
+    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
+    fp32."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Device of the weights: cpu, cuda or cuda:N."""
+    """Device of the weights."""
     reference_model_dir: str = ""
-    """Frozen model for `loss.reference_kl` and custom losses with `loss.reads_reference`, loaded for them only; empty
-    is model_dir, that is version 0."""
+    """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
+    parameter."""
 
     @model_validator(mode="after")
     def _check_slices(self) -> TorchBackendConfig:
@@ -167,14 +161,13 @@ class _Ranks(_Training):
     """Keys of backends with several processes."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """Seconds without a heartbeat after which all processes of a learner that a launcher started end, with exit code 1,
-    or by SIGKILL where one is stopped; at most a quarter more passes. Also how long another process than the first
-    waits, after an error, for the first one to meet it too."""
+    """Time without heartbeats that ends all processes, at most a quarter later. After an error other ranks wait as long
+    for rank 0 to meet it."""
     overlap_checkpoint: bool = True
-    """Copy masters and moments to the host's memory, 12 bytes a parameter of each process's share, and write the copy
-    while the next step computes; false writes them between two steps, without a copy. Only with overlap_publication."""
+    """Write a checkpoint during the next step from a copy in host memory, 12 bytes a parameter of the share; false:
+    between steps, without copy. Needs overlap_publication."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda gives each process the GPU of its number on its machine, LOCAL_RANK."""
+    """`cpu`, or `cuda`: the GPU that LOCAL_RANK numbers."""
 
     @model_validator(mode="after")
     def _check_elementwise(self) -> Self:
@@ -187,17 +180,17 @@ class _Ranks(_Training):
 
 
 class DeepSpeedBackendConfig(_Ranks):
-    """One process for each device of one machine (`heterorl learner --nproc N`) or of many (torchrun), joined by
-    DeepSpeed's ZeRO."""
+    """One process a device, on one machine (`heterorl learner --nproc N`) or many (torchrun), with DeepSpeed's ZeRO."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[0, 1, 2, 3] = 2
-    """What is sharded among the ranks: 0 nothing, 1 optimizer and masters, 2 gradients too, 3 the weights too."""
+    """Ranks shard `0` nothing, `1` optimizer and masters, `2` gradients too, `3` weights too."""
     offload_optimizer: bool = False
-    """Keep masters and moments in host memory and step there; stages 1 to 3."""
+    """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
+    copies weights as fp32."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: type of passes and of the weights that they use, independent of forward_weights; masters, moments and
-    accumulated gradients stay fp32. In stage 0 only matrix products are bf16."""
+    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
+    fp32."""
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
@@ -212,19 +205,18 @@ class DeepSpeedBackendConfig(_Ranks):
 
 
 class Fsdp2BackendConfig(_Ranks):
-    """One process for each device of one machine (`heterorl learner --nproc N`) or of many (torchrun); torch's
-    `fully_shard` shards weights, gradients, masters and optimizer among all of them."""
+    """The same processes with torch's `fully_shard` of weights, gradients, masters and optimizer."""
 
     kind: Literal["fsdp2"] = "fsdp2"
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: weights are gathered and passes computed in it, independent of forward_weights; masters, moments and
-    accumulated gradients stay fp32."""
+    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
+    fp32."""
     reference_model_dir: str = ""
-    """Frozen model for `loss.reference_kl` and custom losses with `loss.reads_reference`, loaded for them only and
-    sharded, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
+    """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
+    parameter."""
     offload_optimizer: bool = False
-    """Keep masters, gradients and moments in host memory and step there; every pass copies this rank's rows of each
-    block to its device as fp32."""
+    """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
+    copies weights as fp32."""
 
     @model_validator(mode="after")
     def _check_compile(self) -> Fsdp2BackendConfig:

@@ -32,7 +32,7 @@ class RewardBase(Config):
 
 
 class MatchRewardConfig(RewardBase):
-    """The task's own score, such as task.match of a dataset."""
+    """The task's own score, such as task.match."""
 
     kind: Literal["match"] = "match"
     """The task's own score."""
@@ -49,9 +49,9 @@ class FunctionRewardConfig(RewardBase):
     kind: Literal["function"] = "function"
     """A Python function."""
     function: str
-    """As task.reward, without urls. Named parts are shown as NAME/PART."""
+    """As task.reward, without urls; named parts are shown as NAME/PART."""
     directory: str = ""
-    """Directory of its module, relative to the configuration file; empty: the file's directory."""
+    """Directory of its module, relative to the configuration file; empty: its directory."""
 
     @field_validator("directory")
     @classmethod
@@ -68,17 +68,17 @@ class RemoteRewardBase(RewardBase):
     """Keys of every reward that a remote service computes."""
 
     url: Url = Field(pattern=r"^https?://[^\s]+$", max_length=2048)
-    """Address of the service. Not part of the contract: each site may use its own."""
+    """Address of the service; each site may have its own."""
     low: float = Field(default=0.0, allow_inf_nan=False)
-    """Smallest allowed value; a smaller one is an error."""
+    """Smallest value; a smaller one is an error."""
     high: float = Field(default=1.0, allow_inf_nan=False)
-    """Largest allowed value; a larger one is an error."""
+    """Largest value; a larger one is an error."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_0-9]*$", max_length=128)
     """Environment variable of the bearer token; empty: none, or api_key_file."""
     api_key_file: str = ""
     """File of the bearer token, relative to the configuration file."""
     ca_file: str = ""
-    """CA file (PEM) for the server's certificate; empty: the system's."""
+    """CA file (PEM) of the server; empty: the system's."""
 
     @field_validator("api_key_file", "ca_file")
     @classmethod
@@ -93,17 +93,17 @@ class RemoteRewardBase(RewardBase):
 
 
 class HttpRewardConfig(RemoteRewardBase):
-    """A reward service, asked by HTTP POST; docs/rewards.md has the two JSON documents."""
+    """A reward service, asked by HTTP POST; docs/rewards.md has the JSON documents."""
 
     kind: Literal["http"] = "http"
     """A reward service, asked by HTTP POST."""
     batch: Literal["completion", "group"] = "completion"
-    """`completion` asks for each completion when it ends, `group` once for all completions of a group."""
+    """One request for each `completion` when it ends, or for each `group`."""
     version: str = Field(default="", max_length=128)
-    """Version of the service, part of the contract; change it when the service changes."""
+    """Version of the service; change it with the service. Part of the contract."""
     signed_by: tuple[PublicKey, ...] = ()
-    """Public keys of the service, one of which signs each value; then a learner needs to trust no site. Not part of the
-    contract. Not with batch `group`, where a site could choose the other completions."""
+    """Public keys, one of which signs each value, so that the learner trusts no site. Only with batch `completion`. Not
+    part of the contract."""
 
     @model_validator(mode="after")
     def _signs_completions(self) -> HttpRewardConfig:
@@ -113,32 +113,30 @@ class HttpRewardConfig(RemoteRewardBase):
 
 
 class JudgeRewardConfig(RemoteRewardBase):
-    """A judge: a language model that scores each completion, over OpenAI's chat completions."""
+    """A language model that scores each completion, over OpenAI's chat completions."""
 
     kind: Literal["judge"] = "judge"
     """A language model as judge."""
     model: str = Field(min_length=1, max_length=256)
     """Name of the model."""
     rubric: str = Field(default="", max_length=1 << 16)
-    """Prompt of the judge, with `{prompt}`, `{completion}` and `{answer}`. Empty: rubric_file."""
+    """Prompt of the judge, with `{prompt}`, `{completion}` and `{answer}`; empty: rubric_file."""
     rubric_file: str = ""
     """File of the rubric, relative to the configuration file."""
     field: str = Field(default="score", min_length=1, max_length=128)
-    """Field of the score in the last JSON object of the judge's answer. The score, on the scale low to high, becomes a
-    reward of 0 to 1."""
+    """Field of the score in the answer's last JSON object. The scale low to high becomes a reward of 0 to 1."""
     pattern: str = Field(default="", max_length=1024)
-    """Regular expression of the score (first group of the last match); replaces field. Empty: field."""
+    """Regular expression of the score (first group of the last match); replaces field."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of the judge."""
     max_tokens: int = Field(default=512, ge=1, le=1 << 16)
     """Longest answer of the judge, tokens."""
     cache_file: str = "runs/judge.sqlite"
-    """SQLite cache of scores, by digest of rubric, model, prompt, answer and completion. Processes of one machine share
-    it and its requests_per_minute. It may be deleted at any time."""
+    """SQLite cache of scores, shared with requests_per_minute by a machine's processes. Delete it at any time."""
     cache_entries: int = Field(default=1_000_000, ge=1)
-    """Most cached scores; the oldest are removed."""
+    """Cached scores; the oldest are removed."""
     requests_per_minute: float = Field(default=0.0, ge=0)
-    """Most requests a minute to this url from all processes with this cache_file; 0 is no bound."""
+    """Requests to this url from all processes with this cache_file; 0: no bound."""
 
     @property
     def needs_answers(self) -> bool:
@@ -166,30 +164,29 @@ class JudgeRewardConfig(RemoteRewardBase):
 
 
 class CodeRewardConfig(RewardBase):
-    """Unit tests of a completion's Python code, run in bubblewrap; the prompt's answer holds the tests."""
+    """Unit tests of a completion's Python code in bubblewrap; the prompt's answer holds the tests."""
 
     kind: Literal["code"] = "code"
     """Unit tests of a completion's Python code."""
     credit: Literal["all", "share"] = "all"
-    """`all`: 1 where all tests pass, else 0; `share`: the share of tests that pass."""
+    """`all`: 1 if all tests pass, else 0; `share`: the share that passes."""
     needs_block: bool = True
-    """Whether code counts only in a fenced block, of which the last is taken; false takes the whole completion where it
-    has no block."""
+    """Take code only from the last fenced block; false: from the whole completion where it has none."""
     test_timeout_s: float = Field(default=2.0, gt=0, le=600)
-    """Limit of one test, seconds of processor time, or four times as long by the clock; a longer one fails. All tests
-    of a completion together have task.reward_timeout_s."""
+    """Processor time of one test, or four times by the clock; a longer one fails. All tests together have
+    task.reward_timeout_s."""
     memory_bytes: int = Field(default=512 << 20, ge=64 << 20)
-    """Address space of each process of a test, bytes."""
+    """Address space of each process of a test."""
     num_processes: int = Field(default=8, ge=1, le=256)
-    """Most processes and threads of a test."""
+    """Processes and threads of a test."""
     work_bytes: int = Field(default=16 << 20, ge=1 << 16, le=1 << 32)
-    """Most bytes that a test may write to files, which are in memory."""
+    """Bytes of files that a test may write, in memory."""
     output_bytes: int = Field(default=1 << 16, ge=1, le=1 << 24)
-    """Most bytes that a test may print; a test that prints more fails."""
+    """Bytes that a test may print; more fails it."""
     python: str = ""
-    """Interpreter of the tests; empty: heterorl's interpreter, without its packages."""
+    """Interpreter of the tests; empty: heterorl's, without its packages."""
     shown: tuple[str, ...] = Field(default=(), max_length=16)
-    """Further directories that tests may read, such as an environment with numpy. Not part of the contract."""
+    """More directories that tests may read, such as an environment with numpy. Not part of the contract."""
 
     @property
     def needs_answers(self) -> bool:

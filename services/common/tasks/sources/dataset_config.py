@@ -15,21 +15,20 @@ class DataConfig(Config):
     """Columns and rows of `hf:`, `parquet:` and `jsonl:`; the same on every node of a run."""
 
     prompt: str = Field(default=PROMPT, min_length=1)
-    """Column of the prompt: text, or a list of messages with `role` and `content`, the user's last. Without a column of
-    this default name, `messages` is taken."""
+    """Column of the prompt: text, or messages with `role` and `content`, the user's last. Without a column of the
+    default name, `messages` is taken."""
     messages: str = ""
     """Column of the prompt as messages; replaces `prompt`."""
     answer: str = ANSWER
-    """Column of the right answer: text, a number, or JSON. A dot reads a field of a table, such as
-    `reward_model.ground_truth`, here and in prompt and messages. Empty, or a default name that no row has: no answers,
-    for rewards that need none."""
+    """Column of the right answer: text, number or JSON. A dot reads a field (`reward_model.ground_truth`), in prompt
+    and messages too. Empty, or no column of the default name: no answers."""
     subset: str = ""
-    """hf: subset (configuration) of the dataset; empty: its default."""
+    """hf: subset (configuration); empty: the default one."""
     files: tuple[str, ...] = ()
-    """hf: patterns of the files to read, such as `data/train-*.parquet`; empty: the subset's files, and the whole
-    repository is downloaded."""
+    """hf: patterns of files, such as `data/train-*.parquet`; empty: the subset's, after a download of the whole
+    repository."""
     evaluation_split: str = ""
-    """hf: split of the held-out prompts; empty: some prompts of `task.name` are held out."""
+    """hf: split of held-out prompts; empty: some of task.name's prompts."""
     where: dict[str, Value | tuple[Value, ...]] = Field(default_factory=dict)
     """hf, parquet: rows to keep, by column: a value or a list of values."""
     at_least: dict[str, float] = Field(default_factory=dict)
@@ -37,9 +36,9 @@ class DataConfig(Config):
     at_most: dict[str, float] = Field(default_factory=dict)
     """hf, parquet: rows to keep, by column: largest number."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Longest prompt with its template, tokens; longer ones are dropped and counted in the log. 0 is no bound."""
+    """Longest prompt with its template; longer ones are dropped and logged. 0: no bound."""
     cache_dir: str = ""
-    """hf, parquet: directory of downloads and Arrow files; empty: the directory of HF_HOME."""
+    """hf, parquet: directory of downloads and Arrow files; empty: HF_HOME's."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> DataConfig:

@@ -51,12 +51,18 @@ def build_tokenizer() -> Any:
 
 
 def write_tiny_model(
-    directory: Path, *, seed: int, hidden_size: int = 64, num_layers: int = 2, num_positions: int = POSITIONS
+    directory: Path,
+    *,
+    seed: int,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_positions: int = POSITIONS,
+    tokenizer: Any = None,
 ) -> Path:
-    """Write a random model and its tokenizer; equal arguments give equal weights."""
+    """Write a random model and its tokenizer, by default one of sums; equal arguments give equal weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = build_tokenizer()
+    tokenizer = tokenizer or build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

@@ -20,7 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterorl.demo.config import (
+from benchmarks.curves.games import GAMES
+from benchmarks.curves.records import curve_of, held_out_of, versions_to_evaluate
+from heterorl.common.errors import HeterorlError
+from heterorl.common.process.threads import own_command
+from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
+from heterorl.demo.demo_config import (
     FULL,
     SITES,
     DemoOptions,
@@ -29,12 +34,6 @@ from heterorl.demo.config import (
     make_certificates,
     sampler_tables,
 )
-
-from benchmarks.curves.games import GAMES
-from benchmarks.curves.records import curve_of, held_out_of, versions_to_evaluate
-from heterorl.common.errors import HeterorlError
-from heterorl.common.process.threads import own_command
-from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
 from heterorl.demo.processes import Child, start, stop_together, tail
 from heterorl.report.past_run import STEPS_FILE, VERSIONS_FILE, journal_rows
 
@@ -227,7 +226,8 @@ class Run:
             return
         words = [f"--version={version}" for version in versions_to_evaluate(max(published))]
         config = self.directory / "config" / f"{SITES[0]}.toml"
-        command = own_command("heterorl", "evaluate", address, *words, "--config", str(config), "--json")
+        command = own_command("heterorl", "evaluate", address, *words, f"--prompts={NUM_HELD_OUT}")
+        command += ["--config", str(config), "--json"]
         path = self.directory / "logs" / "evaluate.log"
         with path.open("wb") as log:
             left_s = max(1.0, self.spec.end - STOP_S - time.time())

@@ -17,11 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "services"
 _MAP_HEAD = """# Map of the code
 
 For someone who reads or changes the code: which folder holds what, and which file to open first. The package `heterorl`
-is the folder `services`. A folder is one subject; its docstring, shown here, says what it guarantees. `make docs` makes
-this page.
-
-Imports go down only: `cli`; then `doctor`, `evaluation`, `plan`, `track`, `view`; then `demo`; then `certs`, `report`;
-then `coordinator`, `launch`, `learner`, `relay`, `sampler`; then `common` ([picture](../ARCHITECTURE.md#the-map)).
+is the folder `services`. `make docs` makes this page from the folders' docstrings. Imports go down only
+([picture](../ARCHITECTURE.md#the-map)).
 
 ## Start here
 
@@ -51,20 +48,18 @@ _BESIDE = """
 
 | folder | what it holds |
 |---|---|
-| `protos/` | the messages and services of the wire, the maker of stubs, the baseline for `buf` |
+| `protos/` | messages and services of the wire, the maker of stubs, the baseline for `buf` |
 | `tests/unit/` | one folder for each folder of `services/` |
 | `tests/contract/` | rules of the repository: imports, sizes, documents, configurations, deployment files |
-| `tests/integration/` | real servers and real SQLite in one process |
-| `tests/e2e/` | whole runs as processes |
+| `tests/integration/`, `tests/e2e/` | real servers in one process; whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
-| `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
-| `tests/gpu/` | tests that need a GPU |
+| `tests/engines/`, `tests/trackers/`, `tests/gpu/` | vLLM and DeepSpeed, trackers, a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
-| `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
+| `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines, `fuzz` |
 | `benchmarks/` | programs and results of [measurements](../benchmarks/README.md) |
 | `research/` | [experiments](../research/README.md) about losses under delay: `heterorl_research` |
-| `deploy/` | the installer for systemd, images, Compose files, dashboards, alerts, the runbook |
-| `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
+| `deploy/` | installer, images, Compose files, dashboards, alerts, runbook |
+| `requirements/` | exact versions for each role |
 | `examples/` | whole runs, and the results that each must reach |
 | `docs/` | this site; `make site` builds it |
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/plan.md: plans of three models, what they assume, and predictions beside what was measured."""
+"""Tables of plans: three models, and predictions next to measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heterorl.cli.plan import size_words, time_words
-from heterorl.plan.assumptions import Assumptions, facts
+from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.costs import delta_bytes, rank_memory
 from heterorl.plan.estimate import Question, plan
 from heterorl.plan.model_shape import SHAPES, ModelShape
@@ -14,7 +14,7 @@ from heterorl.plan.model_shape import SHAPES, ModelShape
 Rows = tuple[Sequence[str], list[Sequence[str]]]
 MODELS = ("Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B")
 GPUS = (8, 64)
-PUBLISHED = (("torch", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4))
+PUBLISHED = (("torch", 1), ("fsdp2", 4))
 """Rows of benchmarks/publish.py that a plan is made of."""
 CORE_TFLOPS = 0.1
 """fp32 of a core of that machine at its best: 32 operations in each of 3e9 cycles a second."""
@@ -48,15 +48,6 @@ def plans() -> Rows:
                 ]
             )
     return header, rows
-
-
-def assumptions() -> Rows:
-    """Name, value, meaning and source of each."""
-    rows = [
-        [f"`{fact['name']}`", f"{fact['value']:g} {fact['unit']}".strip(), fact["meaning"], _cited(fact["source"])]
-        for fact in facts(Assumptions())
-    ]
-    return ["assumption", "default", "what", "source"], rows
 
 
 def checks(weights: dict[str, Any], load: dict[str, Any], publish: dict[str, Any]) -> Rows:
@@ -128,10 +119,3 @@ def _run(entry: dict[str, Any]) -> list[Sequence[str]]:
             f"{found.memory.total / 1e6 / held:.2f}",
         ],
     ]  # fmt: skip
-
-
-def _cited(source: str) -> str:
-    path, _, rest = source.partition(",")
-    if not path.startswith("benchmarks/"):
-        return source
-    return f"[{path.rpartition('/')[2]}](../{path}),{rest}"

@@ -7,7 +7,6 @@ stands between them, and a test compares.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,33 @@ DOCUMENTS = (
     "docs/launch.md",
     "docs/operate.md",
 )
-_DETAILS = re.compile(r"at version [1-9]|share of products|a step on the card|failed: |their cause|^skipped|code 1 B")
-"""Rows of a card that only its file has."""
+_OF_A_CARD = (
+    "products in bf16",
+    "copy from the host, pageable",
+    "copy from the host, pinned",
+    "tests passed",
+    "tests failed",
+    "513 M, heterorl: speed",
+    "513 M, heterorl: peak memory",
+    "513 M, heterorl, checkpointing: speed",
+    "513 M, heterorl, checkpointing: peak memory",
+    "513 M, heterorl, compile: speed",
+    "513 M, heterorl, compile: peak memory",
+    "513 M, fsdp2: speed",
+    "513 M, trl: speed",
+    "513 M, trl: peak memory",
+    "110 M, heterorl: speed",
+    "hf, 513 M: pause of a swap",
+    "hf, 513 M: speed, 256 rows",
+    "hf, 513 M: canary beside fp32, median",
+    "code a delta of 8 B, digests included",
+    "apply and verify it on 8 B",
+    "held-out accuracy at version 0",
+    "held-out accuracy at the end",
+    "states that differ between learner and sampler",
+    "median step",
+)
+"""Rows of a card that the page shows; the card's file has all."""
 _FAULTS = {
     "machine": "agent and process killed",
     "rank": "process killed",
@@ -50,64 +74,32 @@ def _overlap() -> str:
 
 
 def _publish() -> str:
+    """Rows of one machine as the code is now; the file has two machines and the code of before."""
     return table(
-        [
-            "backend",
-            "ranks, nodes",
-            "parameters",
-            "step",
-            "to the ack",
-            "checkpoint",
-            "stall, of it state",
-            "digests equal",
-            "loss minus torch's",
-        ],
+        ["backend", "ranks", "step", "to the ack", "checkpoint", "stall, of it state", "memory of a rank"],
         [
             [
                 r["backend"],
-                f"{r['ranks']}, {r['nodes']}",
-                f"{r['parameters'] / 1e6:.0f} M",
+                str(r["ranks"]),
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
                 f"{r['checkpoint_s']:.2f} s",
-                f"{r['stall_s']:.2f} s, {r['state_s']:.2f} s" if "stall_s" in r else "-",
-                "yes" if r["digests_equal"] else "NO",
-                _loss_difference(r),
+                f"{r['stall_s']:.2f} s, {r['state_s']:.2f} s",
+                f"{max(_peaks(r)):,.0f} MB",
             ]
             for r in _benchmark("publish")["rows"]
+            if r["nodes"] == 1 and " " not in r["backend"]
         ],
     )
 
 
-def _loss_difference(row: dict[str, Any]) -> str:
-    alike = [r for r in _benchmark("publish")["rows"] if r["parameters"] == row["parameters"]]
-    torch = next((r["losses"] for r in alike if r["backend"] == "torch"), None)
-    if torch is None or len(torch) != len(row["losses"]):
-        return "-"
-    difference = max(abs(one - other) for one, other in zip(row["losses"], torch, strict=True))
-    return f"{difference:.0e}" if difference else "0"
-
-
-def _publish_memory() -> str:
-    phases = ("load", "step", "publish", "checkpoint")
-    return table(
-        ["backend", "ranks, nodes", "parameters", *phases],
-        [
-            [
-                r["backend"],
-                f"{r['ranks']}, {r['nodes']}",
-                f"{r['parameters'] / 1e6:.0f} M",
-                *(
-                    ", ".join(
-                        f"{peak - base:,.0f}"
-                        for peak, base in zip(r["phases_rss_mb"][phase], r["base_rss_mb"], strict=True)
-                    )
-                    for phase in phases
-                ),
-            ]
-            for r in _benchmark("publish")["rows"]
-        ],
-    )
+def _peaks(row: dict[str, Any]) -> list[float]:
+    """Peak of each rank and phase, MB above an idle process."""
+    return [
+        peak - base
+        for peaks in row["phases_rss_mb"].values()
+        for peak, base in zip(peaks, row["base_rss_mb"], strict=True)
+    ]
 
 
 def _loop() -> str:
@@ -152,33 +144,21 @@ def _sites() -> str:
 def _kills_stores() -> str:
     found = _benchmark("kills_stores")
     names = {
-        "postgres": "PostgreSQL", "bucket": "the bucket's server",
-        "active": "the active coordinator", "standby": "the standby",
-        "outage": "the active coordinator, and the bucket away: since that is back",
-        "race": "both coordinators, in turn",
-    }  # fmt: skip
-    kills = table(
-        ["killed", "times", "until a coordinator answers, median", "longest"],
-        [
-            [names[kind], str(count), *(f"{found['takeover_s'][kind][which]:.1f} s" for which in ("median", "max"))]
-            for kind, count in found["kills"].items()
-        ],
+        "postgres": "PostgreSQL",
+        "bucket": "the bucket's server",
+        "active": "the active coordinator",
+        "standby": "the standby",
+        "outage": "the active coordinator while the bucket was away",
+        "race": "both coordinators",
+    }
+    kills = ", ".join(f"{names[kind]} {count}" for kind, count in found["kills"].items())
+    longest = max(times["max"] for times in found["takeover_s"].values())
+    ledger = "balanced" if found["ledger_balanced"] else "NOT balanced"
+    return (
+        f"Kills: {kills}. Of {found['acknowledged']} acknowledged groups {found['lost']} were lost and"
+        f" {found['duplicated']} taken twice; the ledger is {ledger}. A coordinator answered again within"
+        f" {longest:.1f} s; in an outage of the bucket, after its end."
     )
-    account = table(
-        ["account", ""],
-        [
-            [
-                "groups acknowledged, lost, taken twice",
-                f"{found['acknowledged']}, {found['lost']}, {found['duplicated']}",
-            ],
-            ["payloads of the learner, of them put into the bucket", f"{found['uploads']}, {found['put']}"],
-            ["coordinators that ended for good", str(len(found["stay_down"]))],
-            ["ledger", "balanced" if found["ledger_balanced"] else "NOT balanced"],
-            ["transactions, epochs of the store", f"{found['transactions']:,}, {found['epochs']}"],
-            ["epochs that committed at once, at most", str(found["epochs_committing_at_once"])],
-        ],
-    )
-    return f"{kills}\n\n{account}"
 
 
 def _sites_stores() -> str:
@@ -205,27 +185,6 @@ def _ingest() -> str:
         [
             [f"{size:,}", *(f"{rows[size, system]['groups_per_s']:,.0f}" for system in systems)]
             for size in sorted({size for size, _ in rows})
-        ],
-    )
-
-
-def _group_rows() -> str:
-    rows = {(r["group_bytes"], r["store"], r["layout"]): r for r in _benchmark("group_rows")["rows"]}
-    stores = {"sqlite": "SQLite", "postgres": "PostgreSQL"}
-    return table(
-        ["bytes of a group", "store", *(f"{what}: {at}" for what in ("in", "out") for at in ("row", "apart", "file"))],
-        [
-            [
-                f"{size:,}",
-                name,
-                *(
-                    f"{rows[size, store, at][f'{what}_mb_s']:,.0f}"
-                    for what in ("in", "out")
-                    for at in ("row", "apart", "file")
-                ),
-            ]
-            for size in sorted({size for size, *_ in rows})
-            for store, name in stores.items()
         ],
     )
 
@@ -263,76 +222,58 @@ def _pull_ways() -> str:
 
 
 def _nodes() -> str:
-    where = {(0, 2): "machine 0", (1, 2): "machine 1", (0, 1): "the only one"}
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {fault: [] for fault in _FAULTS}
     for r in _benchmark("nodes")["faults"]:
-        on = "between them" if r["fault"] == "parted" else where[r["machine"], r["machines"]]
-        rows.setdefault((r["fault"], on), []).append(r)
+        rows[r["fault"]].append(r)
     return table(
-        ["fault", "of", "times", "longest until no rank ran", "no agent either", "from there to a new version"],
+        ["fault", "times", "longest until no rank ran", "no agent either", "from there to a new version"],
         [
             [
                 _FAULTS[fault],
-                on,
                 str(len(found)),
                 f"{max(r['ranks_ended_s'] for r in found):.1f} s",
                 f"{max(r['ended_s'] for r in found):.1f} s",
                 f"{max(r['next_version_s'] for r in found):.0f} s",
             ]
-            for (fault, on), found in sorted(rows.items(), key=lambda row: (list(_FAULTS).index(row[0][0]), row[0][1]))
+            for fault, found in rows.items()
+            if found
         ],
-    )  # fmt: skip
+    )
 
 
 def _nodes_account() -> str:
     r = _benchmark("nodes")
-    held_out, bounds = r["held_out"], r["bounds"]
-    interval = f"{held_out['rise']:+.3f} ({held_out['rise_low']:+.3f} to {held_out['rise_high']:+.3f})"
-    return table(
-        ["what", "found"],
-        [
-            ["faults", str(r["kills"])],
-            ["groups, lost or in effect twice", f"{r['groups']}, {r['lost']} and {r['duplicated']}"],
-            ["versions, all numbers there once", f"{r['versions']}, {_yes(r['dense'])}"],
-            ["ledger balances", _yes(r["ledger_balanced"])],
-            ["learner, checkpoint, both samplers, payloads replayed: one state a version", _yes(r["digests_equal"])],
-            ["ends that no fault had caused", str(r["unasked_ends"])],
-            ["faults over a bound: " + ", ".join(f"{value:g} s" for value in bounds.values()), str(len(r["late"]))],
-            [
-                f"right of {held_out['prompts']} held-out prompts, version 0 and {held_out['version']}",
-                f"{held_out['before']:.3f} and {held_out['after']:.3f}",
-            ],
-            ["difference, 95 % interval over prompts", interval],
-        ],
-    )  # fmt: skip
+    state = "one state" if r["dense"] and r["ledger_balanced"] and r["digests_equal"] else "NOT one state"
+    bounds = ", ".join(f"{value:g} s" for value in r["bounds"].values())
+    return (
+        f"{r['kills']} faults, {r['groups']} groups: {r['lost']} lost, {r['duplicated']} in effect twice."
+        f" {r['versions']} versions, each with {state} at learner, checkpoint and samplers."
+        f" {r['unasked_ends']} ends without a fault; {len(r['late'])} faults over a bound ({bounds})."
+    )
 
 
 def _parity() -> str:
     return table(
-        ["backend", "ranks", "nodes", "loss", "weights", "published bits", "comes back"],
+        ["backend", "ranks on machines", "loss", "weights", "published bits"],
         [
             [
                 r["backend"] if r["stage"] is None else f"ZeRO {r['stage']}",
-                str(r["ranks"]),
-                str(r["nodes"]),
+                f"{r['ranks']} on {r['nodes']}",
                 *(f"{r[name]:.0e}" if r[name] else "0" for name in ("loss", "weights")),
                 f"{round(r['bf16_differing'] * r['elements'])} of {r['elements']:,}",
-                _yes(r["comes_back"]),
             ]
             for r in _benchmark("parity")["rows"]
-            if (r["ranks"], r["nodes"]) in {(1, 1), (4, 2)}
+            if (r["ranks"], r["nodes"]) == (4, 2)
         ],
     )
 
 
 def _steps(name: str) -> str:
-    rows = _benchmark(name)["rows"]
-    total = sum(row["seconds"] for row in rows)
-    return table(["step", "seconds"], [*([r["step"], f"{r['seconds']:.1f}"] for r in rows), ["all", f"{total:.0f}"]])
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
+    """All seconds of a run's steps, the three longest steps, and those after a kill."""
+    rows = sorted(_benchmark(name)["rows"], key=lambda row: -float(row["seconds"]))
+    shown = rows[:3] + [row for row in rows[3:] if row["step"].startswith("SIGKILL")]
+    steps = "".join(f"\n- {row['step']}: {row['seconds']:.1f} s" for row in shown)
+    return f"{sum(row['seconds'] for row in rows):.0f} s in all, of them:\n{steps}"
 
 
 def _percent(share: float) -> str:
@@ -340,30 +281,28 @@ def _percent(share: float) -> str:
 
 
 def _gpu() -> str:
-    """Every part of every card beside the plan."""
-    texts = []
-    for path in sorted((SOURCES / "gpu").glob("*.json")):
-        found = json.loads(path.read_bytes())
-        rows = [
-            row
-            for part in found["parts"]
-            for row in ([f"**{part['title']}**", "", "", ""], *map(_gpu_row, filter(_is_shown, part["rows"])))
-        ]
-        title = f"{found['card']}, {found['memory_gib']:g} GiB, {found['cores']} cores, torch {found['torch']}"
-        texts.append(f"**{title}**\n\n{table(['what', 'measured', 'plan', 'plan / measured'], rows)}")
-    return "\n\n".join(texts) or "No card was at hand."
+    """Rows of `_OF_A_CARD`, a column for each card, and the plan."""
+    cards = [json.loads(path.read_bytes()) for path in sorted((SOURCES / "gpu").glob("*.json"))]
+    found = [{row["what"]: row for part in card["parts"] for row in part["rows"] if "value" in row} for card in cards]
+    return table(
+        ["what", *(card["card"] for card in cards), "plan"],
+        [
+            [
+                f"{what}, {unit}" if (unit := _first(found, what, "unit")) else what,
+                *(_cell(rows.get(what, {}).get("value")) for rows in found),
+                _cell(_first(found, what, "forecast")),
+            ]
+            for what in _OF_A_CARD
+        ],
+    )
 
 
-def _is_shown(row: dict[str, Any]) -> bool:
-    return _DETAILS.search(row["what"]) is None
+def _first(cards: list[dict[str, Any]], what: str, field: str) -> Any:
+    return next((rows[what][field] for rows in cards if rows.get(what, {}).get(field) is not None), None)
 
 
-def _gpu_row(row: dict[str, Any]) -> list[str]:
-    if "note" in row:
-        return [f"{row['what']}: {row['note']}", "", "", ""]
-    value, forecast = row["value"], row.get("forecast")
-    ratio = f"{forecast / value:.2f}" if forecast and value else ""
-    return [row["what"], f"{value:,g} {row['unit']}".strip(), "" if forecast is None else f"{forecast:,g}", ratio]
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:,g}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -371,16 +310,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": _parity,
     "loop": _loop,
     "publish": _publish,
-    "publish-memory": _publish_memory,
     "sites": _sites,
     "sites-stores": _sites_stores,
     "kills-stores": _kills_stores,
     "ingest": _ingest,
-    "group-rows": _group_rows,
     "pull": _pull,
     "pull-ways": _pull_ways,
     "plan": lambda: table(*plans.plans()),
-    "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
     "machine": lambda: _steps("machine"),
     "compose": lambda: _steps("compose"),

@@ -24,6 +24,14 @@ _WHOLE_LENGTHS = {task: _LENGTHS[task] for task in ("t21", "t101")}
 _LARGE_TOKENS = 101
 # Results hold each series as the means of ten stretches, here of 20 steps.
 _LARGE_STRETCHES = {4: "KL a token, steps 81 to 100", 6: "121 to 140", 9: "181 to 200"}
+_CLIFF = {"exact": "3e-5", "noise": "3e-5, engines apart", "exact-1e-4": "1e-4"}
+_CLIFF_GATES = (
+    ("301 tokens, steps 109 to 120", "cliff301", "exact", 9),
+    ("301, engines apart, steps 1 to 12", "cliff301", "noise", 0),
+    ("1,001, steps 37 to 40", "cliff1001", "exact", 9),
+    ("1,001, engines apart, steps 37 to 40", "cliff1001", "noise", 9),
+)
+"""Title, experiment, variant and stretch of a column: results hold a series as the means of ten stretches."""
 _ARMS = {"fixed": "64 versions", "uniform_lag": "every lag of 0 to 64"}
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _COLUMNS = {
@@ -250,6 +258,28 @@ def _large() -> str:
     return table(["algorithm", "warm start", "best", "last", *_LARGE_STRETCHES.values()], rows)
 
 
+def _cliff_gates() -> str:
+    """Share of the bad rollouts that train, and nats of a completion of 301 tokens at the end."""
+
+    def mean_of(series: str, name: str, experiment: str, variant: str, stretch: int) -> str:
+        runs = [run for run in _lab(experiment).runs if (run.algorithm, run.variant) == (name, variant)]
+        values = [value for run in runs if (value := run.series[series][stretch]) is not None]
+        return f"{sum(values) / len(values):.2f}" if values else "-"
+
+    names = sorted({run.algorithm for run in _lab("cliff301").runs})
+    return table(
+        ["algorithm", "nats, steps 109 to 120", *(title for title, *_ in _CLIFF_GATES)],
+        [
+            [
+                name,
+                mean_of("kl", name, "cliff301", "exact", 9),
+                *(mean_of("bad_trained", name, *place) for _, *place in _CLIFF_GATES),
+            ]
+            for name in names
+        ],
+    )
+
+
 def _law_ages() -> str:
     runs = _lab("s6_latency").runs
     rows = []
@@ -283,6 +313,9 @@ LAB: dict[str, Callable[[], str]] = {
     "long": lambda: accuracies(_lab("long"), (0.0, 64.0)),
     "long-beside-gepo": lambda: _beside("long", "gepo", (0.0, 64.0)),
     "large": _large,
+    "cliff": lambda: _by("cliff301", _CLIFF, lambda run: run.variant, _own, less=""),
+    "cliff-beside-gepo": lambda: _by("cliff301", _CLIFF, lambda run: run.variant, _minus_gepo, less="gepo"),
+    "cliff-gates": _cliff_gates,
     "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
     "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
     "plane": _plane,

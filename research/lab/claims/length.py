@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from heterorl_research.lab.claims.claim import ONLINE, Claim
+from heterorl_research.lab.claims.claim import ONLINE, Claim, Side
 from heterorl_research.lab.claims.terms import (
     BETTER,
+    CLIFF,
     FAR,
     GSPO,
     LENGTH,
@@ -30,6 +31,7 @@ def by_length() -> Iterator[Claim]:
     """All of them."""
     yield from _ladder()
     yield from _last_rung()
+    yield from _cliff()
 
 
 def _ladder() -> Iterator[Claim]:
@@ -91,3 +93,43 @@ def _last_rung() -> Iterator[Claim]:
         "long", side("gepo-product"), side("gepo-product", ONLINE), direction="within", margin=_AS_ONLINE,
         task="t101", source="project",
     )  # fmt: skip
+
+
+_CLIFF = {
+    "exact": "with completions of 301 tokens at 3e-5",
+    "noise": "with completions of 301 tokens at 3e-5 and samplers .0011 nats a token apart",
+    "exact-1e-4": "with completions of 301 tokens at 1e-4",
+}
+"""Variants of `cliff301`."""
+_AS_PLAIN = 0.02
+
+
+def _cliff() -> Iterator[Claim]:
+    """What was registered before the runs, then what they suggested."""
+
+    def of(algorithm: str, variant: str, metric: str = "last") -> Side:
+        return side(algorithm, metric=metric, variant=variant)
+
+    for variant in ("exact", "noise"):
+        yield declare(
+            CLIFF, f"{WHEN[FAR]} GEPO ends within {_AS_PLAIN:g} of reinforce {_CLIFF[variant]}", "cliff301",
+            of("gepo", variant), of("reinforce", variant), direction="within", margin=_AS_PLAIN, task="t301",
+            source="project",
+        )  # fmt: skip
+    for variant, words in _CLIFF.items():
+        for rule in ("gepo-whole", "topr"):
+            yield declare(
+                CLIFF, f"{WHEN[FAR]} {rule} ends above GEPO {words}", "cliff301", of(rule, variant),
+                of("gepo", variant), direction="above", task="t301", source="project",
+            )  # fmt: skip
+    for variant, words in _CLIFF.items():
+        for rule in ("reinforce", "gepo"):
+            yield read_off(
+                CLIFF, f"{WHEN[FAR]} {rule} ends below its warm start {words}", "cliff301", of(rule, variant),
+                of(rule, variant, "warm_start_accuracy"), direction="below", task="t301", source="project",
+            )  # fmt: skip
+        for rule, other in (("gepo-1s-d0", "gepo-1s-sqrt"), ("opsm", "gepo"), ("topr", "gepo-1s-d0")):
+            yield read_off(
+                CLIFF, f"{WHEN[FAR]} {rule} ends above {other} {words}", "cliff301", of(rule, variant),
+                of(other, variant), direction="above", task="t301", source="project",
+            )  # fmt: skip

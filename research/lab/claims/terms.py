@@ -46,6 +46,7 @@ CLIP = "Which half of the clip acts?"
 BETTER = "Is there a better rule than GEPO?"
 ONE_RULE = "Is one rule with one setting good everywhere?"
 LENGTH = "What makes GEPO fall with 101 tokens?"
+CLIFF = "Which rule for completions of 301 tokens?"
 
 
 def declare(question: str, claim: str, experiment: str, a: Side, b: Side | None, **test: Any) -> Claim:

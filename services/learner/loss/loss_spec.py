@@ -202,8 +202,8 @@ def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
     if share < LEAST_SHARE:
         notes.append(
             f"this loss weighs whole completions: of {max_new_tokens} tokens at a KL of {KL_TOKEN} nats a token, as"
-            f" between engines of one version, {share:.0%} of the rollouts with A < 0 train; take a loss that divides"
-            " by length, such as gepo_1s, or watch mask_share_bad (docs/losses.md#long-completions)"
+            f" between engines of one version, {share:.0%} of the rollouts with A < 0 train; take gepo_1s with"
+            " drift_limit = 5 x KL a token x tokens, or watch mask_share_bad (docs/losses.md#long-completions)"
         )
     if spec.has_group_denominator and spec.normalisation == "raw":
         notes.append("loss.normalisation = raw: the shortest rollout of each group sets the denominator")

@@ -144,6 +144,8 @@ LEAST_SHARE = 0.5
 """Share of the bad rollouts below which a start warns, and an alert fires."""
 
 _PARTS = {field.name for field in fields(LossSpec)}
+UNBOUND_TOKENS = 100
+"""Tokens of a completion from which a mean over them stays near 1 however far the learner has moved."""
 
 
 def loss_spec_of(config: LossConfig) -> LossSpec:
@@ -204,6 +206,14 @@ def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
             f"this loss weighs whole completions: of {max_new_tokens} tokens at a KL of {KL_TOKEN} nats a token, as"
             f" between engines of one version, {share:.0%} of the rollouts with A < 0 train; take gepo_1s with"
             " drift_limit = 5 x KL a token x tokens, or watch mask_share_bad (docs/losses.md#long-completions)"
+        )
+    is_mean = spec.level == "sequence" and spec.normalisation == "length" and spec.clip == "zero"
+    is_bound = spec.drift_limit > 0.0 or spec.opsm_threshold > 0.0 or spec.negative_weight != "own"
+    if is_mean and not is_bound and max_new_tokens >= UNBOUND_TOKENS:
+        notes.append(
+            f"this loss weighs a completion by a mean over its tokens: from {UNBOUND_TOKENS} tokens on it fell below"
+            " its start 64 versions behind; for a lag of dozens of versions set loss.drift_limit or take topr"
+            " (docs/losses.md#long-completions)"
         )
     if spec.has_group_denominator and spec.normalisation == "raw":
         notes.append("loss.normalisation = raw: the shortest rollout of each group sets the denominator")

@@ -72,7 +72,7 @@ def test_combinations_are_expressible(table, parts):
 
 
 def test_reproduction_choices_are_pointed_out():
-    assert caveats(loss_spec_of(GepoConfig()), max_new_tokens=30_000) == ()
+    assert caveats(loss_spec_of(GepoConfig()), max_new_tokens=99) == ()
     assert "shortest" in caveats(loss_spec_of(GepoConfig(normalisation="raw")), max_new_tokens=5)[0]
     assert "micro_batch_tokens" in caveats(loss_spec_of(GepoConfig(scope="microbatch")), max_new_tokens=5)[0]
 
@@ -105,6 +105,26 @@ def test_start_warns_where_a_gate_on_whole_completions_meets_long_ones():
     (said,) = caveats(rule, max_new_tokens=4_000)
     assert "4000 tokens" in said
     assert "15% of the rollouts" in said
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens", "is_said"),
+    [
+        ({"kind": "gepo"}, 100, True),
+        ({"kind": "gepo_1s"}, 301, True),
+        ({"kind": "gspo"}, 301, True),
+        ({"kind": "gepo_1s"}, 99, False),
+        ({"kind": "gepo_1s", "drift_limit": 1.7}, 301, False),
+        ({"kind": "gspo", "opsm_threshold": 0.01}, 301, False),
+        ({"kind": "gepo_product"}, 301, False),
+        ({"kind": "topr"}, 301, False),
+        ({"kind": "grpo"}, 301, False),
+    ],
+)
+def test_start_warns_where_a_mean_over_a_long_completion_has_no_limit(table, tokens, is_said):
+    said = caveats(loss_spec_of(ADAPTER.validate_python(table)), max_new_tokens=tokens)
+
+    assert ["mean over its tokens" in note for note in said] == [True] * is_said
 
 
 def test_unknown_key_is_refused_with_its_path():

@@ -34,9 +34,9 @@ from typing import ClassVar
 
 
 class HeterorlError(Exception):
-    """Base of all errors of this project; `action` states the next move.
+    """Base of all our errors; `action` says what to do.
 
-    `exit_code` is that of a process that ends by it: 2 if only a person can help, 1 if another start may.
+    A process that ends by one exits with `exit_code`: 2 if only a person can help, 1 if another start may.
     """
 
     action: str = ""
@@ -345,9 +345,9 @@ class StoreLost(HeterorlError):
 
 
 class StoreHeld(HeterorlError):
-    """Another session has the coordinator's database, perhaps of a process that has ended.
+    """Another session has the coordinator's database, perhaps one of a process that has ended.
 
-    The two cases look the same and the second one passes, so the coordinator starts again.
+    Both cases look alike and the second one passes, so the coordinator starts again.
     """
 
     action = "stop that coordinator, or start this one with --standby to follow it"

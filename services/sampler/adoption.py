@@ -59,8 +59,7 @@ class Adopted:
     def check(self, contract: Contract) -> None:
         """Check that the loaded components give the run's contract.
 
-        Raises:
-            ConfigError: they do not; names the keys in which the file differs, if any.
+        Raises ConfigError: they do not; names the keys in which the file differs, if any.
         """
         own = contract_digest(contract)
         if own == self.contract:
@@ -83,8 +82,7 @@ def missing_keys(config: SamplerConfig) -> tuple[str, ...]:
 def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
     """Merge the file with the run's statement.
 
-    Raises:
-        ConfigError: [join] does not accept it, or the file states another value; names the key.
+    Raises ConfigError: [join] does not accept it, or the file states another value; names the key.
     """
     join = config.join
     assert join is not None, "who has no [join] adopts nothing"
@@ -209,8 +207,7 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
     """Check that [join] accepts every file, dataset and function that the adopted keys of a task name.
 
-    Raises:
-        ConfigError: names the key of [join] and what to add to it.
+    Raises ConfigError: names the key of [join] and what to add to it.
     """
     for source in (task, *_tables(task.get("sources", ()), "task.sources")):
         _check_source(source, join)

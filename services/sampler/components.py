@@ -43,11 +43,7 @@ class Components:
 
 
 def prompter_of(config: SamplerConfig) -> Prompter:
-    """The tokenizer and template of a configuration's model.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The tokenizer and template of a configuration's model. Raises ConfigError: there is none."""
     return Prompter(
         config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
     )

@@ -314,8 +314,7 @@ def max_group_delay_s(config: DelayConfig) -> float:
 def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
     """Lags at heads 0, 1, ... count - 1, for a sampler that hears of each head.
 
-    Raises:
-        ValueError: the delay counts seconds, so the lag depends on when versions are made.
+    Raises ValueError: the delay counts seconds, so the lag depends on when versions are made.
     """
     if not isinstance(config, NoDelay) and config.unit == "seconds":
         raise ValueError("a delay in seconds has no lag in versions of its own")

@@ -124,8 +124,7 @@ def start_vllm(
     """Start one engine per settings in parallel; returns the engine and a function that ends all of them and the
     source.
 
-    Raises:
-        EngineDied: one of them does not start; the others are ended.
+    Raises EngineDied: one of them does not start; the others are ended.
     """
     if len(settings) > 1:
         # A process forked while another thread holds a lock inherits a lock that is never released.

@@ -52,8 +52,7 @@ class SiteSet:
     def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
         """The set with its environments, after a trial.
 
-        Raises:
-            ConfigError: an environment fails, or the template does not write what it says.
+        Raises ConfigError: an environment fails, or the template does not write what it says.
         """
         conversations = open_conversations(
             self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
@@ -75,8 +74,7 @@ def with_workers(config: TaskConfig) -> TaskConfig:
 def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None) -> SiteSet:
     """Load a set's task. `notes` is the file that keeps the commits of hub branches.
 
-    Raises:
-        ConfigError: its data cannot be read, or has no held-out prompts.
+    Raises ConfigError: its data cannot be read, or has no held-out prompts.
     """
     settings = with_workers(config.task)
     task = score_in_workers(build_task(settings, measure=measure, notes=notes), settings)
@@ -111,9 +109,8 @@ _UNSCORED = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
 class PromptEvaluator:
     """Turns held-out prompts into results, in a `share` of the engine's rows.
 
-    A share of 1 means all rows and a quarter more, so that the engine never idles.
-    `max_trajectory_tokens` bounds drawn and given tokens of a completion of several turns. `news` rings at every
-    event of the engine.
+    A share of 1 means all rows and a quarter more, so that the engine never idles. `max_trajectory_tokens` bounds drawn
+    and given tokens of a completion of several turns. `news` rings at every event of the engine.
     """
 
     engine: Engine
@@ -312,8 +309,7 @@ def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSa
 def _of_version(version: int, completion: Completion) -> Completion:
     """The completion as one span of a version; a model's files, which have no version, count as version 0.
 
-    Raises:
-        EngineError: another version drew some of it.
+    Raises EngineError: another version drew some of it.
     """
     drawn_by = {span.version for span in completion.spans}
     if version >= 0 and drawn_by != {version}:

@@ -52,10 +52,7 @@ class Reported:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """Registration, heartbeats and orders.
-
-    `left`: assignments that a killed process had in flight.
-    """
+    """Registration, heartbeats and orders; `left` are assignments that a killed process had in flight."""
 
     api: SamplerApi
     registration: Registration
@@ -137,8 +134,7 @@ class Session:
     async def beat(self, reported: Callable[[], Reported]) -> None:
         """Report and obey forever; `reported` is called for each heartbeat.
 
-        Raises:
-            PermissionDenied, Unauthenticated: the coordinator refuses this node for good.
+        Raises PermissionDenied, Unauthenticated: the coordinator refuses this node for good.
         """
         while True:
             level = self.outbox.level()

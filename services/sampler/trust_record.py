@@ -56,8 +56,6 @@ class SeenVersion:
     """A verified version; a field is empty if its row does not state it.
 
     `signed_by` is the public key that signed its manifest, or "unsigned" if no key was trusted.
-
-    Example: SeenVersion(version=7, state_root=root, manifest_digest=digest, run_id="run", signed_by="ed25519:...")
     """
 
     version: int
@@ -188,11 +186,7 @@ def record_name(variant: str) -> str:
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:
-    """Refuse a head below the newest version that this sampler knew before it asked.
-
-    Raises:
-        RunReplaced: versions that existed are gone.
-    """
+    """Raise RunReplaced for a head below the newest version that this sampler knew before it asked."""
     if head_version < seen_version:
         raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")
 
@@ -280,11 +274,7 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
 
 
 def agree(state_dir: Path, *, run: str, to_version: int) -> None:
-    """Forget the rows above the version; durable when it returns.
-
-    Raises:
-        OperatorError, CorruptStore: as `differences`.
-    """
+    """Forget the rows above the version; durable when it returns. Raises as `differences`."""
     for record in _records(state_dir, run):
         if forgotten := record.rewind(to_version):
             first, last = forgotten[0], forgotten[-1]

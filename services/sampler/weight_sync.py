@@ -72,11 +72,7 @@ class WeightSync:
         return None if published is None else max(0.0, self.clock.monotonic() - published)
 
     async def watch(self) -> None:
-        """Follow the head forever.
-
-        Raises:
-            RunReplaced: the head went back.
-        """
+        """Follow the head forever. Raises RunReplaced: the head went back."""
         while True:
             try:
                 await self._follow()
@@ -107,8 +103,7 @@ class WeightSync:
     async def sync(self) -> None:
         """Stage the target version forever.
 
-        Raises:
-            RunReplaced: a version has another state than before, or another history.
+        Raises RunReplaced: a version has another state than before, or another history.
         """
         while True:
             ticket = self.bell.ticket()
@@ -159,10 +154,8 @@ class WeightSync:
     async def _pull(self, target: int) -> PulledVersion:
         """The target, or the first version after it that is still in the lineage.
 
-        To wait for an abandoned version would never end: a sampler behind it gets no work, and without work no new
-        version
-        moves the target. The version is never below the newest one used: after a restart the delay model may ask for
-        less.
+        A wait for an abandoned version would never end: a sampler behind it gets no work, and without work no new
+        version moves the target. Never below the newest version used: after a restart the delay model may ask for less.
         """
         if self._skipped_to > self.head_version:
             self._skipped_to = 0

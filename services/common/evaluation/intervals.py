@@ -19,8 +19,7 @@ LARGE_DF = 1000
 class Interval:
     """Mean of `num` values, half width of its t-interval, and standard deviation.
 
-    Example: Interval(mean=0.5, half=0.1, lowest=0.4, highest=0.6, num=5, sd=0.08). A single value has no `half`, and
-    `sd` 0.
+    A single value has no `half`, and `sd` 0.
     """
 
     mean: float

@@ -50,13 +50,10 @@ class HfEngine:
         is_seeded: bool = False,
         records_routing: bool = False,
     ) -> None:
-        """Load the model.
+        """Load the model; raises ConfigError if that fails or it has no routers to record.
 
         `published_dtype` is the data type of the weights, `compute_dtype` fp32 or bf16. Each of `end_token_ids` ends a
         completion and stays its last token. With `is_seeded`, seeds are keys of `token_sampling.gumbel_noise`.
-
-        Raises:
-            ConfigError: it cannot be loaded, or has no routers to record.
         """
         from transformers import __version__
 

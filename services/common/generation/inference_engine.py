@@ -113,8 +113,7 @@ class Engine(Protocol):
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; running completions continue with them from their next token.
 
-        Raises:
-            EngineError: the engine refuses requests until a `load` succeeds; an open `collect` raises too.
+        Raises EngineError: the engine refuses requests until a `load` succeeds; an open `collect` raises too.
         """
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
@@ -135,11 +134,8 @@ class Engine(Protocol):
     def collect(self) -> list[Finished | Lost]:
         """Wait for finished completions; all since the last call, in order.
 
-        A `Lost` replaces the rest of a request while other engines continue. Returns nothing where nothing is open, and
-        after `cancel`.
-
-        Raises:
-            EngineError: all open requests are given up.
+        A `Lost` replaces the rest of a request while other engines continue. Returns an empty list where no request is
+        open, and after `cancel`. Raises EngineError: all open requests are given up.
         """
 
     def cancel(self) -> None:
@@ -151,11 +147,7 @@ def generate_all(
 ) -> list[list[Completion]]:
     """Draw `num_per_prompt` completions of each prompt with an idle engine.
 
-    Returns:
-        The completions of each prompt; none of a prompt that the engine refuses, with a line in the log.
-
-    Raises:
-        EngineError: not all of them ended.
+    A prompt that the engine refuses is logged and has no completions. Raises EngineError if not all of them ended.
     """
     requests = [
         Request(key=key, prompt=prompt, seed=seed, num_completions=num_per_prompt)

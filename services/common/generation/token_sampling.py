@@ -23,17 +23,10 @@ from heterorl.common.types.common import Float32Array, SamplingSemantics
 
 
 def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by the Gumbel-max trick, from the noise of the row only.
+    """Draw one token a row from raw logits and standard Gumbel noise, by the Gumbel-max trick.
 
-    Truncation (top_p, top_k) limits the drawn tokens; log-probs are never renormalised over it.
-
-    Args:
-        logits_BV: raw logits, [B, V].
-        noise_BV: standard Gumbel noise, [B, V].
-        sampling: temperature, truncation, and the meaning of a log-prob.
-
-    Returns:
-        (token ids int64 [B], log-probs float32 [B]).
+    Truncation (top_p, top_k) limits the drawn tokens; log-probs are never renormalised over it. Returns token ids int64
+    [B] and log-probs float32 [B].
     """
     logits = logits_BV.float()
     scaled = tempered(logits, sampling.temperature)

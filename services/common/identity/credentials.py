@@ -157,10 +157,10 @@ def parse_serials(text: str) -> frozenset[int]:
 
 
 class Revocations:
-    """Revoked certificates: a file of serial numbers, looked at on each call.
+    """Revoked certificates: a file of serial numbers, read again when it changes.
 
-    Guarantees: a serial that was read stays refused until a readable file without it replaces it; a missing or damaged
-    file takes nothing back. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
+    A serial stays refused until a readable file without it replaces the file; a missing or damaged file revokes nothing
+    less. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
     """
 
     def __init__(self, path: Path) -> None:

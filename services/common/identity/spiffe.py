@@ -202,14 +202,9 @@ def refuse_node(relay: Identity, node: Identity) -> Refusal | None:
 def carried(relay: Identity, shown: Sequence[bytes], authorities: bytes) -> Identity | Refusal:
     """The node behind a relay that states to carry its call.
 
-    A relay proves itself by the handshake and shows the certificate of the node that called it. Role, site, lifetime
-    and revocation are judged by that certificate. So a relay can act as any node of its own site whose certificate it
-    has seen, and as no other node.
-
-    Args:
-        relay: the peer of the link, as its own certificate names it.
-        shown: values of NODE_KEY.
-        authorities: PEM of the trusted authorities.
+    The handshake proves the relay, which shows the certificate of the calling node (`shown`: the values of NODE_KEY).
+    Role, site, lifetime and revocation are judged by that certificate. So a relay can act only as a node of its own
+    site whose certificate it has seen. `authorities` is PEM.
     """
     if relay.role is not Role.RELAY:
         message = f"a {relay.role} carries no other node's calls"

@@ -48,17 +48,11 @@ def token_logprobs(
     temperature: float,
     chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target token and entropy of its distribution, in nats.
+    """Log-prob of each target token and entropy of its distribution, in nats: two tensors [N].
 
-    Args:
-        hidden_NH: last hidden states; products are computed in their type, under autocast in its type.
-        weight_VH: output embedding.
-        targets_N: int64 token ids in [0, V).
-        temperature: positive; logits are divided by it.
-        chunk_logits: logits to hold at a time, at least one token; None: a default of the device.
-
-    Returns:
-        Two tensors [N] in fp32, or in float64 for float64 hidden states.
+    They are fp32, or float64 for float64 hidden states. Products are computed in the type of `hidden_NH`, under
+    autocast in its type. `targets_N` are int64 ids in [0, V). `chunk_logits` are held at a time; None is a default of
+    the device.
     """
     assert hidden_NH.dim() == weight_VH.dim() == 2
     assert targets_N.dtype == torch.int64

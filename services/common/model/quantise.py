@@ -66,19 +66,10 @@ def scales_of(arena: Arena) -> Arena:
 
 @torch.no_grad()
 def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | None = None) -> int:
-    """Write a state's variant into `target`.
+    """Write a state's variant into `target`; returns rows that got a fresh scale although they had one.
 
-    Args:
-        base: a state in bf16, fp16 or fp32.
-        target: an arena of `variant_layout`, changed in place.
-        variant: the type of the bytes.
-        frozen: an arena with the scales to keep (not `target`); None chooses fresh ones.
-
-    Returns:
-        Rows that got a fresh scale although they had one.
-
-    Raises:
-        ConfigError: a weight is NaN or infinite; discard `target`.
+    `base` is in bf16, fp16 or fp32, `target` an arena of `variant_layout`. `frozen` is an arena (not `target`) with the
+    scales to keep; None chooses fresh ones. Raises ConfigError for a weight that is NaN or infinite: discard `target`.
     """
     num_rescaled, quantised = 0, _quantised(base.layout)
     for spec in base.layout.specs:

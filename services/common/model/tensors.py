@@ -87,17 +87,11 @@ def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @torch.no_grad()
 def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
-    """Round a model's tensors to the published type and write their bits into an arena of its layout.
+    """Round a model's masters to the published type and write their bits into an arena of its layout.
 
-    Args:
-        model: the masters.
-        arena: receives the bits; may be `published` itself.
-        published: the last published version.
-        dead_band_ulp: elements at most this far from their published value, in units in the last place of that value,
-            keep it; 0 rounds every element.
-
-    Raises:
-        ConfigError: a weight is not finite in the published type: it would reach every sampler.
+    Elements at most `dead_band_ulp` units in the last place from their value in `published`, the last version, keep
+    that value; 0 rounds every element. `arena` may be `published` itself. Raises ConfigError for a weight that is not
+    finite in the published type: it would reach every sampler.
     """
     tensors = published_tensors(model)
     for spec in arena.layout.specs:

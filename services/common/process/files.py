@@ -25,10 +25,7 @@ SUFFIX = ".tmp"
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that gets its name when the body ends, and is deleted when the body fails.
 
-    Args:
-        path: the file; replaced if it exists.
-        is_durable: bytes and name survive a power cut.
-        mode: of a new file, before the umask.
+    With `is_durable` bytes and name survive a power cut. `mode` is that of a new file, before the umask.
     """
     temporary = path.with_name(path.name + SUFFIX)
     try:

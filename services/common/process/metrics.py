@@ -349,15 +349,11 @@ def serve(
     pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     shown: Callable[[], Container[str] | None] = _all,
 ) -> int:
-    """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
+    """Serve /metrics of one service on a port (0 picks a free one); returns the port.
 
-    Args:
-        port: where to serve.
-        service: whose metrics.
-        address: of this machine.
-        may_move: the port is a default: if it is taken, as by a second sampler, use one of the next.
-        pages: pages in the same format at other paths, made for each request in a thread of its own.
-        shown: names of the only metrics shown besides those of the process, read at each scrape; None is all.
+    With `may_move` the port is a default: if it is taken, as by a second sampler, use one of the next. `pages` are
+    further paths, made for each request in a thread of its own. `shown` is asked at each scrape for the names to show
+    besides those of the process; None shows all.
 
     Raises:
         PortInUse: the address is taken.

@@ -34,9 +34,7 @@ TICK_S, HUNG_S = 5.0, 60.0
 class Notifier:
     """Sends datagrams to the service manager's socket; silent without one.
 
-    Args:
-        address: path of the socket, `@name` in the abstract namespace, or empty for none.
-        watchdog_s: the manager's interval; 0 if it has none.
+    `address` is a path, or `@name` in the abstract namespace. `watchdog_s` is the manager's interval; 0 if it has none.
     """
 
     def __init__(self, address: str = "", *, watchdog_s: float = 0.0) -> None:
@@ -104,7 +102,7 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
 class HangGuard:
     """Counts looks without a turn of the loop in between; the loop calls `turned`.
 
-    It counts looks and not seconds, because a process that stands still as a whole makes no looks.
+    Not seconds: a process that stands still as a whole makes no looks.
     """
 
     def __init__(self, watch: Watch) -> None:

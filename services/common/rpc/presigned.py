@@ -73,9 +73,7 @@ async def _guard(request: httpx2.Request) -> None:
 class UrlClient:
     """Decides which URLs a node uses, and holds the HTTP client. Belongs to the event loop.
 
-    Args:
-        allowed: schemes of the URLs.
-        hosts: hosts that URLs may name; none: any but this machine and its local link.
+    `hosts` are the hosts that URLs may name; without them, any but this machine and its local link.
     """
 
     def __init__(self, allowed: Allowed, hosts: Sequence[str] = ()) -> None:
@@ -281,10 +279,8 @@ class PresignedWrites:
     ) -> bool:
         """Put the missing pieces of a payload; False without a URL that this node may use.
 
-        `ask` returns the next missing piece and its URL; `frames` yields a range of the payload.
-
-        Raises:
-            Unreachable: the bucket does not answer, refuses, or lacks a piece that it took.
+        `ask` returns the next missing piece and its URL; `frames` yields a range of the payload. Raises Unreachable if
+        the bucket does not answer, refuses, or lacks a piece that it took.
         """
         first, at, num_failures = -1, -1, 0
         failure: Unreachable | None = None

@@ -67,17 +67,10 @@ class MessagePool:
     - A caller without any room does not wait for silent ones: the longest silent read of the largest caller of the
       largest site ends. The last read of a caller ends only every `last_s`, since a push may crawl over a slow line.
 
-    Guarantees: a caller that uses all its room waits only for itself; one site never takes a whole pool; a read without
-    bytes ends; a cancelled wait leaves nothing behind.
-
-    Args:
-        total_bytes: of all callers.
-        message_bytes: of the longest message, which each read needs.
-        of_caller: messages of that length of one caller.
-        longest: longest accepted message, bytes.
-        limit_s: longest time for one message; None is no limit.
-        patience_s: how long a silent read is left alone.
-        last_s: least time between two ends of a caller's last read.
+    A caller that uses all its room waits only for itself; one site never takes a whole pool; a read without bytes ends;
+    a cancelled wait leaves nothing behind. `of_caller` is the number of messages of `message_bytes` that one caller may
+    have, `longest` the longest accepted message in bytes, `limit_s` the longest time for one message, `patience_s` how
+    long a silent read is left alone.
     """
 
     def __init__(

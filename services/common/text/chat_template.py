@@ -66,12 +66,9 @@ class ChatTemplate:
     """A template with a run's variables."""
 
     def __init__(self, tokenizer: Any, *, arguments: Mapping[str, Any]) -> None:
-        """Compile the template.
+        """Compile the template; raises ConfigError if it is not one, draws at random, or CLOCK is not a date.
 
         Its variables are the special tokens and `arguments`, where CLOCK is a date or time in ISO 8601.
-
-        Raises:
-            ConfigError: it is not a template, draws at random, or CLOCK is not a date.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
@@ -90,15 +87,10 @@ class ChatTemplate:
     def write(
         self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Text of messages.
+        """Text of messages with role and content; with `begins_answer` it ends where an assistant's turn begins.
 
-        Args:
-            messages: each with role and content.
-            begins_answer: end where an assistant's turn begins.
-            tools: JSON schemas; an empty list becomes None, which templates expect.
-
-        Raises:
-            TemplateError: the template refuses them; its computations may raise Python's errors.
+        `tools` are JSON schemas; an empty list becomes None, which templates expect. Raises TemplateError if the
+        template refuses them; its computations may raise Python's errors.
         """
         variables = {"messages": messages, "add_generation_prompt": begins_answer, "tools": list(tools) or None}
         return self._template.render({**self._variables, **variables})
@@ -176,10 +168,7 @@ class GivenTokens:
         """Token ids between a turn and the start of the next.
 
         A text that spells a special token becomes that token, as in prompts. With `is_cut` the end token of the turn
-        comes first.
-
-        Raises:
-            PromptRefused: the template cannot write such messages behind an answer.
+        comes first. Raises PromptRefused if the template cannot write such messages behind an answer.
         """
         if not messages:
             raise ValueError("no messages")

@@ -186,11 +186,8 @@ def try_turns(
 ) -> Parser | None:
     """Check that the template writes turns one behind another, also with tools and their results.
 
-    Returns:
-        The parser of tool calls; None without tools.
-
-    Raises:
-        ConfigError: it does not, or no parser reads its calls.
+    Returns the parser of tool calls; None without tools. Raises ConfigError if it does not, or no parser reads its
+    calls.
     """
     problem = prompter.given_problem("user", tools=tools)
     if problem:

@@ -45,10 +45,8 @@ class Prompter:
     ) -> None:
         """Load the tokenizer.
 
-        `template_arguments` are further variables of the template, such as enable_thinking.
-
-        Raises:
-            ConfigError: no tokenizer, no usable template, or it takes no such arguments.
+        `template_arguments` are further variables of the template, such as enable_thinking. Raises ConfigError without
+        a tokenizer or a usable template, or if the template takes no such arguments.
         """
         check_model_dir(model_dir)
         from transformers import AutoTokenizer
@@ -148,11 +146,8 @@ class Prompter:
     def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
         """Token ids between two turns, int32: the template's, behind the end token of the first turn.
 
-        They depend only on the arguments, not on the history.
-
-        Args:
-            messages: of the user, of tools, of the system; at least one.
-            is_cut: the turn ended at its token limit, so its end token is given first.
+        They depend only on the arguments, not on the history. `messages` are the user's, tools' and the system's, at
+        least one. With `is_cut` the turn ended at its token limit, so its end token is given first.
 
         Raises:
             ConfigError: no template is used, or it ends an answer by no special token.

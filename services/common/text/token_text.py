@@ -27,9 +27,8 @@ class TokenTexts:
     def __init__(self, *, decode: Decode, decode_given: Decode) -> None:
         """Decode nothing yet.
 
-        Args:
-            decode: text of drawn tokens, without special tokens.
-            decode_given: text of given tokens, with special tokens, which show the speaker.
+        `decode` gives the text of drawn tokens, without special tokens; `decode_given` that of given tokens, with
+        special tokens, which show the speaker.
         """
         self._decode = {True: decode, False: decode_given}
         self._pieces: dict[tuple[int, bool], str] = {}

@@ -77,8 +77,7 @@ def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
 
 
 def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
-    """The parser of a run; `auto` takes the one for the template's form, or `hermes`; ConfigError where none reads
-    it."""
+    """The parser of a run; `auto`: by the template's form, else `hermes`. Raises ConfigError where none reads it."""
     chosen = setting
     if chosen == "auto":
         written = prompter.written_call(*_PROBE, tools=tools)

@@ -305,11 +305,7 @@ def peer_seconds(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All numbers of one metric name; `labels` has each one's labels in the text format.
-
-    Example:
-        Series(name="heterorl_sampler_groups_total", labels=('outcome="pushed"',), values=(3.0,))
-    """
+    """All numbers of one metric name, each with its labels in the text format, such as 'outcome="pushed"'."""
 
     name: str
     labels: tuple[str, ...]

@@ -74,13 +74,9 @@ class Layout:
     def build(cls, specs: Iterable[TensorSpec], *, chunk_elements: int = CHUNK_ELEMENTS) -> Layout:
         """Sort, check and place tensors.
 
-        Args:
-            specs: one for each tensor, in any order.
-            chunk_elements: length of all chunks but the last of a width, at least 1; half of it for 4-byte elements.
-
-        Raises:
-            ValueError: a name is repeated, a dtype is unknown, a size is impossible, or an alias names a missing,
-                aliased or differently shaped tensor.
+        All chunks but the last of a width have `chunk_elements` elements, at least 1; half of it for 4-byte elements.
+        Raises ValueError if a name is repeated, a dtype is unknown, a size is impossible, or an alias names a missing,
+        aliased or differently shaped tensor.
         """
         if chunk_elements < 1:
             raise ValueError(f"a chunk cannot have {chunk_elements} elements")

@@ -62,12 +62,8 @@ def compose(
 ) -> ComposedPayload:
     """Write one payload that does what `paths` do one after another; durable when it returns.
 
-    Args:
-        paths: 1 to MAX_PAYLOADS payloads, each starting from the state that the one before leads to.
-        target: the file to write.
-        layout_id: layout of all of them.
-        chunks: its chunks.
-        on_chunk: called before each chunk; an error that it raises ends the work and leaves no file.
+    Each of `paths`, 1 to MAX_PAYLOADS, starts from the state that the one before leads to. `on_chunk` is called before
+    each chunk; an error that it raises ends the work and leaves no file.
 
     Raises:
         ValueError: no payloads, or too many.

@@ -96,11 +96,10 @@ def verify_snapshot(payload: PayloadRef, manifest: Manifest) -> None:
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
     """The chunks of a version's state, from the sizes in its manifest, without a tensor table.
 
-    With n1 stated, n1 + n2 + n4 = num_elements and n1 + 2 n2 + 4 n4 = full_bytes, the widths have
-    n4 = (full_bytes + n1) / 2 - num_elements and n2 = num_elements - n1 - n4 elements.
+    With n1 stated, n1 + n2 + n4 = num_elements and n1 + 2 n2 + 4 n4 = full_bytes, the widths have n4 = (full_bytes +
+    n1) / 2 - num_elements and n2 = num_elements - n1 - n4 elements.
 
-    Raises:
-        MalformedPayload: the sizes contradict each other or the number of chunk digests.
+    Raises MalformedPayload: the sizes contradict each other or the number of chunk digests.
     """
     chunk_elements = manifest.chunk_elements or CHUNK_ELEMENTS
     narrow = manifest.num_byte_elements

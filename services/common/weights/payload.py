@@ -62,14 +62,9 @@ def write_delta(path: Path, old: Arena, new: Arena, *, threads: int = 1) -> Payl
 def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None, threads: int = 1) -> None:
     """Apply a payload to a staging arena that no engine uses.
 
-    Every check that needs no decoding happens before the first write; after an error, discard the staging arena. Each
+    `staging` is the state that it starts from (ignored by a snapshot), and `expected_from_root` its root; None for a
+    snapshot. Every check that needs no decoding happens before the first write; after an error, discard the arena. Each
     thread needs one coded chunk and at most 20 MB.
-
-    Args:
-        path: the payload.
-        staging: the state it starts from (ignored by a snapshot), changed in place.
-        expected_from_root: state root of `staging`; None for a snapshot.
-        threads: chunks applied at once.
 
     Raises:
         MalformedPayload: the bytes break the format.

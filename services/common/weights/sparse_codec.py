@@ -59,11 +59,7 @@ def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
 
     The library bounds only frames that state their size: a frame without one grows with its blocks (64 KiB can become 2
     GiB in one call), a stated size is allocated unchecked, and a second frame is dropped silently. So a frame must
-    state exactly the expected size, ask for no large window, and be the only one.
-
-    Args:
-        data: what `compress` returned.
-        num_bytes: exact size of the content; the caller has checked it against what it can hold.
+    state exactly `num_bytes`, which the caller has checked, ask for no large window, and be the only one.
 
     Raises:
         LimitExceeded: the frame states another size, none, or too large a window.

@@ -42,8 +42,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
     """The message of a dataclass: fields of one name are copied, `changed` sets the others; None leaves one unset.
 
-    Raises:
-        ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
+    Raises ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
     """
     names = [name for name in _names(type(value)) if name not in changed and name not in without]
     return kind(**{name: getattr(value, name) for name in names}, **changed)

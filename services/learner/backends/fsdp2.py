@@ -218,8 +218,7 @@ class Fsdp2State(ShardedState):
 
         Returns whether the step was taken, and the norm of the whole gradient before clipping.
 
-        Raises:
-            ConfigError: on all ranks: passes no longer see the tensors of the optimizer.
+        Raises ConfigError: on all ranks: passes no longer see the tensors of the optimizer.
         """
         gradients = {}
         for name, parameter in self._parameters.items():
@@ -269,8 +268,7 @@ def open_reference(
 ) -> OpenedModel:
     """Open the reference; its weights stay on the disk. All ranks call.
 
-    Raises:
-        ConfigError: it cannot be loaded, or has other shapes than the learner's model.
+    Raises ConfigError: it cannot be loaded, or has other shapes than the learner's model.
     """
     try:
         opened = open_together(model_dir, config, ranks)
@@ -300,9 +298,8 @@ class Fsdp2Sharding(Sharding):
     ) -> None:
         """Load the model, check that it can be trained this way, and shard it.
 
-        Raises:
-            ConfigError: model or reference cannot be loaded or trained in the chosen layout, there are no layers for
-                the adapters, or the loss depends on how a step is cut into passes.
+        Raises ConfigError: model or reference cannot be loaded or trained in the chosen layout, there are no layers for
+        the adapters, or the loss depends on how a step is cut into passes.
         """
         loss_spec = check_divisible(loss, ranks, has_reference=True, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)

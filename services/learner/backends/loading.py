@@ -37,8 +37,7 @@ _Places = list[tuple[nn.Module, str, nn.Parameter]]
 def empty_model(model_dir: str) -> nn.Module:
     """A causal language model with parameters on the meta device; its buffers are real, since they are computed.
 
-    Raises:
-        ConfigError: there is no such model, or its code needs values.
+    Raises ConfigError: there is no such model, or its code needs values.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,8 +114,7 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
     Without `may_hold` a model that cannot be read by name has no weights, and its untrained tensors keep computed
     values.
 
-    Raises:
-        ConfigError: it is not a causal language model, or cannot be read.
+    Raises ConfigError: it is not a causal language model, or cannot be read.
     """
     try:
         opened = _by_name(str(model_dir))

@@ -147,8 +147,7 @@ def open_state(
 ) -> tuple[TensorFile, TensorFile, int]:
     """Weights, moments and applied steps of a state, checked against a model.
 
-    Raises:
-        CorruptStore: a file is missing, broken, or of another model.
+    Raises CorruptStore: a file is missing, broken, or of another model.
     """
     weights, moments = TensorFile(directory / WEIGHTS_FILE), TensorFile(directory / OPTIMIZER_FILE)
     try:
@@ -167,8 +166,7 @@ def open_state(
 def read_lora(directory: Path) -> LoraSettings:
     """The adapter settings of a state; rank 0 where it holds all weights.
 
-    Raises:
-        CorruptStore: the file is missing or broken.
+    Raises CorruptStore: the file is missing or broken.
     """
     try:
         stated = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8")).get("lora")

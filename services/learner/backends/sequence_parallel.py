@@ -340,9 +340,8 @@ def slice_passes(
 
     All ranks call. `inner` takes whole rows; the attention function of its model is exchanged.
 
-    Raises:
-        ConfigError: on all ranks: ranks, heads or positions do not allow it, or the model mixes positions outside of
-            its attention.
+    Raises ConfigError: on all ranks: ranks, heads or positions do not allow it, or the model mixes positions outside of
+    its attention.
     """
     check_model(model, size=size)
     group = SliceGroup(ranks, size=size)

@@ -47,8 +47,7 @@ class TensorFile:
 
         Pages are read on use, and freed with the last reference.
 
-        Raises:
-            CorruptStore: the file is gone, or shorter than its header says.
+        Raises CorruptStore: the file is gone, or shorter than its header says.
         """
         meta = self.tensors[name]
         if not meta.numel():

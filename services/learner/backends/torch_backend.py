@@ -57,9 +57,8 @@ class TorchBackend:
     ) -> None:
         """Load the model and check that it can be trained this way.
 
-        Raises:
-            ConfigError: model or reference cannot be loaded or trained in the chosen layout, the device does not exist,
-                or there are no layers for the adapters.
+        Raises ConfigError: model or reference cannot be loaded or trained in the chosen layout, the device does not
+        exist, or there are no layers for the adapters.
         """
         opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         try:

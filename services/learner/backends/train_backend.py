@@ -72,7 +72,6 @@ class TrainBackend(Protocol):
     def restore(self, directory: Path) -> None:
         """Read the files of `freeze`; the next step is then bit for bit the step after it.
 
-        Raises:
-            CorruptStore: a file is missing, broken, or of another model.
+        Raises CorruptStore: a file is missing, broken, or of another model.
         """
         ...

@@ -118,8 +118,7 @@ class Delivery:
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
         """Push one by one to find the refused group, then put an empty group in its place.
 
-        Raises:
-            InvalidRequest: the coordinator refuses the empty group too, so the group is not the cause.
+        Raises InvalidRequest: the coordinator refuses the empty group too, so the group is not the cause.
         """
         sequence = groups[0].id.sequence
         if len(groups) > 1:

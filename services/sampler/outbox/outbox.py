@@ -90,8 +90,7 @@ class Outbox:
     def skip_to(self, sequence: int) -> None:
         """Use no sequence below `sequence`, which the coordinator knows.
 
-        Raises:
-            MalformedPayload: no run comes so far; nothing has changed.
+        Raises MalformedPayload: no run comes so far; nothing has changed.
         """
         if sequence > MAX_SEQUENCE:
             raise MalformedPayload(f"the coordinator knows of sequence {sequence}", action="distrust the coordinator")
@@ -102,8 +101,7 @@ class Outbox:
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
         """Store groups whose sequences continue from `next_sequence`, and delete their turns; durable when it returns.
 
-        Raises:
-            DiskFull: nothing was stored.
+        Raises DiskFull: nothing was stored.
         """
         first = self.next_sequence
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"

@@ -64,8 +64,7 @@ def lock_outbox(path: Path) -> BinaryIO:
 def open_outbox_file(directory: Path) -> sqlite3.Connection:
     """Open the file of a directory; a damaged one is set aside first.
 
-    Raises:
-        DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not the cause.
+    Raises DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not the cause.
     """
     path = directory / NAME
     try:

@@ -94,11 +94,7 @@ class TurnStore:
         self._is_full = False
 
     def forget(self, assignments: Collection[int]) -> None:
-        """Delete turns of groups that were given up.
-
-        Raises:
-            DiskFull: they are still there.
-        """
+        """Delete turns of groups that were given up. Raises DiskFull: they are still there."""
         with self._transaction() as connection:
             self.drop(connection, assignments)
 

@@ -191,8 +191,7 @@ class EpisodeRunner:
     async def _repeat(self, member: _Member, given: Int32Array) -> None:
         """Step again with the last turn, which `given` answered before.
 
-        Raises:
-            EnvironmentFailed: the answer differs now.
+        Raises EnvironmentFailed: the answer differs now.
         """
         said = await self._answer(member)
         if said is None or not np.array_equal(said, given):

@@ -257,9 +257,7 @@ class GenerationLoop:
         return count > 0
 
     def _submit_all(self, requests: Sequence[Request]) -> tuple[int, dict[int, PromptRefused], EngineError | None]:
-        """Submit in a thread; returns how many the engine saw, which of these are too long, and the error that ended
-        it.
-        """
+        """Submit in a thread; returns how many the engine saw, those that are too long, and the error that ended it."""
         too_long = {}
         for place, request in enumerate(requests):
             try:

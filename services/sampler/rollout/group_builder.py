@@ -133,11 +133,7 @@ class GroupBuilder:
         )
 
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """Reward parts of each completion.
-
-        Raises:
-            RewardError: a reward failed, or is beyond what is trained on.
-        """
+        """Reward parts of each completion. Raises RewardError: a reward failed, or is beyond what is trained on."""
         with self.lock:
             texts = [self.prompter.decode(completion.token_ids) for completion in completions]
         rows = list(score_group(self.task, prompt, texts))

@@ -60,8 +60,7 @@ class WorkClient:
         """Lease work for the engine's `version`; without work, `ask_time` is set.
 
         Assignments of prompts beyond `num_prompts` are left to expire. With `sets`, held-out prompts are leased.
-        Returns None
-        if the coordinator did not answer the question.
+        Returns None if the coordinator did not answer.
         """
         # Repeated unchanged after a lost answer.
         self._asked = self._asked or min(count, MAX_ASKED)

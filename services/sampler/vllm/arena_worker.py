@@ -22,14 +22,10 @@ class ArenaWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`), whose attributes it uses; called by `collective_rpc`."""
 
     def load_arena_file(self, path: str, aliases: Mapping[str, str]) -> int:
-        """Replace the model's weights by a safetensors file with Hugging Face names; returns the number of tensors
-        read.
+        """Load the weights of a safetensors file with Hugging Face names; returns the number of tensors read.
 
         Every worker reads its own shard of each tensor. `aliases` maps tied tensors that the file lacks to their names
-        in it.
-
-        Raises:
-            RuntimeError: the file has a tensor that the model lacks, or the reverse.
+        in it. Raises RuntimeError if the file has a tensor that the model lacks, or the reverse.
         """
         worker: Any = self
         model: Any = worker.model_runner.get_model()
@@ -103,8 +99,7 @@ def _pack_again(model: Any) -> None:
     """Renew vLLM's packed copies where its own reload does not.
 
     On the CPU a layer multiplies with a packed copy of its weight (`cpu_linear`). The reload renews the copy of each
-    layer
-    that got a tensor. An output layer tied to the embedding gets none in architectures that skip its name.
+    layer that got a tensor. An output layer tied to the embedding gets none in architectures that skip its name.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)

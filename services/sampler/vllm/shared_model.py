@@ -60,8 +60,7 @@ class SharedModel:
     ) -> None:
         """Load the model on the CPU; the reference keeps no weights of its own.
 
-        Raises:
-            ConfigError: the model cannot be loaded.
+        Raises ConfigError: the model cannot be loaded.
         """
         self.model_dir = model_dir
         self.sampling = sampling
@@ -124,8 +123,7 @@ class SharedModel:
     def longest(self, wanted: int) -> int:
         """Tokens of prompt and completion together: `wanted`, or the model's limit if it is 0.
 
-        Raises:
-            ConfigError: vLLM would compute other positions than the learner.
+        Raises ConfigError: vLLM would compute other positions than the learner.
         """
         window = window_of(self.model.config)
         if window and window.kind != "longrope":

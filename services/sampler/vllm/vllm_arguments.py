@@ -57,11 +57,7 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
 
 
 def logprobs_mode(sampling: SamplingSemantics) -> str:
-    """vLLM's mode in which log-probs of drawn tokens have the contract's meaning.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """vLLM's mode in which log-probs of drawn tokens have the contract's meaning. Raises ConfigError: there is none."""
     if sampling.temperature < MIN_TEMPERATURE:
         raise ConfigError("sampling.temperature", f"vLLM draws at no temperature below {MIN_TEMPERATURE}")
     is_of_logits = sampling.logprob_temperature == 1.0

@@ -53,8 +53,7 @@ class VllmProcess:
         """Start the process with arguments of vLLM's AsyncEngineArgs and load its model.
 
         vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
-        `max_num_seqs`
-        above it is room for urgent requests.
+        `max_num_seqs` above it is room for urgent requests.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -91,12 +90,9 @@ class VllmProcess:
             raise
 
     def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
-        """Take a request: prompt token ids and sampling parameters.
+        """Take prompt token ids and sampling parameters; raises EngineDied if the process was closed.
 
         Its thread calls `on_end` with vLLM's RequestOutput or EngineDied, unless the request is cancelled.
-
-        Raises:
-            EngineDied: the process was closed.
         """
         try:
             self._loop.call_soon_threadsafe(self._begin, ids, settings, on_end)
@@ -106,8 +102,7 @@ class VllmProcess:
     def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
         """vLLM's RequestOutput for each (prompt token ids, sampling parameters), in addition to submitted requests.
 
-        Raises:
-            EngineDied: the process ended, refused a request, or gave the requests up.
+        Raises EngineDied: the process ended, refused a request, or gave the requests up.
         """
         return self._wait(self._ask(requests), ANSWER_S)
 
@@ -119,26 +114,22 @@ class VllmProcess:
     def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
         """Call a method of the worker extension in every worker; returns their answers.
 
-        Raises:
-            EngineDied: one of them failed.
+        Raises EngineDied: one of them failed.
         """
         return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
 
     def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
         """Change the weights between two tokens; requests in flight continue with the new ones.
 
-        The worker extension's method must answer `num_tensors` in every worker; later tokens carry `label`.
-
-        Raises:
-            EngineDied: a worker failed or read something else; nothing goes on before `give_up`.
+        The worker extension's method must answer `num_tensors` in every worker; later tokens carry `label`. Raises
+        EngineDied if a worker failed or read something else: nothing goes on before `give_up`.
         """
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
     def swap_adapter(self, directory: str, *, label: str) -> None:
         """Change the adapter over the base model, from `peft`'s files, as `swap` changes weights.
 
-        Raises:
-            EngineDied: vLLM does not take it; nothing goes on before `give_up`.
+        Raises EngineDied: vLLM does not take it; nothing goes on before `give_up`.
         """
         self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
 

@@ -129,8 +129,7 @@ def check(
 ) -> float:
     """Largest mean absolute difference of log-probs, float32 [T - 1] for each sequence, nats.
 
-    Raises:
-        StaleWeights: a sequence differs by more than `tolerance`, or is not finite.
+    Raises StaleWeights: a sequence differs by more than `tolerance`, or is not finite.
     """
     worst = max(float(np.abs(one - other).mean()) for one, other in zip(engine, reference, strict=True))
     # `not <=` also refuses NaN.

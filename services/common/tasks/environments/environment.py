@@ -92,9 +92,8 @@ class Environment(Protocol):
     def reset(self, row: Mapping[str, Any], *, seed: int) -> Reset:
         """Begin an episode.
 
-        Args:
-            row: columns of the row, with the texts `prompt` and `answer` where it has them.
-            seed: of the episode; equal for all members of a group.
+        `row` has the columns, with the texts `prompt` and `answer` where it has them. `seed` is equal for all members
+        of a group.
         """
 
     def step(self, action: Action) -> Step: ...

@@ -110,10 +110,8 @@ class EnvironmentTask(TaskWrapper):
     ) -> None:
         """Check the first row.
 
-        The system prompt goes before first messages of the environment that have none.
-
-        Raises:
-            ConfigError: rows lack a column that the score needs, or no episode of the first row begins.
+        The system prompt goes before first messages of the environment that have none. Raises ConfigError if rows lack
+        a column that the score needs, or no episode of the first row begins.
         """
         super().__init__(task, digest=task.digest, num_workers=episodes.num_processes)
         self._episodes, self._limits, self._seed = episodes, limits, seed

@@ -41,10 +41,8 @@ _LIBC = ctypes.CDLL(None)
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
     """Constructor of episodes of a program, and facts about it; runs nothing.
 
-    `name` is `file.py:function`, or a command that runs in the directory.
-
-    Raises:
-        ValueError: there is no such file, function or command.
+    `name` is `file.py:function`, or a command that runs in the directory. Raises ValueError without such a file,
+    function or command.
     """
     path, _, function = name.rpartition(":")
     is_deterministic = False

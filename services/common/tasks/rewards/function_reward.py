@@ -24,10 +24,8 @@ class FunctionReward:
     ) -> None:
         """Load the function once, from the directory or from installed packages.
 
-        `timeout_s` is processor time for one completion; `key` names the function in the configuration.
-
-        Raises:
-            ConfigError: it cannot be found, imported or called.
+        `timeout_s` is processor time for one completion; `key` names the function in the configuration. Raises
+        ConfigError if it cannot be found, imported or called.
         """
         module, _, name = path.partition(":")
         if not all(word.isidentifier() for word in [*module.split("."), name]):

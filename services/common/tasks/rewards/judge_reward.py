@@ -63,9 +63,8 @@ class JudgeStore:
     def take_place(self, server: str, *, interval_s: float, longest_s: float) -> float | None:
         """Reserve the next request to a server; requests are `interval_s` apart.
 
-        Returns:
-            Seconds until the request may be sent; None, and nothing reserved, beyond `longest_s`. 0 without a usable
-            file.
+        Returns seconds until the request may be sent, 0 without a usable file. Beyond `longest_s` it reserves nothing
+        and returns None.
         """
         try:
             self._connection.execute("BEGIN IMMEDIATE")

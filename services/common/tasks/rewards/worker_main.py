@@ -239,11 +239,8 @@ class Calling:
     def parts(self, request: Mapping[str, Any]) -> dict[str, float]:
         """Values of one completion, by name.
 
-        Args:
-            request: prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if any.
-
-        Raises:
-            ValueError: it returned text, or no list of one number where it is called with lists.
+        `request` has prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if
+        any. Raises ValueError if the function returned text, or no list of one number where it is called with lists.
         """
         if self._is_batch:
             return {"reward": _number(self._of_batch(request))}

@@ -45,13 +45,10 @@ class ArrowTask(MatchedTask):
         measure: Measure | None,
         needs_answers: bool = True,
     ) -> None:
-        """Choose the rows.
+        """Choose the rows; raises ConfigError if too few are left, or a column has the wrong type.
 
         Without `held_out`, `evaluation_size` different prompts of `loaded` are held out. With `needs_answers`, rows
         without an answer are dropped.
-
-        Raises:
-            ConfigError: too few rows are left, or a column has the wrong type.
         """
         self._columns = columns = Columns(loaded.table, config, needs_answers)
         self._held_columns = columns

@@ -77,8 +77,7 @@ _LOG = logging.getLogger(__name__)
 def short_prompts(
     count: int, prompt_at: Callable[[int], Prompt], *, most: int, measure: Measure | None
 ) -> npt.NDArray[np.bool_]:
-    """Which prompts have at most `most` tokens; those that the template refuses have not. ConfigError without
-    tokenizer."""
+    """Which prompts have at most `most` tokens; refused ones have not. Raises ConfigError without a tokenizer."""
     if measure is None:
         raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
     keep = np.zeros(count, np.bool_)

@@ -219,10 +219,8 @@ _LOG = logging.getLogger(__name__)
 def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
     """The commit to read; a branch is resolved once and noted in the file `notes`.
 
-    Errors name `key`. An empty `cache_dir` is the library's own.
-
-    Raises:
-        ConfigError: no revision is named, or it cannot be resolved.
+    Errors name `key`. An empty `cache_dir` is the library's own. Raises ConfigError if no revision is named, or it
+    cannot be resolved.
     """
     if name.is_pinned:
         return name.revision

@@ -34,9 +34,8 @@ class RelayedFile:
     def flat(self, name: str) -> torch.Tensor:
         """A flattened tensor, in this process's memory.
 
-        Raises:
-            CorruptStore: on all ranks: rank 0 cannot read it. Any other error is of this rank only, which must then
-                end: the others are inside the broadcast, or past it.
+        Raises CorruptStore: on all ranks: rank 0 cannot read it. Any other error is of this rank only, which must then
+        end: the others are inside the broadcast, or past it.
         """
         meta = self.tensors[name]
         size = meta.numel() * meta.dtype.itemsize
@@ -67,8 +66,7 @@ class CheckpointFiles:
     def restore(self, state: ShardedState, ranks: Collectives) -> int:
         """Put this rank's pieces back, as all ranks do; returns the applied steps.
 
-        Raises:
-            CorruptStore: on all ranks, where one could not; the state is then partly of this checkpoint.
+        Raises CorruptStore: on all ranks, where one could not; the state is then partly of this checkpoint.
         """
         names = sorted(state.shapes)
         keys: tuple[Key, ...] = ("", *MOMENTS)
@@ -121,8 +119,7 @@ def _noted(problems: list[Exception]) -> Iterator[None]:
 def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Collectives) -> CheckpointFiles:
     """A checkpoint for all ranks: each reads its pieces, or rank 0 sends where not all see the same files.
 
-    Raises:
-        CorruptStore: on all ranks: rank 0 cannot read it, or it is of another model.
+    Raises CorruptStore: on all ranks: rank 0 cannot read it, or it is of another model.
     """
     problem: CorruptStore | None = None
     own: CheckpointFiles | None = None

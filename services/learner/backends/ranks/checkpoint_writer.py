@@ -298,7 +298,7 @@ class Writing:
         lora: LoraSettings = NO_LORA,
         overlaps: bool = True,
     ) -> None:
-        """Copy this rank's share and start to write it; all ranks call, none with another checkpoint under way.
+        """Copy this rank's share and start to write it; all ranks call, none while it writes another checkpoint.
 
         Without `overlaps` the share is written when this returns, and never copied. Where a rank does not see the
         directory, rank 0 receives all tensors and has written them when this returns.

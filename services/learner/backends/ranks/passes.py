@@ -185,8 +185,7 @@ class Passes:
         )
 
     def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
-        """Log-probs of all tokens in the order of the shares, one tensor a share; takes every pass once, without
-        gradient."""
+        """Log-probs of all tokens in order, one tensor a share, without gradient; takes every pass once."""
         own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
             passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]

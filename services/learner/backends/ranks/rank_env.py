@@ -57,8 +57,7 @@ def local_rank_env(rank: int, *, num_ranks: int, file: Path) -> RankEnv:
 def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
     """The environment that a launcher set; None where no launcher started this process.
 
-    Raises:
-        ConfigError: a variable is missing, not a number, or contradicts another.
+    Raises ConfigError: a variable is missing, not a number, or contradicts another.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None

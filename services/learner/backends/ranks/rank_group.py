@@ -80,8 +80,7 @@ class Round:
 def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
     """Open a round as rank 0, and return when every rank is in it.
 
-    Raises:
-        RuntimeError: a rank is missing after five minutes, or the store is gone.
+    Raises RuntimeError: a rank is missing after five minutes, or the store is gone.
     """
     name = secrets.token_hex(8)
     store.set(_NEWEST, name)
@@ -123,8 +122,7 @@ def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
 def enter_round(store: Store, rank_env: RankEnv) -> Round:
     """Enter the newest round as another rank, and return when all ranks are in it.
 
-    Raises:
-        RuntimeError: rank 0 does not answer within five minutes, or another rank is missing after five more.
+    Raises RuntimeError: rank 0 does not answer within five minutes, or another rank is missing after five more.
     """
     word = secrets.token_hex(8)
     store.set(f"hello/{rank_env.rank}", word)
@@ -296,8 +294,7 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
     A rank reads its pieces from its machine's directory: other bytes there would mix two models. On one machine the
     directory is not read for this. All ranks call.
 
-    Raises:
-        ConfigError: on all ranks; names the first rank that differs from rank 0.
+    Raises ConfigError: on all ranks; names the first rank that differs from rank 0.
     """
     releases = releases_of(packages)
     rank_env = ranks.rank_env
@@ -366,8 +363,7 @@ def code_digest(package: Path) -> str:
 def model_digest(model_dir: str) -> str:
     """Blake3 over configuration and weights of a model, as files; uses all cores.
 
-    Raises:
-        OSError, ValueError: it cannot be read.
+    Raises OSError, ValueError: it cannot be read.
     """
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     directory = Path(model_dir)

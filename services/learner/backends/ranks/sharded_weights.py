@@ -137,8 +137,7 @@ class ShardedVersions:
 
         A dead band counts from the version `published`.
 
-        Raises:
-            ConfigError: on all ranks: a weight is not finite in the published type.
+        Raises ConfigError: on all ranks: a weight is not finite in the published type.
         """
         before = None if published is None or not self._band else self._chunks[published]
         found: dict[int, IntArray] = {}

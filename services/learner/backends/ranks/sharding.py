@@ -36,8 +36,7 @@ _REFUSED = b"refused"
 def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
     """The model without weights on every rank; rank 0 checks it, and reads weights for that block by block.
 
-    Raises:
-        ConfigError: on all ranks: one cannot load the model, or it cannot be trained in the chosen layout.
+    Raises ConfigError: on all ranks: one cannot load the model, or it cannot be trained in the chosen layout.
     """
     opened, is_alike = _open(model_dir, config, ranks, may_hold=ranks.rank == 0)
     if not is_alike:
@@ -128,8 +127,8 @@ class Sharding(ABC):
 def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool, max_new_tokens: int) -> LossSpec:
     """The loss spec of a loss that may be divided among ranks.
 
-    Raises:
-        ConfigError: the loss depends on how a step is cut into passes, or on a reference model that this engine lacks.
+    Raises ConfigError: the loss depends on how a step is cut into passes, or on a reference model that this engine
+    lacks.
     """
     loss_spec = loss_spec_of(loss)
     if loss_spec.scope == "microbatch" and ranks.world_size > 1:
@@ -146,8 +145,7 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
 
 
 def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
-    """Published tensors of a model that are not parameters, tied ones once; `hold_untrained` made buffers of frozen
-    ones."""
+    """Published tensors that are no parameters, tied ones once; `hold_untrained` made buffers of frozen ones."""
     published = tensors.published_tensors(model)
     return {
         spec.name: published[spec.name]

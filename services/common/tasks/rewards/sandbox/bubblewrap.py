@@ -124,15 +124,10 @@ class Sandbox:
     """Python version, such as 3.11."""
 
     def run(self, first: bytes, second: bytes, *, standard_input: bytes) -> SandboxOutcome:
-        """Run `sandbox_main` on a document.
+        """Run `sandbox_main` on a document; raises NoSandbox if bubblewrap could not build the sandbox.
 
-        Args:
-            first: read before any foreign code runs.
-            second: sent after `sandbox_main` reported that it loaded the code; empty: never.
-            standard_input: of the foreign code.
-
-        Raises:
-            NoSandbox: bubblewrap could not build the sandbox; no foreign code ran.
+        `first` is read before any foreign code runs. `second` is sent after `sandbox_main` reported that it loaded the
+        code; empty: never. `standard_input` is that of the foreign code.
         """
         outcome = outcome_of(
             self.command, self.limits, first, second, standard_input=standard_input, errors=subprocess.DEVNULL
@@ -144,13 +139,10 @@ class Sandbox:
         return replace(outcome, report=outcome.report[len(began) + 1 :], used_s=max(0.0, outcome.used_s - start_s))
 
     def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
-        """Command line of bubblewrap with `sandbox_main`.
+        """Command line of bubblewrap with `sandbox_main`, which reads `orders` and writes `report`.
 
-        Args:
-            orders: descriptor that it reads.
-            report: descriptor that it writes.
-            info: descriptor for the number of the namespace's first process; -1: none.
-            serving: file of heterorl that it may import; it is then the first process of its namespace.
+        `info` is the descriptor for the number of the namespace's first process; -1: none. `serving` is a file of
+        heterorl that it may import; it is then the first process of its namespace.
         """
         is_root = os.geteuid() == 0
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]

@@ -99,7 +99,6 @@ class TrustRecord:
 
     @property
     def newest(self) -> SeenVersion | None:
-        """Row of the highest version."""
         return self._seen[max(self._seen)] if self._seen else None
 
     @property

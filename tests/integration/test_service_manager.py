@@ -42,7 +42,7 @@ class Manager:
 
     async def falls_silent(self, child):
         """Wait until the child says that it feeds no watchdog, and nothing comes for as long as the manager waits."""
-        while "no answer beside the event loop" not in child.log.read_text():
+        while "the watched thread owes an answer" not in child.log.read_text():
             assert child.exit_code is None, child.log.read_text()
             await asyncio.sleep(0.1)
         while True:

@@ -39,7 +39,6 @@ class DrawsConfig(Config):
 
     @property
     def draws(self) -> EvaluationDraws:
-        """Settings of the draws."""
         return EvaluationDraws(
             num_prompts=self.num_prompts,
             num_samples=self.samples_per_prompt,

@@ -208,12 +208,10 @@ def mean_share(losses: torch.Tensor) -> float:
     return float(torch.exp(-losses.cumsum(dim=1)).mean())
 
 
-def evaluate(
-    directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION, device: str = "cpu"
-) -> float:
+def evaluate(directory: Path, *, task: Task, seed: int, device: str = "cpu") -> float:
     """Sampled mean reward at temperature 1 on the first held-out prompts, as in the learner's evaluation."""
     prompter = Prompter(str(directory), use_chat_template=False)
-    prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
+    prompts = [task.evaluation_prompt(index) for index in range(min(_NUM_EVALUATION, task.num_evaluation_prompts))]
     longest = max(prompter.encode(prompt.answer).size for prompt in prompts) + 1
     engine = HfEngine(
         model_dir=str(directory),
@@ -223,7 +221,7 @@ def evaluate(
         sampling=SamplingSemantics(
             temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=longest, logprob_mode=LogprobMode.PROCESSED
         ),
-        batch_rows=num_prompts,
+        batch_rows=_NUM_EVALUATION,
         end_token_ids=prompter.end_token_ids,
     )
     # As published: rounded to bf16, like every version of the run.

@@ -120,7 +120,6 @@ def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
 
 
 def _quantised(layout: Layout) -> frozenset[TensorSpec]:
-    """The tensors of a state that are quantised."""
     dtype = main_type(layout)
     return frozenset(
         spec

@@ -43,7 +43,6 @@ class RoutingShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a record for each token."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def encode(self, experts_NLK: Tensor) -> NDArray[np.uint8]:

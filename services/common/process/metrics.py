@@ -11,7 +11,6 @@ the first two, and no metric of a sampler or relay the third.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import shutil
 import socket
@@ -360,28 +359,19 @@ def serve(
         ConfigError: the address is not one of this machine's.
     """
     own = registry_of(service, shown)
-    try:
-        server, _ = start_http_server(port, addr=address, registry=own)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE and may_move:
-            server = _serve_beside(port, own, address)
+    # Steps of 10 avoid the defaults of other services.
+    last = port + 10 * MAX_MOVES if may_move else port
+    for candidate in range(port, last + 1, 10):
+        try:
+            server, _ = start_http_server(candidate, addr=address, registry=own)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError("metrics_host", f"{address} is not an address of this machine") from error
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
             _add_pages(server, pages)
             return int(server.server_port)
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("metrics_host", f"{address} is not an address of this machine") from error
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse("metrics_port", f"{address}:{port}") from error
-        raise
-    _add_pages(server, pages)
-    return int(server.server_port)
-
-
-def _serve_beside(port: int, own: CollectorRegistry, address: str) -> WSGIServer:
-    # Steps of 10 avoid the defaults of other services.
-    for other in range(port + 10, port + 10 * (MAX_MOVES + 1), 10):
-        with contextlib.suppress(OSError):
-            server, _ = start_http_server(other, addr=address, registry=own)
-            return server
     raise PortInUse("metrics_port", f"{address}:{port}")
 
 

@@ -95,7 +95,7 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
         if silent_s < interval_s:
             notifier.alive()
         else:
-            _LOG.error("not feeding the watchdog: no answer beside the event loop for %.0f s", silent_s)
+            _LOG.error("not feeding the watchdog: the watched thread owes an answer for %.0f s", silent_s)
         await clock.sleep(interval_s)
 
 
@@ -122,7 +122,7 @@ class HangGuard:
         self._num_silent = self._num_silent + 1 if self._watch.silent_s() >= HUNG_S else 0
         if self._num_still * TICK_S >= HUNG_S:
             return "the event loop"
-        return "what must answer beside the event loop" if self._num_silent > 1 else ""
+        return "the watched thread" if self._num_silent > 1 else ""
 
 
 def _guard(guard: HangGuard, over: threading.Event) -> None:

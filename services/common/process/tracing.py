@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -46,8 +46,7 @@ class TracingConfig(Config):
 class Tracer:
     """The spans of one process."""
 
-    def __init__(self, *, wall_time_ns: Callable[[], int] = time.time_ns) -> None:
-        self._wall_time_ns = wall_time_ns
+    def __init__(self) -> None:
         self._tracer: Any = None
 
     @property
@@ -84,7 +83,7 @@ class Tracer:
         self._span(name, context, lasted_s, ended_ago_s, attributes or {})
 
     def _span(self, name: str, context: Any, lasted_s: float, ended_ago_s: float, attributes: Attributes) -> Any:
-        end = self._wall_time_ns() - int(max(0.0, ended_ago_s) * 1e9)
+        end = time.time_ns() - int(max(0.0, ended_ago_s) * 1e9)
         span = self._tracer.start_span(
             name,
             context=context,

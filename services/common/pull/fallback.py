@@ -102,5 +102,4 @@ class Fallback:
         return move is not Move.END
 
     def built(self) -> None:
-        """Note that a version was built."""
         self._struck = {PlanBasis.BASE}

@@ -151,7 +151,6 @@ class Fetcher:
         return path
 
     def keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
-        """Remove all files but those of these payloads."""
         names = {payload.digest for payload in payloads}
         for path in self._spool.iterdir():
             if path.name.partition(".")[0] not in names:
@@ -278,7 +277,6 @@ class _Pulse:
         self._at = self._clock.monotonic()
 
     def pause(self) -> None:
-        """Stop the watch."""
         self._at = None
 
     async def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 A thread writes and hashes frames while the next ones arrive:
 
-    put     waits for room: at most BATCH_BYTES wait beside the write in progress; unblocked by the thread
+    put     waits for room: at most BATCH_BYTES wait during a write; unblocked by the thread
     thread  waits for a frame; unblocked by put
 
 Over a slow link each frame goes to the thread at once; over a fast one, batches do. Written bytes become durable every

@@ -64,9 +64,7 @@ class Proof:
 class PayloadReader:
     """Frames of payloads and the proofs of their files. Belongs to the event loop."""
 
-    def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_proofs: int = MAX_PROOFS) -> None:
-        self._max_blocks = max_blocks
-        self._max_proofs = max_proofs
+    def __init__(self) -> None:
         self._num_blocks = 0
         self._proofs: OrderedDict[Digest, Proof] = OrderedDict()
         self._proving: dict[Digest, asyncio.Task[Proof]] = {}
@@ -102,7 +100,6 @@ class PayloadReader:
                 await settle(ahead)
 
     async def close(self) -> None:
-        """Stop the running passes."""
         self._stopping.set()
         if self._proving:
             await asyncio.wait(list(self._proving.values()))
@@ -133,7 +130,7 @@ class PayloadReader:
             return
         self._proofs[digest] = done.result()
         self._num_blocks += len(done.result().checksums)
-        while self._num_blocks > self._max_blocks or len(self._proofs) > self._max_proofs:
+        while self._num_blocks > MAX_BLOCKS or len(self._proofs) > MAX_PROOFS:
             self._forget(next(iter(self._proofs)))
 
     def _forget(self, digest: Digest) -> None:

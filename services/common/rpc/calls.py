@@ -126,7 +126,7 @@ class WeightCalls(Calls):
     ) -> None:
         super().__init__(address, **how)
         self._connections = UrlClient(payload_urls, payload_hosts)
-        self._direct = PresignedReads(self._connections)
+        self._direct = PresignedReads(self._connections, self._clock)
 
     async def close(self) -> None:
         await self._connections.close()

@@ -93,9 +93,7 @@ class CoordinatorChannel:
         if limit != self.send_bytes:
             # gRPC fixes limits for a channel's life, so open another one; running calls end on theirs.
             self.send_bytes = limit
-            self._retired.add(self._lane)
-            self._lane = self._open()
-            await self._sweep()
+            await self._replace()
 
     async def close(self) -> None:
         for lane in (self._lane, *self._retired):
@@ -134,9 +132,7 @@ class CoordinatorChannel:
             self._is_lost = False
             await self._seek()
         if self._files is not None and self._files.current().number != self._lane.number:
-            self._retired.add(self._lane)
-            self._lane = self._open()
-            await self._sweep()
+            await self._replace()
         return self._lane
 
     async def _seek(self) -> None:
@@ -145,9 +141,12 @@ class CoordinatorChannel:
         found = await _listening(self._addresses) or following
         if found != self._address:
             self._address = found
-            self._retired.add(self._lane)
-            self._lane = self._open()
-            await self._sweep()
+            await self._replace()
+
+    async def _replace(self) -> None:
+        self._retired.add(self._lane)
+        self._lane = self._open()
+        await self._sweep()
 
     def _open(self) -> _OpenChannel:
         options = channel_options(

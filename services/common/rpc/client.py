@@ -89,7 +89,7 @@ class CoordinatorClient(WeightCalls):
         super().__init__(address, **how)
         # Groups in one message, as the answer to `register` states.
         self._push_groups = 1
-        self._writes = PresignedWrites(self._connections)
+        self._writes = PresignedWrites(self._connections, self._clock)
 
     async def acquire_lease(
         self,

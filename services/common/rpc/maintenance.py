@@ -75,20 +75,10 @@ class Backup:
     audit_digest: str
 
 
-def backup_to_pb(value: Backup) -> backup_pb2.BackupResponse:
-    """Backup -> message."""
-    return to_message(backup_pb2.BackupResponse, value)
-
-
-def backup_from_pb(message: backup_pb2.BackupResponse) -> Backup:
-    """Message -> backup."""
-    return to_value(Backup, message)
-
-
 class BackupClient(Calls):
     """Client of the backup service."""
 
     async def backup(self, *, name: str) -> Backup:
         """Write the run as it is into a directory of this name; repeating the call is harmless."""
         request = backup_pb2.BackupRequest(name=name)
-        return backup_from_pb(await self._call("Backup", request, timeout_s=BACKUP_TIMEOUT_S))
+        return to_value(Backup, await self._call("Backup", request, timeout_s=BACKUP_TIMEOUT_S))

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from heterorl.common.errors import Unreachable
-from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PutPlace
 
@@ -87,7 +87,6 @@ class UrlClient:
         return bool(self._schemes)
 
     def allows(self, url: str) -> bool:
-        """Whether this node uses a URL."""
         if not url or len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable():
             return False
         try:
@@ -158,9 +157,9 @@ _NEW = Address(url="", num_bytes=0)
 class PresignedReads:
     """The URLs that a node knows. Belongs to the event loop."""
 
-    def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
+    def __init__(self, connections: UrlClient, clock: Clock) -> None:
         self._connections = connections
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._not_before = 0.0
         # None: a payload arrived with bytes that differ from its name.
         self._known: OrderedDict[Digest, Address | None] = OrderedDict()
@@ -260,9 +259,9 @@ class _OddFrames(Unreachable):
 class PresignedWrites:
     """Puts payloads, and pauses for PUT_PAUSE_S after a failure. Belongs to the event loop."""
 
-    def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
+    def __init__(self, connections: UrlClient, clock: Clock) -> None:
         self._connections = connections
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._not_before = 0.0
 
     @property

@@ -143,7 +143,6 @@ class MessagePool:
             self._silent.pop(room, None)
 
     def give_back(self, room: Reservation, num_bytes: int) -> None:
-        """Take bytes off a reservation and wake waiters."""
         if not num_bytes:
             return
         room.num_bytes -= num_bytes

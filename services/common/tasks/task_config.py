@@ -130,7 +130,6 @@ class TaskConfig(SourceConfig):
 
     @property
     def has_environment(self) -> bool:
-        """Whether a source has one."""
         return any(source.environment for source in self.inherited() or (self,))
 
     @property

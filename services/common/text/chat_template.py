@@ -96,7 +96,6 @@ class ChatTemplate:
         return self._template.render({**self._variables, **variables})
 
     def answer_end(self) -> str:
-        """Text behind an assistant's answer."""
         turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
         return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 

@@ -64,7 +64,6 @@ class Conversation:
         return answer_to(self.prompter.decode(turn), episode=episode, parser=self.parser, is_cut=is_cut)
 
     def given(self, said: Observation, turn: Int32Array) -> Int32Array:
-        """Ids of an observation."""
         return self.prompter.given(said.messages, is_cut=self._is_cut(turn))
 
     def _is_cut(self, turn: Int32Array) -> bool:
@@ -131,7 +130,6 @@ class Conversations:
                 raise environment_problem(where, error) from error
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Token ids of a prompt."""
         found = self.of(prompt)
         return self._prompter.encode_prompt(prompt) if found is None else found.encode(prompt)
 

@@ -20,7 +20,7 @@ from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, Rew
 from heterorl.common.types.trajectory import BoolArray, Part, is_drawn, parts_of
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
-"""Values of `kept_because`, besides those of DropReason."""
+"""Values of `kept_because` in addition to the DropReasons."""
 MAX_PAGE = 200
 """Samples in one page of a list."""
 MAX_PREVIEW = 160
@@ -150,7 +150,6 @@ class SampleRollout:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is a lost member of its group."""
         return not self.finish_reason.is_trainable
 
     @property

@@ -14,9 +14,7 @@ class LaidOut(Protocol):
     """Weights, wherever they are."""
 
     @property
-    def layout(self) -> Layout:
-        """Their tensor table."""
-        ...
+    def layout(self) -> Layout: ...
 
 
 def build_manifest(

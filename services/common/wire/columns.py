@@ -158,7 +158,6 @@ def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
 
 
 def write_columns(group: Group, message: rollout_pb2.Group) -> None:
-    """Write a group's numbers to the columns of a message."""
     rollouts = group.rollouts
     parts = [part for rollout in rollouts for part in rollout.reward_parts]
     spans = [span for rollout in rollouts for span in rollout.spans]
@@ -198,7 +197,6 @@ def _write_parts(parts: list[RewardPart], message: rollout_pb2.Group) -> None:
 
 
 def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
-    """The rollouts of columns."""
     spans, parts = _spans_of(columns), _parts_of(columns)
     drawn = iter(np.split(columns.logprobs, np.cumsum(num_drawn(columns))[:-1]))
     rollouts = []

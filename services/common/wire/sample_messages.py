@@ -125,7 +125,6 @@ def _parts_from_pb(parts: object) -> tuple[RewardPart, ...]:
 
 
 def floats(values: object) -> Float32Array:
-    """Numbers of a message."""
     return np.array(values, np.float32)
 
 
@@ -178,7 +177,6 @@ def outline(data: bytes) -> Outline:
 
 
 def outline_of_evaluation(sample: EvaluationSample) -> Outline:
-    """The outline of an evaluation."""
     return _outline(
         [rollout.reward for rollout in sample.rollouts if not rollout.is_lost],
         num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in sample.rollouts),
@@ -226,7 +224,6 @@ def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
 
 
 def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
-    """Stored sample -> message."""
     message = sample_pb2.GetSampleResponse(summary=summary_to_pb(value.summary))
     if value.summary.kind is SampleKind.EVALUATION:
         message.evaluation.MergeFromString(value.content)

@@ -33,7 +33,6 @@ class Statement:
 
 
 def contract_digest(contract: Contract) -> str:
-    """Digest of a contract."""
     return str(bytes_digest(contract_to_bytes(contract)))
 
 
@@ -74,14 +73,14 @@ def check_statement(data: bytes, contract: Contract) -> Statement:
     statement = statement_from_bytes(data)
     settings, sampling = statement.settings, contract.sampling
     if statement.contract != contract_digest(contract):
-        raise InvalidRequest(f"statement.contract: {statement.contract!r} is not the digest of the contract beside it")
+        raise InvalidRequest(f"statement.contract: {statement.contract!r} is not the digest of the contract")
     pairs: list[tuple[str, Any, Any]] = [("group_size", settings["group_size"], contract.group_size)]
     pairs += [(f"sampling.{key}", settings["sampling"].get(key), getattr(sampling, key)) for key in _SAMPLING]
     pairs += [("sampling.logprob_mode", settings["sampling"].get("logprob_mode"), sampling.logprob_mode.value)]
     pairs += [("lora.rank", settings["lora"].get("rank"), contract.lora.rank)]
     for key, stated, agreed in pairs:
         if stated != agreed:
-            raise InvalidRequest(f"statement.{key}: {stated!r}, and the contract beside it has {agreed!r}")
+            raise InvalidRequest(f"statement.{key}: {stated!r}, and its contract has {agreed!r}")
     return statement
 
 

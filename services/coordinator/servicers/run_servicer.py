@@ -11,11 +11,11 @@ import grpc.aio
 from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, backup_to_pb, diagnosis_to_pb
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import parse_facts
-from heterorl.common.wire.common_messages import report_to_pb, series_from_pb
+from heterorl.common.wire.common_messages import report_to_pb, series_from_pb, to_message
 from heterorl.common.wire.run_messages import (
     canary_from_pb,
     commands_to_pb,
@@ -161,7 +161,7 @@ class BackupServicer(backup_pb2_grpc.BackupServiceServicer):
         self._backups = backups
 
     async def Backup(self, request: backup_pb2.BackupRequest, context: Context) -> backup_pb2.BackupResponse:
-        return backup_to_pb(await self._backups.make(request.name))
+        return to_message(backup_pb2.BackupResponse, await self._backups.make(request.name))
 
 
 class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):

@@ -57,7 +57,6 @@ class Delivery:
         """Groups with the final outcome DROPPED."""
 
     async def deliver(self) -> None:
-        """Push forever."""
         while True:
             ticket = self._bell.ticket()
             now = self._now()

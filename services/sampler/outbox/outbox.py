@@ -317,12 +317,10 @@ class OutboxWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait for the disk."""
         return len(self._waiting)
 
     @property
     def retry_s(self) -> float:
-        """Seconds until the next attempt."""
         return self._retry_at - self.clock.monotonic()
 
     def add(self, groups: Sequence[Group]) -> None:

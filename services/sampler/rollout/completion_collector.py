@@ -94,7 +94,6 @@ class CompletionCollector:
         self.groups.work(True, now)
 
     def resume(self, draft: GroupDraft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
-        """Continue a group of an earlier process."""
         assert self._runner is not None, "it has a conversation"
         for kept in left.turns:
             self.swap.state_roots.setdefault(kept.turn.oldest_version, kept.turn.state_root)

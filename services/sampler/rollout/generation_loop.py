@@ -142,7 +142,6 @@ class GenerationLoop:
         return [draft.assignment.id for draft in self._drafts]
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
-        """Continue groups of an earlier process."""
         left, self._journal.left = self._journal.left, ()
         num_turns = 0
         for group in left:

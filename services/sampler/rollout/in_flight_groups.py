@@ -3,7 +3,7 @@
     begun -> completions end, one by one -> each is scored, or lost -> the last one completes the group
           -> too few members are left, or the engine fails: given up, its assignment is handed back
 
-A completion counts once, whatever happens to its group; a group that was given up never enters the outbox.
+A completion counts once, also when its group is given up; a group that was given up never enters the outbox.
 `InFlightGroups` is pure and used from the event loop. One task at a time writes turns, only of groups in flight. Turns
 are not kept if the environment is not deterministic: no process could step it again.
 
@@ -114,7 +114,6 @@ class InFlightGroups:
         self._drafts[draft.key] = draft
 
     def begin_turn(self, key: int, draft: GroupDraft, member: int) -> None:
-        """Add the request of one member's next turn."""
         self._begin(key, _Request(draft=draft, left=1, member=member))
 
     def take(self, finished: Finished, now: float) -> tuple[GroupDraft, int] | None:

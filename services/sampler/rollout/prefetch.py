@@ -143,7 +143,6 @@ class Prefetch:
 
     @property
     def target(self) -> int:
-        """Assignments to hold."""
         ahead_s = self.work_ahead_s()
         if not ahead_s:
             return self.room_groups
@@ -175,7 +174,6 @@ class Prefetch:
         self._waiting.extendleft(reversed(work))
 
     def clear(self) -> list[int]:
-        """Remove and return all assignments."""
         held = [assignment.id for assignment in self._waiting]
         self._waiting.clear()
         return held

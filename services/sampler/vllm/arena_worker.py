@@ -1,8 +1,7 @@
 """The worker extension inside vLLM's processes: loads a weights file into the model in place.
 
-After `load_arena_file`, every parameter and everything that vLLM derived from one (fused, packed) comes from the file;
-a
-file that leaves a parameter out is an error. Reads safetensors only. Must never import vllm, whose worker mixes it in.
+After `load_arena_file`, every parameter and all that vLLM derived from it (fused, packed) comes from the file. A file
+that leaves a parameter out is an error. Reads safetensors only. Must never import vllm, whose worker mixes it in.
 """
 
 from __future__ import annotations

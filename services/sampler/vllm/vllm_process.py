@@ -107,7 +107,6 @@ class VllmProcess:
         return self._wait(self._ask(requests), ANSWER_S)
 
     def cancel(self) -> None:
-        """Give up submitted requests."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._submitted])
 

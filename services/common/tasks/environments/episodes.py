@@ -109,7 +109,6 @@ class Episodes:
 
     @property
     def max_live(self) -> int:
-        """Most episodes at once."""
         return self.num_processes * (EPISODES_A_PROCESS if self.shares_process else 1)
 
     def open(self, row: Mapping[str, Any], seed: int) -> Episode:

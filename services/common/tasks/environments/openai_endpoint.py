@@ -71,7 +71,6 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """OPENAI_BASE_URL of the program."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def start(self) -> None:
@@ -79,10 +78,9 @@ class Endpoint:
         self._thread.start()
 
     def answer(self, action: Action) -> None:
-        """Answer the open request with a turn of the policy."""
         with self._lock:
             turn = self._turn
-            assert turn is not None, "a request is under way"
+            assert turn is not None, "a request is open"
             turn.message, turn.is_cut = self.history.answer(action), action.is_cut
             turn.done.set()
 
@@ -110,7 +108,7 @@ class Endpoint:
             if self._refusal is not None:
                 raise self._refusal
             if turn is not None and not turn.done.is_set():
-                raise RequestRefused("another request is under way: an episode is one conversation, one turn at a time")
+                raise RequestRefused("another request is open: an episode is one conversation, one turn at a time")
             added = self.history.extend(request)
             self._turn = turn = _Turn(body, number=turn.number + 1 if turn else 1)
             self._on_request(added)
@@ -167,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             stated = self.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
-                raise RequestRefused("the key is not that of this episode", status=401, code="invalid_api_key")
+                raise RequestRefused("the key belongs to another episode", status=401, code="invalid_api_key")
             handle()
         except RequestRefused as refused:
             self._send(refused.status, refused.body)
@@ -208,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         while not is_done:
-            self.wfile.write(b": the turn is under way\n\n")
+            self.wfile.write(b": the turn is being drawn\n\n")
             is_done = turn.done.wait(self.server.endpoint.keepalive_s)
         if turn.refusal is not None:
             pieces: Any = [turn.refusal.body]

@@ -145,7 +145,6 @@ class ProgramEnvironment:
 
     @property
     def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """JSON schemas of the tools in the program's requests."""
         return self._endpoint.history.tools or ()
 
     def step(self, action: Action) -> Observation | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 from heterorl.common.tasks.environments.environment import Action, Observation
@@ -17,11 +16,6 @@ from heterorl.common.tasks.task import Message
 _RAW = "-raw"
 """Suffix of games without wrappers, which would repeat the whole conversation in each observation."""
 _PARTIAL = "_get_percentage_completion"
-
-
-def version_of() -> str:
-    """Version of textarena, which decides what its games write."""
-    return version("textarena")
 
 
 class TextArenaGame:

@@ -45,7 +45,6 @@ class JudgeStore:
             raise ValueError(f"cannot keep the judge's cache in {path}: {error}") from None
 
     def get(self, digest: bytes) -> float | None:
-        """Cached score of a question."""
         row = None
         with suppress(sqlite3.Error):
             row = self._connection.execute("SELECT score FROM judged WHERE digest = ?", (digest,)).fetchone()

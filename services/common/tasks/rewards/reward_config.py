@@ -27,7 +27,6 @@ class RewardBase(Config):
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a row needs an answer."""
         return False
 
 

@@ -73,9 +73,9 @@ def main() -> None:
     try:
         answer, facts = _loaded(job)
     except LoadError as error:
-        _write(out, {"failed": error.kind, "text": str(error)})
+        _write_line(out, json.dumps({"failed": error.kind, "text": str(error)}))
         return
-    _write(out, {"ready": True, **facts})
+    _write_line(out, json.dumps({"ready": True, **facts}))
     for line in requests:
         request = json.loads(line)
         # The parent's limit is shorter; this one counts without a parent.
@@ -90,10 +90,6 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_line(out, text)
-
-
-def _write(out: Any, reply: dict[str, Any]) -> None:
-    _write_line(out, json.dumps(reply))
 
 
 def _write_line(out: Any, text: str) -> None:

@@ -152,10 +152,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Worker processes of one kind; callers in other threads wait for a free one.
-
-    Another process starts only after a caller waited START_AFTER_S.
-    """
+    """Worker processes of one kind; callers in other threads wait for a free one."""
 
     def __init__(
         self,
@@ -164,12 +161,12 @@ class WorkerPool:
         timeout_s: float,
         cpu_s: float = 0.0,
         num_workers: int = 1,
-        start_after_s: float | None = None,
+        start_after_s: float = START_AFTER_S,
     ) -> None:
         """Start nothing yet.
 
         `job` is what a worker loads (`worker_main.py`). An answer takes at most `timeout_s` by the clock and `cpu_s` of
-        processor time; 0 is no bound. `start_after_s` replaces START_AFTER_S.
+        processor time; 0 is no bound. Another process starts after a caller waited `start_after_s`.
         """
         self._start_after_s = start_after_s
         self.workers = [WorkerProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
@@ -228,7 +225,7 @@ class WorkerPool:
                 self._changed.notify()
 
     def take(self) -> WorkerProcess:
-        """A running process, or one to start where none runs or all were busy for START_AFTER_S."""
+        """A running process, or one to start where none runs or all were busy for `start_after_s`."""
         with self._changed:
             if self._running and not self._num_waiting:
                 self._busy_since = None
@@ -242,9 +239,8 @@ class WorkerPool:
     def _wait(self) -> None:
         self._num_waiting += 1
         self._busy_since = self._busy_since or time.monotonic()
-        after_s = START_AFTER_S if self._start_after_s is None else self._start_after_s
         while not (self._running or self._is_closed):
-            left_s = self._busy_since + after_s - time.monotonic()
+            left_s = self._busy_since + self._start_after_s - time.monotonic()
             if self._idle and left_s <= 0:
                 self._busy_since = time.monotonic()
                 break

@@ -196,7 +196,6 @@ class HubName:
         return bool(_COMMIT.fullmatch(self.revision))
 
     def at(self, commit: str) -> str:
-        """The name with a commit."""
         return f"hf:{self.place}@{commit}[{self.split}]"
 
 

@@ -77,7 +77,6 @@ class MixtureTask:
         return tuple(source.task for source in self.sources)
 
     def replaced(self, tasks: Sequence[Task]) -> MixtureTask:
-        """This mixture with other forms of its tasks."""
         return MixtureTask(
             [dataclasses.replace(source, task=task) for source, task in zip(self.sources, tasks, strict=True)]
         )

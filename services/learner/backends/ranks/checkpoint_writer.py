@@ -286,7 +286,7 @@ def _write_all(path: Path, plan: SafetensorsLayout, tensors: Iterator[torch.Tens
 
 
 class Writing:
-    """One checkpoint under way on this rank."""
+    """One checkpoint that this rank writes."""
 
     def __init__(
         self,

@@ -161,7 +161,7 @@ class ShardedBackend:
         self._restore(directory)
 
     def stop(self) -> None:
-        """Let the other ranks leave `follow`, once the checkpoint under way is written."""
+        """Let the other ranks leave `follow`, once the open checkpoint is written."""
         self._end_writing()
         self._tell(Command(do=Do.STOP))
 
@@ -252,7 +252,7 @@ class ShardedBackend:
         return self._writing
 
     def _end_writing(self) -> None:
-        """Wait for the checkpoint under way: its copy is as large as the share, so there is at most one."""
+        """Wait for the open checkpoint: its copy is as large as the share, so there is at most one."""
         if self._writing is not None:
             self._writing.end()
         self._writing = None

@@ -177,7 +177,7 @@ def test_guard_ends_a_process_whose_store_is_silent_at_two_looks():
         guard.turned()
         found.append(guard.look())
 
-    assert found == [""] * 5 + ["what must answer beside the event loop"]
+    assert found == [""] * 5 + ["the watched thread"]
 
 
 HANGS = """

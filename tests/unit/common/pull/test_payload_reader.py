@@ -155,8 +155,10 @@ async def test_pass_goes_on_when_its_caller_has_gone(tmp_path, passes):
     await reader.close()
 
 
-async def test_checksums_kept_are_bounded(tmp_path, passes):
-    reader = PayloadReader(max_blocks=6, max_proofs=3)
+async def test_checksums_kept_are_bounded(tmp_path, passes, monkeypatch):
+    monkeypatch.setattr(served, "MAX_BLOCKS", 6)
+    monkeypatch.setattr(served, "MAX_PROOFS", 3)
+    reader = PayloadReader()
     files = [stored(tmp_path, bytes([n]) * (FRAME_BYTES + 1), str(n)) for n in range(5)]
     for digest, path in files:
         await content(reader, digest, path)
@@ -170,4 +172,5 @@ async def test_checksums_kept_are_bounded(tmp_path, passes):
     assert list(reader._proofs) == [large[0]]
     assert reader._num_blocks == 6
     # Too large to be kept is served all the same.
-    assert await content(PayloadReader(max_blocks=1), *large) == DATA
+    monkeypatch.setattr(served, "MAX_BLOCKS", 1)
+    assert await content(PayloadReader(), *large) == DATA

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from heterorl.common.errors import Unreachable
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned as reads
 from heterorl.common.rpc.presigned import UrlClient
 
@@ -51,7 +52,7 @@ async def read(direct, url):
 async def test_range_that_begins_elsewhere_is_refused():
     connections = UrlClient("any")
     async with store(10) as (right, _), store(9) as (wrong, _):
-        direct = reads.PresignedReads(connections)
+        direct = reads.PresignedReads(connections, SystemClock())
         assert await read(direct, right) == b"bytes"
         with pytest.raises(Unreachable, match="answers 206"):
             await read(direct, wrong)
@@ -63,7 +64,7 @@ async def test_requests_carry_no_cookie_and_go_by_no_proxy_of_the_environment(mo
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     connections = UrlClient("any")
     async with store(10) as (url, heads):
-        direct = reads.PresignedReads(connections)
+        direct = reads.PresignedReads(connections, SystemClock())
         assert [await read(direct, url) for _ in range(2)] == [b"bytes"] * 2
     await connections.close()
 
@@ -113,9 +114,9 @@ async def test_a_name_that_resolves_to_this_machine_is_sent_nothing():
     async with store(10) as (url, heads):
         # What `allows` has let through is a name; what it resolves to shows when the connection is there.
         with pytest.raises(Unreachable, match="resolves to this machine or its link"):
-            await read(reads.PresignedReads(foreign), url)
+            await read(reads.PresignedReads(foreign, SystemClock()), url)
         assert heads == []
-        assert await read(reads.PresignedReads(own), url) == b"bytes"
+        assert await read(reads.PresignedReads(own, SystemClock()), url) == b"bytes"
     await foreign.close()
     await own.close()
 
@@ -124,7 +125,7 @@ async def test_a_proxy_of_the_environment_takes_what_named_hosts_are_asked(monke
     async with store(10) as (url, heads):
         monkeypatch.setenv("HTTP_PROXY", url.rpartition("/")[0])
         connections = UrlClient("any", ["payloads.example"])
-        assert await read(reads.PresignedReads(connections), "http://payloads.example/p") == b"bytes"
+        assert await read(reads.PresignedReads(connections, SystemClock()), "http://payloads.example/p") == b"bytes"
         await connections.close()
 
     assert heads[0].startswith(b"get http://payloads.example/p ")

@@ -4,20 +4,13 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.rpc.maintenance import (
-    Backup,
-    Diagnosis,
-    backup_from_pb,
-    backup_to_pb,
-    diagnosis_from_pb,
-    diagnosis_to_pb,
-)
+from heterorl.common.rpc.maintenance import Backup, Diagnosis, diagnosis_from_pb, diagnosis_to_pb
 from heterorl.common.types.common import Series
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.run import CanaryVerdict, RunStatus
 from heterorl.common.wire.common_messages import to_message, to_value
 from heterorl.common.wire.policy_messages import grant_from_pb, grant_to_pb, renewal_to_pb
-from heterorl.v1 import metrics_pb2, run_pb2
+from heterorl.v1 import backup_pb2, metrics_pb2, run_pb2
 
 GRANT = LeaseGrant(epoch=3, holder="a", ttl_s=9.0, head_version=7, max_staleness_versions=4, masks_stale=True)
 
@@ -67,7 +60,7 @@ def test_backups_and_diagnoses_travel_whole():
         max_message_bytes=2, head_version=-1, bytes_full=3, contract=None, statement=b"s",
     )  # fmt: skip
 
-    assert backup_from_pb(backup_to_pb(backup)) == backup
+    assert to_value(Backup, to_message(backup_pb2.BackupResponse, backup)) == backup
     message = diagnosis_to_pb(diagnosis, padding=b"pad")
     assert diagnosis_from_pb(message) == diagnosis
     assert message.padding == b"pad"

@@ -6,7 +6,7 @@ A service that runs as root gives the sandbox an unused user number, since the k
 root directory is read-only; one tmpfs of a bounded size may be written. Directories under /tmp or /dev that the sandbox
 shows lie on read-only mounts of their own.
 
-Never show it a directory that holds secrets. Limits are per process, but for the number of processes and the tmpfs. A
+Never show it a directory that holds secrets. Limits are per process, except the number of processes and the tmpfs. A
 bound of the whole belongs into a cgroup (MemoryMax of a unit, the limit of a container).
 
 The filter is a seccomp program in classic BPF. It refuses calls that outlive their process and have no namespace (keys,

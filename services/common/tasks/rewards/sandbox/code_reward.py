@@ -339,7 +339,7 @@ class CodeReward:
         """1 or 0, or the share of passed tests; RewardError, which is not a score, without tests or sandbox."""
         try:
             reply = self.pool.ask(
-                {"answer": prompt.answer, "columns": _beside(prompt), "completion": answer_of(completion)}
+                {"answer": prompt.answer, "columns": _columns_of(prompt), "completion": answer_of(completion)}
             )
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
@@ -352,7 +352,7 @@ class CodeReward:
 
     def answer_problem(self, prompt: Prompt) -> str:
         try:
-            tests_of(prompt.answer, _beside(prompt))
+            tests_of(prompt.answer, _columns_of(prompt))
         except ValueError as error:
             return str(error)
         return ""
@@ -361,5 +361,5 @@ class CodeReward:
         self.pool.close()
 
 
-def _beside(prompt: Prompt) -> dict[str, Any]:
+def _columns_of(prompt: Prompt) -> dict[str, Any]:
     return {name: prompt.columns[name] for name in COLUMNS if name in prompt.columns}

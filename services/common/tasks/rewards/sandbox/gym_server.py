@@ -113,7 +113,7 @@ def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
         # Frozen objects are not copied for every child.
         gc.freeze()
         before = _state(libc)
-    except Exception as error:  # noqa: BLE001 - reported to whoever started this
+    except Exception as error:  # noqa: BLE001 - reported to the parent
         _write(out, {"failed": f"{type(error).__name__}: {str(error)[:_MAX_WORDS]}"})
         return
     _write(out, {"ready": True})

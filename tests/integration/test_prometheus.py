@@ -34,6 +34,7 @@ EMPTY_WHEN_HEALTHY = {
     "Share of a trajectory's time in its environment": "this run has no environment",
     "Endings of trajectories": "as above",
     "Turns and tokens of a trajectory": "as above",
+    "KL a token without staleness": "samplers of this run may always be a version behind",
 }
 """Panels that may show nothing, and why."""
 ALERTS = [

@@ -35,6 +35,9 @@ _RATES = {
 _REGIME = {"G": "8", "kl": "0.005", "temperature": "1.0", "top_k": "all", "top_p": "1.0"}
 
 
+_VARIANTS = {"exact": "learning rate 3e-5", "noise": "3e-5, engines .0011 nats a token apart", "exact-1e-4": "1e-4"}
+
+
 def _lab(name: str, *, without: Collection[str] = (), tasks: Collection[str] = ()) -> Results:
     found = load_table(RESULTS / f"{name}.json")
     runs = [run for run in found.runs if run.algorithm not in without and (not tasks or run.task in tasks)]
@@ -82,6 +85,14 @@ def _long() -> Picture:
     return curves.across_tasks(results, looks(results.arms), _RATES)
 
 
+def _cliff() -> Picture:
+    # gepo-1s is GEPO to the last bit here.
+    found = _lab("cliff301", without=("gepo-1s",))
+    runs = [run.model_copy(update={"task": run.variant, "variant": ""}) for run in found.runs]
+    results = found.model_copy(update={"runs": runs})
+    return curves.across_tasks(results, looks(results.arms), _VARIANTS)
+
+
 def _product() -> Picture:
     results = _lab("long")
     picture, _ = curves.accuracy(results, looks(results.arms))
@@ -106,6 +117,7 @@ def _whole() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
+    "cliff": _cliff,
     "horizon": _horizon,
     "ladder": _ladder,
     "lengths": _lengths,

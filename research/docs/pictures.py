@@ -35,7 +35,7 @@ _RATES = {
 _REGIME = {"G": "8", "kl": "0.005", "temperature": "1.0", "top_k": "all", "top_p": "1.0"}
 
 
-_VARIANTS = {"exact": "learning rate 3e-5", "noise": "3e-5, engines .0011 nats a token apart", "exact-1e-4": "1e-4"}
+_VARIANTS = {"noise": "3e-5, engines .0011 nats a token apart", "exact-1e-4": "1e-4"}
 
 
 def _lab(name: str, *, without: Collection[str] = (), tasks: Collection[str] = ()) -> Results:

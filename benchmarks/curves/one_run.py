@@ -148,7 +148,9 @@ class Run:
             FULL, max_steps=spec.steps, lag_versions=spec.lag, max_staleness_versions=spec.lag + STALENESS_ROOM,
             groups_per_step=spec.groups_per_step, group_size=spec.group_size, learning_rate=spec.lr,
         )  # fmt: skip
-        coordinator = {**coordinator_tables(regime, options), "learner_lease_s": LEASE_S}
+        # Evaluations at the end pull versions of the whole run.
+        kept = spec.steps + spec.lag + STALENESS_ROOM
+        coordinator = {**coordinator_tables(regime, options), "learner_lease_s": LEASE_S, "keep_versions": kept}
         self._open("coordinator", "coordinator", coordinator)
         address, common = self._address(), self._common()
         learner = learner_tables(regime, options, address=address, model_dir=self.model_dir)

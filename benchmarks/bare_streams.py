@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import grpc.aio
 
 from heterorl.common.rpc.transport_options import keep_freed_frames, link_options
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.store.payload_files import write_all
 from heterorl.v1 import policy_pb2
 

@@ -48,7 +48,7 @@ from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_snapshot
 from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.common.wire.rollout_messages import pushes_to_pb
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server

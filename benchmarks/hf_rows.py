@@ -32,7 +32,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from heterorl.common.generation import hf_batch
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Finished, Request
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
@@ -89,7 +88,9 @@ def repeat(engine: HfEngine, mode: str, tally: Tally) -> None:
     """All requests once."""
     may_leave, may_join = MODES[mode]
     rng = np.random.default_rng(0)
-    with patch.object(hf_batch, "_is_made_of", lambda _, *, sliding: may_leave if sliding else may_join):
+    with patch(
+        "heterorl.common.generation.hf_engine._is_made_of", lambda _, *, sliding: may_leave if sliding else may_join
+    ):
         for key in range(NUM_REQUESTS):
             prompt = rng.integers(2, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
             engine.submit(Request(key=key, prompt=prompt, seed=key, num_completions=GROUP_SIZE))

@@ -23,7 +23,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import PushStatus, SealedGroup, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.seal import group_message, read_sealed, seal
+from heterorl.common.wire.sealed_groups import group_message, read_sealed, seal
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 

@@ -44,7 +44,7 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.run import RunStatus
-from heterorl.common.wire.seal import open_group, read_sealed
+from heterorl.common.wire.sealed_groups import open_group, read_sealed
 from heterorl.coordinator.groups.schedule import seed_of
 from tests.support.cluster import free_port
 from tests.support.relay import Relay

@@ -54,11 +54,10 @@ from heterorl.common.types.common import Contract, Digest, LogprobMode, Sampling
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import FRAME_BYTES, max_file_bytes
+from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo, max_file_bytes, write_delta, write_snapshot
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
-from heterorl.learner.publish.upload import upload
+from heterorl.learner.publish.version_payloads import upload
 from tests.support.cluster import free_port
 
 CHANGED = 0.0135

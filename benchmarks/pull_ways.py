@@ -23,7 +23,7 @@ from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.arena import Layout
-from heterorl.common.weights.payload_file import max_file_bytes
+from heterorl.common.weights.payload import max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.demo.processes import Child, start, stop
 from tests.support.bucket import BucketServer

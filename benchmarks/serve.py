@@ -38,7 +38,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
 from heterorl.common.weights.codec import Method
-from heterorl.common.weights.payload_file import NO_ROOT, Header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload import NO_ROOT, Header, write_chunks, write_durably, write_header
 from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.demo.processes import start, stop
 

@@ -26,7 +26,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
 from heterorl.common.wire.common_messages import contract_from_bytes, contract_to_pb
 from heterorl.common.wire.rollout_messages import pushes_to_pb
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.v1 import common_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 EMPTY = "/bench.Reference/Empty"

@@ -37,15 +37,14 @@ from benchmarks.verify_cheats import (
     round_weights,
     where_tokens_differ,
 )
-from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.model.contract import SamplingConfig, build_contract
+from heterorl.common.model.logprobs import group_key
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
-from heterorl.common.wire.columns import columns_of
-from heterorl.common.wire.seal import group_message, seal
+from heterorl.common.wire.sealed_groups import columns_of, group_message, seal
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.groups.validation import ending_problem
 from heterorl.learner.backends.torch_backend import TorchBackend

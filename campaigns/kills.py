@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from campaigns.turn_kills import playing, turn_campaign
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.cluster import Cluster, account
 from tests.support.links import PLAINTEXT
 from tests.support.witness import Witness, contract_of

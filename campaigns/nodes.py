@@ -30,8 +30,8 @@ from campaigns.nodes_evidence import agreement, curve, held_out, repeated
 from campaigns.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl.common.identity.spiffe import Role
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import RunStatus
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account, free_port

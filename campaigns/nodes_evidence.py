@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.evaluation.intervals import interval
+from heterorl.common.evaluation.summary import interval
 from heterorl.common.process.threads import own_command
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.export import read_published

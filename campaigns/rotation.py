@@ -20,8 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, account
 from tests.support.prometheus import metrics_port

@@ -36,8 +36,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from heterorl.common.errors import HeterorlError
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.wire.policy_messages import manifest_from_bytes

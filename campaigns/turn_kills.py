@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import DropReason, Group, Rollout
-from heterorl.common.wire.seal import open_group, read_sealed
+from heterorl.common.wire.sealed_groups import open_group, read_sealed
 from heterorl.coordinator.groups.work_assignments import REOPENED
 from tests.support.cluster import Cluster, account
 from tests.support.conversations import save_chat_model

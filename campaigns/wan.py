@@ -28,8 +28,8 @@ from rich.console import Console
 from campaigns import wan_evidence
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.spiffe import Role
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account
 from tests.support.prometheus import PROMETHEUS, Prometheus, metrics_port, start_prometheus

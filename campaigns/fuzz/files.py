@@ -18,8 +18,7 @@ from campaigns.fuzz.mutate import LONG_EDGES, mutated
 from heterorl.common.errors import CorruptData
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import compose
-from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import read_header, read_roots
+from heterorl.common.weights.payload import apply_payload, read_header, read_roots, write_delta, write_snapshot
 from tests.support.arenas import changed_arena, random_arena, small_layout
 
 _RECORDS = 112

@@ -15,7 +15,6 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common_messages import contract_from_pb, report_from_pb
 from heterorl.common.wire.policy_messages import (
     grant_from_pb,
@@ -32,6 +31,7 @@ from heterorl.common.wire.run_messages import (
     registration_from_pb,
     status_from_pb,
 )
+from heterorl.common.wire.sealed_groups import columns_of
 from heterorl.common.wire.statement import TABLES, statement_from_bytes, statement_to_bytes
 from heterorl.coordinator.versions.pull_plans import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2

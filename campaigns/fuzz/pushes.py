@@ -12,10 +12,19 @@ from campaigns.fuzz.messages import any_message
 from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Contract, Digest, SiteId
-from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, RewardPart, Rollout, Span
-from heterorl.common.types.trajectory import strips_of, turns_of
+from heterorl.common.types.rollout import (
+    GIVEN,
+    FinishReason,
+    Group,
+    GroupId,
+    RewardPart,
+    Rollout,
+    Span,
+    strips_of,
+    turns_of,
+)
 from heterorl.common.wire.rollout_messages import pushed_from_pb
-from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
 from heterorl.coordinator.groups.intake import examined
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, check, parse
 from heterorl.v1 import rollout_pb2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from docs.markdown import table
-from heterorl.common.evaluation.intervals import interval
+from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Results, Run
 from heterorl_research.lab.report.plane import planes
 from heterorl_research.lab.report.reading import load_table

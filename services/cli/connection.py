@@ -107,8 +107,8 @@ class Link:
         address, tls = self.find()
         silence_grpc()
         from heterorl.common.errors import Unreachable
+        from heterorl.common.rpc.calls import RetryPolicy
         from heterorl.common.rpc.client import CoordinatorClient
-        from heterorl.common.rpc.retry import RetryPolicy
 
         async def run() -> ResultT:
             async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as client:

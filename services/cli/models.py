@@ -88,7 +88,7 @@ def evaluate(
 
     sets = configured(loaded, names=only or (), **changes)
     rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets)
-    from heterorl.evaluation.result_tables import as_json, tables
+    from heterorl.evaluation.evaluate_sets import as_json, tables
 
     if out is not None:
         try:

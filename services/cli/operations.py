@@ -159,8 +159,8 @@ def backup(
 
 
 async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
+    from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.maintenance import BackupClient
-    from heterorl.common.rpc.retry import RetryPolicy
 
     async with BackupClient(address, tls=tls, policy=RetryPolicy(budget_s=30.0)) as client:
         return await client.backup(name=name)

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import (

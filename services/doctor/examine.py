@@ -19,8 +19,8 @@ from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.identity.credentials import Revocations, read_material
 from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, check_tls
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.maintenance import Diagnosis, DiagnosisClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.doctor import link_checks as link

@@ -26,8 +26,8 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.config_file import InvalidConfig, problems_of
 from heterorl.common.process.threads import num_threads
 from heterorl.common.pull.puller import PulledVersion, Puller
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.tasks.task import Measure
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws

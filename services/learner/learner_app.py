@@ -45,14 +45,12 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.lease_renewal import hold_directory
 from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.run_json import write_run_file
+from heterorl.learner.run.state_directory import hold_directory, write_run_file
 from heterorl.learner.run.training_run import RunResult, TrainingRun
 from heterorl.learner.sample_notes import NoteReader
-from heterorl.learner.step_metrics import observe_start
-from heterorl.learner.step_timing import BusyTime, new_step_timer
+from heterorl.learner.step_metrics import BusyTime, new_step_timer, observe_start
 
 _LOG = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from heterorl.common.pull.payload_reader import DamagedFile, PayloadReader
 from heterorl.common.rpc.calls import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.relay.cache import CacheDirectory
 
 _LOG = logging.getLogger(__name__)

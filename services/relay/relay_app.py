@@ -32,8 +32,8 @@ from heterorl.common.process.files import replacing
 from heterorl.common.process.metrics import RELAY_BYTES
 from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc import server_limits
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.common.types.common import Series

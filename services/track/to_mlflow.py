@@ -14,8 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place, reaching
-from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of
+from heterorl.track.tracker import COLUMNS, Had, Mark, Place, TextTable, evaluation_row, reaching, row_of
 
 _reaching = reaching("mlflow", MlflowException, OSError, action="check MLFLOW_TRACKING_URI and its server")
 _TAG, _SETS, _TABLE = "heterorl_run", "heterorl_evaluated", "heterorl_samples"

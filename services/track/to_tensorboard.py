@@ -21,8 +21,18 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place, mark_of, reaching
-from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
+from heterorl.track.tracker import (
+    COLUMNS,
+    Had,
+    Mark,
+    Place,
+    TextTable,
+    evaluation_row,
+    mark_of,
+    reaching,
+    row_of,
+    set_of,
+)
 
 _reaching = reaching("tensorboard", OSError, action="see that the directory can be written")
 

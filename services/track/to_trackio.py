@@ -13,8 +13,7 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place, reaching
-from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
+from heterorl.track.tracker import COLUMNS, Had, Mark, Place, TextTable, evaluation_row, reaching, row_of, set_of
 
 _reaching = reaching("trackio", sqlite3.Error, OSError, action="see that TRACKIO_DIR can be written")
 _TABLE = "samples/version"

@@ -15,8 +15,18 @@ from wandb.proto import wandb_internal_pb2
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import Had, Mark, Place, reaching
-from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of, version_name
+from heterorl.track.tracker import (
+    COLUMNS,
+    Had,
+    Mark,
+    Place,
+    TextTable,
+    evaluation_row,
+    reaching,
+    row_of,
+    set_of,
+    version_name,
+)
 
 _reaching = reaching(
     "wandb",

@@ -1,20 +1,164 @@
-"""The Protocol of trackers, and the trackers by name; a package is imported when its tracker is opened."""
+"""The Protocol of trackers, their rows of numbers and texts, their names.
+
+A package is imported when its tracker is opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from heterorl.common.errors import ConfigError, DependencyMissing, Unreachable
+from heterorl.common.api import SamplesApi
+from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample, Unreachable
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.evaluation import Evaluation
+from heterorl.common.types.evaluation import Estimate, Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
-from heterorl.track.tracker_rows import TextTable
+from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleKind, SamplePage, SampleRollout
+
+MAX_TEXT = 4000
+"""Characters of a prompt or completion in a table."""
+MAX_PAGES = 20
+"""Pages searched for samples with texts."""
+COLUMNS = ("version", "site", "prompt", "completion", "reward", "reward_parts", "tokens", "finish_reason")
+Cell = str | float | int
+
+
+def row_of(report: StepReport) -> dict[str, float]:
+    """Every number of a report by name; numbers that the learner did not state are left out, `is_applied` is 0 or 1.
+
+    `tokens_per_s` is tokens divided by `times.period_s`, from the end of one step to the end of the next.
+
+    Example: {"step": 7, "version": 9, "loss": 0.1, "completions/length_mean": 212.5, "reward_parts/correct": 0.5,
+        "sites/eu-1/num_tokens": 4096, "times/waiting_s": 1.5}
+    """
+    row = _numbers(report, "")
+    if not report.published_time:
+        del row["published_time"]
+    period_s = 0.0 if report.times is None else report.times.period_s
+    if report.completions is not None:
+        row |= _numbers(report.completions, "completions/")
+        row |= {f"reward_parts/{part.name}": part.mean for part in report.completions.reward_parts}
+        for site in report.completions.sites:
+            row |= _numbers(site, f"sites/{site.site}/")
+            if period_s > 0.0:
+                row[f"sites/{site.site}/tokens_per_s"] = site.num_tokens / period_s
+    if report.times is not None:
+        row |= _numbers(report.times, "times/")
+        if period_s > 0.0:
+            row["tokens_per_s"] = report.num_tokens / period_s
+    for source in report.sources:
+        row |= _numbers(source, f"sources/{source.label}/")
+    return row
+
+
+def version_name(task_set: str) -> str:
+    """Name of the version in an evaluation's row, which is the x axis of the row."""
+    return f"evaluation/{task_set}/version"
+
+
+def set_of(name: str) -> str | None:
+    """The set of a name that `version_name` made; None for other names."""
+    inner = name.removeprefix("evaluation/").removesuffix("/version")
+    return inner if name == version_name(inner) else None
+
+
+def evaluation_row(found: Evaluation) -> dict[str, float]:
+    """Every number of an evaluation under its set's name; `low` and `high` end the 95 % interval over prompts.
+
+    Example: {"evaluation/math/version": 64, "evaluation/math/is_done": 1, "evaluation/math/mean": 0.42,
+        "evaluation/math/mean_low": 0.38, "evaluation/math/pass_at_4": 0.6}
+    """
+    summary = found.summary
+    row: dict[str, float] = {"version": found.version, "is_done": int(found.state is EvaluationState.DONE)}
+    row |= {name: value for name, value in _numbers(summary, "").items() if name != "num_truncated"}
+    if summary.num_samples:
+        row["truncated_fraction"] = summary.num_truncated / summary.num_samples
+    if summary.average is not None:
+        row |= _estimate("mean", summary.average)
+    for passed in summary.passes:
+        row |= _estimate(f"pass_at_{passed.k}", passed.estimate)
+    return {f"evaluation/{found.task_set}/{name}": value for name, value in row.items()}
+
+
+def _estimate(name: str, found: Estimate) -> dict[str, float]:
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def _numbers(value: Any, prefix: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in dataclasses.fields(value):
+        number = getattr(value, each.name)
+        if isinstance(number, bool):
+            found[prefix + each.name] = int(number)
+        elif isinstance(number, int | float):
+            found[prefix + each.name] = number
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """Samples when `version` was the newest; COLUMNS names the cells."""
+
+    version: int
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable | None:
+    """The newest consumed samples of at most `most` prompts; None if no texts are kept."""
+    rows: list[tuple[Cell, ...]] = []
+    left, page = most, SamplePage(limit=min(most, MAX_PAGE))
+    for _ in range(MAX_PAGES):
+        found = await api.list_samples(wanted=SampleFilter(kind=SampleKind.CONSUMED), page=page)
+        for summary in found.samples:
+            if not summary.has_texts or left == 0:
+                continue
+            try:
+                rows += sample_rows(await api.get_sample(sample_id=summary.id))
+            except UnknownSample:
+                # A newer sample took its place.
+                continue
+            left -= 1
+        if left == 0 or found.next_page is None:
+            break
+        page = found.next_page
+    return TextTable(version=version, rows=tuple(rows)) if rows else None
+
+
+def sample_rows(sample: Sample) -> list[tuple[Cell, ...]]:
+    """The best and the worst completion of a sample, without lost members; one row if their rewards are equal."""
+    ordered = sorted(sample.rollouts, key=lambda rollout: (rollout.is_lost, -rollout.reward))
+    ordered = [rollout for rollout in ordered if not rollout.is_lost] or ordered[:1]
+    chosen = [ordered[0], ordered[-1]] if ordered[-1].reward < ordered[0].reward else ordered[:1]
+    return [
+        (
+            sample.summary.version,
+            str(sample.summary.site),
+            cut(sample.prompt),
+            cut(written(rollout)),
+            rollout.reward,
+            ", ".join(f"{part.name} {part.value:g}" for part in rollout.reward_parts),
+            rollout.num_drawn,
+            rollout.finish_reason.value,
+        )
+        for rollout in chosen
+    ]
+
+
+def written(rollout: SampleRollout) -> str:
+    """A completion's text; of several turns, each under its writer."""
+    turns = [f"[{part.writer}]\n{text}" for part, text in rollout.turn_texts]
+    return "\n".join(turns) or rollout.completion
+
+
+def cut(text: str) -> str:
+    """The first MAX_TEXT characters and the length."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Span
+from heterorl.common.types.rollout import Span, spread
 from heterorl.common.types.sample import SampleRollout
-from heterorl.common.types.trajectory import spread
 
 RATIO_EDGES = (0.05, 0.2, 0.5, 1.0)
 """Log-ratios in nats at which the next stronger colour begins."""

@@ -75,7 +75,6 @@ from heterorl.common.wire.common_messages import (
     report_from_pb,
     report_to_pb,
 )
-from heterorl.common.wire.evaluation_messages import evaluation_from_pb, evaluation_to_pb
 from heterorl.common.wire.policy_messages import (
     manifest_digest,
     manifest_from_bytes,
@@ -86,6 +85,8 @@ from heterorl.common.wire.policy_messages import (
     publish_to_pb,
 )
 from heterorl.common.wire.rollout_messages import (
+    evaluation_from_pb,
+    evaluation_to_pb,
     leased_to_pb,
     outcome_from_pb,
     outcome_to_pb,
@@ -109,7 +110,7 @@ from heterorl.common.wire.run_messages import (
     verdict_from_pb,
     verdict_to_pb,
 )
-from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
 from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.groups import GROUPS, group_to_bytes
 

@@ -39,7 +39,7 @@ from heterorl.common.wire.sample_messages import (
     sample_of,
     stored_to_pb,
 )
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.v1 import sample_pb2
 from tests.support.run import Run, rollout
 from tests.support.samples import group_of_turns, make_turns

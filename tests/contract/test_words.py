@@ -85,7 +85,6 @@ FOLDERS_TO_REWRITE = {
     "services/coordinator/store/bucket",
     "services/evaluation",
     "services/plan",
-    "services/track",
     "services/view",
 }
 """Folders whose module docstrings or help texts do not hold yet. The list may only get shorter."""

@@ -23,11 +23,11 @@ from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.versions.chain import Chain
-from heterorl.learner.run import lease_renewal as incarnation
+from heterorl.learner.run import state_directory as incarnation
 from heterorl.sampler.delay import NoDelay, Visibility
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.sampler.weight_sync import WeightSync

@@ -10,8 +10,8 @@ import pytest
 
 from heterorl.common.errors import Busy
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 from tests.support.run import Run

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.demo.processes import start, stop
 from tests.support.certificates import Certificates

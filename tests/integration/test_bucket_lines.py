@@ -16,11 +16,11 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.coordinator.store.bucket import objects as requests
 from heterorl.coordinator.store.bucket.objects import Piece
-from heterorl.learner.publish.upload import MAX_TAKES, upload
+from heterorl.learner.publish.version_payloads import MAX_TAKES, upload
 from tests.support.bucketed import copies, incoming_of, received, run_at
 from tests.support.narrow import Narrow
 from tests.support.run import frames

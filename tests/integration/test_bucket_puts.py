@@ -18,12 +18,12 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.demo.processes import start, stop
-from heterorl.learner.publish.upload import upload
+from heterorl.learner.publish.version_payloads import upload
 from heterorl.v1 import policy_pb2
 from tests.support.bucket import KEY, SECRET
 from tests.support.bucketed import incoming_of, payloads_of, received, run_at

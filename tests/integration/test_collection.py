@@ -8,8 +8,8 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.policy import PayloadKind
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port

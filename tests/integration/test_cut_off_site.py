@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import Unreachable
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.common.types.run import Heartbeat

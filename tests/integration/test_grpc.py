@@ -17,9 +17,9 @@ from heterorl.common.errors import PortInUse
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.error_status import from_rpc_error
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.transport_options import BandwidthConfig
 from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
@@ -33,7 +33,7 @@ from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
 from heterorl.coordinator.servicers.run_servicer import RunServicer
-from heterorl.learner.publish.upload import MAX_MISMATCHES, upload
+from heterorl.learner.publish.version_payloads import MAX_MISMATCHES, upload
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.groups import group_to_pb, push_of
 from tests.support.links import PLAINTEXT

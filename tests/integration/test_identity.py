@@ -18,9 +18,9 @@ from heterorl.certs.authority import Pair, make_authority
 from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.channel import Stubs
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.policy import PayloadKind
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.demo.processes import stop
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT

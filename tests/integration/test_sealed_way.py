@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.rollout import DropReason, PushStatus
-from heterorl.common.wire import seal as seals
+from heterorl.common.wire import sealed_groups as seals
 from heterorl.common.wire.common_messages import bytes_digest
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.groups import intake
 from heterorl.coordinator.rpc.call_admission import INLINE_BYTES
 from heterorl.sampler.outbox.outbox import Outbox

@@ -10,8 +10,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, StoreHeld, StoreLost
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

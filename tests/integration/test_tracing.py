@@ -15,7 +15,7 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.common_messages import bytes_digest
-from heterorl.common.wire.seal import open_group, seal
+from heterorl.common.wire.sealed_groups import open_group, seal
 from heterorl.learner.step_metrics import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox

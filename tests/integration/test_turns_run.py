@@ -8,10 +8,9 @@ import pytest
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.evaluation import EvaluationState
-from heterorl.common.types.rollout import GIVEN
+from heterorl.common.types.rollout import GIVEN, turns_of
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
-from heterorl.common.types.trajectory import turns_of
-from heterorl.common.wire.seal import open_group, read_sealed
+from heterorl.common.wire.sealed_groups import open_group, read_sealed
 from tests.support.cluster import Cluster
 from tests.support.conversations import save_chat_model
 

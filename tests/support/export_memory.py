@@ -18,8 +18,7 @@ from heterorl.common.model import tensors
 from heterorl.common.weights.arena import digest_integers
 from heterorl.common.weights.codec import encode_chunk
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import write_coded
-from heterorl.common.weights.payload_file import NO_ROOT
+from heterorl.common.weights.payload import NO_ROOT, write_coded
 from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.learner.backends.loading import empty_model
 from heterorl.learner.export import export_model

@@ -43,9 +43,8 @@ from heterorl.learner.loss.loss_config import (
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import Batch, build_batch, collate
+from heterorl.learner.train.step import step_coefficients, with_first_pass
 from tests.support.training import group, rollout
 
 OWN_LOSS = Path(__file__).parents[2] / "examples" / "own-loss"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.token_sampling import draw, gumbel
+from heterorl.common.model.logprobs import draw, gumbel
 from heterorl.common.types.common import Int32Array, SamplingSemantics
 
 

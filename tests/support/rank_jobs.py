@@ -22,7 +22,7 @@ import numpy as np
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.version_weights import read_snapshot
+from heterorl.learner.backends.train_backend import read_snapshot
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
 from heterorl.learner.publish.version_payloads import Position, encode_version

@@ -14,8 +14,8 @@ from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.metrics import BYTES, RELAY_BYTES, RELAY_READS
 from heterorl.common.pull.puller import Puller
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Layout, TensorSpec

@@ -12,10 +12,10 @@ from heterorl.certs.authority import Pair
 from heterorl.common.errors import HeterorlError, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.channel import Stubs
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.error_status import from_rpc_error
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server

@@ -19,8 +19,8 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens, SourceReport, StepTimes
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
@@ -29,8 +29,7 @@ from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
-from heterorl.track.tracker import Had, Mark, Place
-from heterorl.track.tracker_rows import TextTable, evaluation_row, row_of
+from heterorl.track.tracker import Had, Mark, Place, TextTable, evaluation_row, row_of
 from tests.support.evaluations import evaluation
 from tests.support.run import INCARNATION, REPORT, SITE, Run
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heterorl.common.generation.token_sampling import draw
+from heterorl.common.model.logprobs import draw
 from heterorl.common.types.common import SamplingSemantics
 from heterorl_research.lab.fast.forward import Folded
 from heterorl_research.lab.fast.functions import gather, heads_of, side_by_side

@@ -21,10 +21,8 @@ from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.first_pass import with_first_pass
-from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.step import micro_batch_loss
+from heterorl.learner.train.batch import build_batch, collate
+from heterorl.learner.train.step import micro_batch_loss, with_first_pass
 from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample, measure
 from heterorl_research.lab.fast.rollouts import Rollouts
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.token_sampling import gumbel
+from heterorl.common.model.logprobs import gumbel
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of

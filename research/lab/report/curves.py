@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.evaluation.intervals import interval
+from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
 from heterorl_research.lab.report.drawing.canvas import BAND, MEAN, WORST, Picture, say_empty, scale, whole_steps
 from heterorl_research.lab.report.drawing.palette import Look

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.evaluation.intervals import Interval, interval
+from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell
 from heterorl_research.lab.report.drawing.canvas import BAND, MEAN, Picture, same_range, whole_steps
 from heterorl_research.lab.report.drawing.palette import Look

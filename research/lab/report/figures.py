@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterorl.common.evaluation.intervals import interval
+from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl_research.lab.report.drawing.canvas import Picture, say_empty, scale
 from heterorl_research.lab.report.drawing.palette import Look

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heterorl.common.evaluation.intervals import Interval, interval
+from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Run
 from heterorl_research.lab.report.drawing.canvas import PAIRED_BAR, Picture
 from heterorl_research.lab.report.drawing.palette import looks

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from heterorl.common.evaluation.intervals import Interval, interval
+from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell
 from heterorl_research.lab.report.drawing.canvas import BAR, PAIRED_BAR, Picture, Sign, short
 from heterorl_research.lab.report.drawing.palette import Look

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.evaluation.intervals import Interval, interval
+from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Delay, Results, Run
 from heterorl_research.lab.report.drawing.canvas import Picture, Sign, short
 from heterorl_research.lab.report.sweeps import settings

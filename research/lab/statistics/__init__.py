@@ -1,4 +1,4 @@
 """Statistics of paired seeds: tests, power, correlations. Pure: lists of numbers in, numbers out.
 
-Open `significance` first, then `power`. Intervals are heterorl.common.evaluation.intervals.
+Open `significance` first, then `power`. Intervals are heterorl.common.evaluation.summary.
 """

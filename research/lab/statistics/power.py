@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from heterorl.common.evaluation.intervals import t_quantile
+from heterorl.common.evaluation.summary import t_quantile
 
 _NODES = 200
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from heterorl.common.evaluation.intervals import standard_error, t_central
+from heterorl.common.evaluation.summary import standard_error, t_central
 
 _EXACT_SIGNS = 16
 _RANDOM_FLIPS = 65_536

@@ -75,8 +75,8 @@ def track(
     from heterorl.common.errors import ConfigError
     from heterorl.common.process import logs
     from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.rpc.retry import RetryPolicy
     from heterorl.track.follow import Open, Pace, follow
     from heterorl.track.tracker import Kind, open_tracker
 

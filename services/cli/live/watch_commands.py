@@ -226,8 +226,8 @@ def top(
 
     silence_grpc()
     from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.rpc.retry import RetryPolicy
 
     address, tls = link.find()
     console = Console(markup=False, emoji=False, highlight=False)

@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.common.types.rollout import spread
 from heterorl.common.types.sample import Sample, SampleList, SampleRollout, SampleSummary
-from heterorl.common.types.trajectory import spread
 
 COLOURED = 0.1
 """nats."""

@@ -74,8 +74,8 @@ def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
     # Reports a wrong certificate or address as every other command does.
     link.ask(lambda api: api.get_status())
     from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.rpc.retry import RetryPolicy
     from heterorl.view.live_source import LiveSamples
 
     def connect() -> CoordinatorClient:

@@ -1,5 +1,5 @@
 """Generation engines behind one Protocol: samplers generate with them, learners evaluate with them.
 
-Open `inference_engine` first: the Protocol. `hf_engine` is the reference engine. `token_sampling` draws tokens; a
-learner repeats the draws with it. `services/sampler/engines.py` builds the engine of the configuration.
+Open `inference_engine` first: the Protocol. `hf_engine` is the reference engine. `common/model/logprobs` draws tokens;
+a learner repeats the draws with it. `services/sampler/engines.py` builds the engine of the configuration.
 """

@@ -29,7 +29,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import total_reward
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common_messages import bytes_digest
 
 ALPHABET = "0123456789+-*=() "

@@ -26,7 +26,7 @@ from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, Runni
 from heterorl.common.rpc.calls import Calls, WeightCalls
 from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 
 MAX_OBJECT_BYTES = 1 << 40
 WEIGHT = 0.5

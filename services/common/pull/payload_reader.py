@@ -26,7 +26,7 @@ import xxhash
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
 from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 
 MAX_BLOCKS = 1 << 20
 """Blocks whose checksums are kept: 8 MiB of memory for 1 TiB of payloads."""

@@ -39,16 +39,18 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
 from heterorl.common.wire.common_messages import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
-from heterorl.common.wire.evaluation_messages import evaluation_from_pb, results_to_pb, sets_to_pb
 from heterorl.common.wire.policy_messages import frame_checksum, grant_from_pb, publish_to_pb
 from heterorl.common.wire.rollout_messages import (
+    evaluation_from_pb,
     group_id_to_pb,
     outcomes_from_pb,
     pushes_to_pb,
     queued_from_pb,
     reason_to_pb,
     rejections_to_pb,
+    results_to_pb,
     return_reason_to_pb,
+    sets_to_pb,
     work_grant_from_pb,
 )
 from heterorl.common.wire.run_messages import (
@@ -67,7 +69,7 @@ from heterorl.common.wire.sample_messages import (
     note_to_pb,
     sample_from_pb,
 )
-from heterorl.common.wire.seal import sealed
+from heterorl.common.wire.sealed_groups import sealed
 from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from heterorl.common.types.common import Int32Array
-from heterorl.common.types.rollout import Span
-from heterorl.common.types.trajectory import parts_of
+from heterorl.common.types.rollout import Span, parts_of
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Replacement for bytes that are not a character, such as half of one."""

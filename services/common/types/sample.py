@@ -16,8 +16,17 @@ import numpy as np
 
 from heterorl.common.types.common import Float32Array, Int32Array, SiteId
 from heterorl.common.types.evaluation import PromptResult
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
-from heterorl.common.types.trajectory import BoolArray, Part, is_drawn, parts_of
+from heterorl.common.types.rollout import (
+    BoolArray,
+    DropReason,
+    FinishReason,
+    GroupId,
+    Part,
+    RewardPart,
+    Span,
+    is_drawn,
+    parts_of,
+)
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
 """Values of `kept_because` in addition to the DropReasons."""

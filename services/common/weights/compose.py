@@ -26,14 +26,7 @@ from heterorl.common.errors import NotReversible, StateMismatch
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from heterorl.common.weights.payload_file import (
-    Header,
-    read_chunk,
-    read_header,
-    write_chunks,
-    write_durably,
-    write_header,
-)
+from heterorl.common.weights.payload import Header, read_chunk, read_header, write_chunks, write_durably, write_header
 
 ComposedChunk = tuple[Method, bytes, int]
 """Method, coded bytes, and changed elements."""

@@ -1,7 +1,7 @@
 """Protobuf <-> kept samples: notes, lines and pages of a list, and whole samples.
 
-The store keeps bytes: a group's canonical ones (heterorl.common.wire.seal), and the messages of notes and evaluations.
-`outline` reads the fields of a list from a group.
+The store keeps bytes: a group's canonical ones (heterorl.common.wire.sealed_groups), and the messages of notes and
+evaluations. `outline` reads the fields of a list from a group.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ from heterorl.common.types.sample import (
     SampleRollout,
     SampleSummary,
 )
-from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, columns_of
 from heterorl.common.wire.common_messages import MAX_INT32, to_message, to_value
 from heterorl.common.wire.rollout_messages import group_id_from_pb, group_id_to_pb
-from heterorl.common.wire.seal import group_message, open_group, read_sealed
+from heterorl.common.wire.sealed_groups import (
+    FINISH,
+    FINISH_OF,
+    FIRST_LOST,
+    columns_of,
+    group_message,
+    open_group,
+    read_sealed,
+)
 from heterorl.v1 import rollout_pb2, sample_pb2
 
 

@@ -27,7 +27,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, PushOutcome, SealedGroup
 from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common_messages import bytes_digest
-from heterorl.common.wire.seal import read_sealed
+from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, Surroundings, take_all

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.sample_messages import outline
-from heterorl.common.wire.seal import read_sealed
+from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import DifficultyConfig
 from heterorl.coordinator.store.database_engine import Connection
 

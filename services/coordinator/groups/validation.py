@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import GIVEN, MAX_PART_NAME, MAX_REWARD_PARTS, DropReason, FinishReason, SealedGroup
-from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
+from heterorl.common.wire.sealed_groups import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
 _EOS, _LENGTH = FINISH[FinishReason.EOS], FINISH[FinishReason.LENGTH]

@@ -23,7 +23,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError
 from heterorl.common.process.files import make_directory, replacing, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.offline.history import STORE_FILE, open_store
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind

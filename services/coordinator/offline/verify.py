@@ -29,8 +29,7 @@ from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, Payl
 from heterorl.common.weights.arena import Chunk, IntArray, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.payload import PayloadChunks
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import PayloadChunks, file_digest
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.offline.history import History, StoredVersion
 

@@ -25,7 +25,7 @@ from heterorl.common.errors import Busy, CorruptData, MalformedPayload
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload_file import read_roots
+from heterorl.common.weights.payload import read_roots
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.payload_files import file_size

@@ -16,7 +16,7 @@ from heterorl.common.weights.arena import Chunk, digest_integers, state_root, ze
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.payload_file import NO_ROOT, Header, read_chunk, read_header
+from heterorl.common.weights.payload import NO_ROOT, Header, read_chunk, read_header
 
 
 class DamagedPayload(CorruptData):

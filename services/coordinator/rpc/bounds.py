@@ -21,7 +21,7 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.identity.spiffe import is_name
 from heterorl.common.types.common import MAX_END_TOKENS
 from heterorl.common.types.evaluation import MAX_RESULTS, MAX_SAMPLES, MAX_TEXT
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.common.wire.statement import MAX_STATEMENT_BYTES
 from heterorl.v1.rollout_pb2 import Group
 

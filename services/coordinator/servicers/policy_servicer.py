@@ -10,7 +10,7 @@ import grpc.aio
 from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import digest_field
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.common.wire.common_messages import contract_from_pb, progress_from_pb
 from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, plan_to_pb, publish_from_pb, renewal_to_pb
 from heterorl.coordinator.learner_lease import LearnerLease

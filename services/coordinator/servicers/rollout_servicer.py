@@ -22,14 +22,16 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.rollout import DropReason, PushOutcome
-from heterorl.common.wire.evaluation_messages import evaluation_to_pb, results_from_pb, sets_from_pb
 from heterorl.common.wire.rollout_messages import (
+    evaluation_to_pb,
     group_id_from_pb,
     leased_to_pb,
     outcomes_to_pb,
     reason_from_pb,
     rejections_from_pb,
+    results_from_pb,
     return_reason_from_pb,
+    sets_from_pb,
     work_grant_to_pb,
 )
 from heterorl.coordinator import run_metrics

@@ -22,7 +22,7 @@ from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaEx
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest, is_digest
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.payload_files import (
     cut,
     file_size,

@@ -54,8 +54,7 @@ from heterorl.learner.backends.ranks.sharding import (
 from heterorl.learner.backends.sequence_parallel import slice_passes
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.train.backend_config import Fsdp2BackendConfig
-from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
-from heterorl.learner.train.model import REFERENCE_KEY
+from heterorl.learner.train.model import REFERENCE_KEY, apply_liger, choose_attention, compile_block
 
 
 class Fsdp2Engine:

@@ -35,7 +35,7 @@ from torch.nn import functional
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
-from heterorl.learner.train.micro_batch import Batching
+from heterorl.learner.train.batch import Batching
 from heterorl.learner.train.model import CHECK_TOLERANCE, check_micro_batch
 
 KEY = "backend.sequence_parallel"

@@ -28,14 +28,19 @@ from heterorl.learner.backends.loading import blocks_of, fill, open_model
 from heterorl.learner.backends.optimizer_state import build_optimizer, copy_state, read_state
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import caveats, loss_spec_of
-from heterorl.learner.step_timing import PassCount
+from heterorl.learner.step_metrics import PassCount
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
-from heterorl.learner.train.model import check_forward, load_reference
+from heterorl.learner.train.model import (
+    Rounding,
+    apply_liger,
+    check_forward,
+    choose_attention,
+    compile_block,
+    load_reference,
+)
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
 from heterorl.learner.train.step_report import LogRatios, wanted_log_ratios
-from heterorl.learner.train.swapped_weights import Rounding
 
 _LOG = logging.getLogger(__name__)
 

@@ -44,9 +44,8 @@ from heterorl.learner.backends.ranks.sharding import (
 )
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig
-from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
+from heterorl.learner.train.model import Rounding, apply_liger, choose_attention, compile_block
 from heterorl.learner.train.step import apply_gradients
-from heterorl.learner.train.swapped_weights import Rounding
 
 
 class ZeroState(ShardedState):

@@ -1,4 +1,4 @@
-"""Log-probs, margins of repeated draws and log-ratios of a group.
+"""Log-probs, margins of repeated draws and log-ratios of a group; log-probs of the canary.
 
 Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.
@@ -8,6 +8,7 @@ Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.generation.token_sampling import gumbel_noise
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
-from heterorl.common.model.logprobs import CHUNK_LOGITS, logprobs_of, project, tempered
+from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
-from heterorl.common.types.rollout import Group
-from heterorl.common.types.trajectory import strips_of
+from heterorl.common.types.rollout import Group, strips_of
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.findings import Replay
-from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.micro_batch import collate, split
-from heterorl.learner.train.model import hidden_states, learner_logprobs, load_model, output_embedding
-from heterorl.learner.train.swapped_weights import arena_weights
+from heterorl.learner.train.batch import TrainingSequence, collate, split
+from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
 
 MAX_PASS_TOKENS = 32_768
 """Model inputs of one pass."""
@@ -133,3 +131,32 @@ def _parts(group: Group) -> list[list[TrainingSequence]]:
         if rollout.is_trainable
     ]
     return split(sequences, max_tokens=MAX_PASS_TOKENS, batching="padded")
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class Canary:
+    """Scores the canary with the trained model between steps, always with published weights, as samplers do."""
+
+    def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
+        self._model = model
+        self._temperature = temperature
+        self.batch = collate(
+            [TrainingSequence.scored(text.prompt, text.completion) for text in texts], batching="padded"
+        )
+
+    @torch.no_grad()
+    def score(self, weights: Arena) -> tuple[float, ...]:
+        """Log-probs of all completions' tokens, one text after another, under `weights`.
+
+        Empty where the device has no room for them; no site is then judged by this version.
+        """
+        batch = self.batch.to(next(self._model.parameters()).device)
+        try:
+            with arena_weights(self._model, weights):
+                logprobs_N, _ = learner_logprobs(self._model, batch, temperature=self._temperature)
+        except torch.OutOfMemoryError:
+            _LOG.warning("skipped the canary: the published weights do not fit into memory with the model")
+            return ()
+        return tuple(logprobs_N.float().cpu().tolist())

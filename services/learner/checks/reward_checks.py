@@ -20,8 +20,7 @@ from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
 from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompter import Prompter
-from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
-from heterorl.common.types.trajectory import turns_of
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, turns_of, weighted_sum
 from heterorl.learner.checks.findings import SOUND, Finding
 
 RUN_AGAIN = 2

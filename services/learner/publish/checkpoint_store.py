@@ -35,11 +35,9 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.payload import apply_payload
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import apply_payload, file_digest
 from heterorl.learner.backends.ranks.sharded_weights import VersionEngine
-from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, read_snapshot, write_snapshot
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, read_snapshot, write_snapshot
 from heterorl.learner.publish.version_payloads import Encoded, Position
 
 CURSOR_FORMAT = 1

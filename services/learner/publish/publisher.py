@@ -35,14 +35,12 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
-from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, maker_of, whole_of
-from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, whole_of
+from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.publish.upload import commit, upload_all
-from heterorl.learner.publish.version_payloads import Encoded, Position, encode_version
+from heterorl.learner.publish.version_payloads import Encoded, Position, commit, encode_version, upload_all
 from heterorl.learner.step_metrics import observe_version
 
 _LOG = logging.getLogger(__name__)

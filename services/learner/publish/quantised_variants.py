@@ -29,8 +29,8 @@ from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, VariantVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.version_weights import whole_of
-from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.backends.train_backend import whole_of
+from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.version_payloads import Encoded, Position, encode_version
 
 _LOG = logging.getLogger(__name__)

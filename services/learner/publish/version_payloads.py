@@ -1,16 +1,31 @@
-"""The payload files and the manifest of one version. Runs in a thread."""
+"""A version's payload files and manifest: encoded in a thread, uploaded, committed.
+
+With a bucket a payload is put there piece by piece, and the coordinator takes it from there. Otherwise, and for the
+rest after a failure, it is streamed to the coordinator from any byte on. A commit is asked until there is an answer,
+and never sent again before its result is known.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import logging
 import time
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, Unreachable
+from heterorl.common.process.backoff import Backoff, is_transient
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import PayloadInfo
+from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo
 from heterorl.common.wire.policy_messages import manifest_to_bytes
-from heterorl.learner.backends.version_weights import Weights, write_delta, write_snapshot
+from heterorl.learner.backends.train_backend import Weights, write_delta, write_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,3 +118,143 @@ def _ref(info: PayloadInfo, kind: PayloadKind, from_version: int, to_version: in
     return PayloadRef(
         kind=kind, from_version=from_version, to_version=to_version, digest=info.digest, num_bytes=info.num_bytes
     )
+
+
+_LOG = logging.getLogger(__name__)
+MAX_TAKES = 4
+"""Attempts in a row of the coordinator to take a payload from the bucket that brought no byte."""
+MAX_MISMATCHES = 3
+"""Complete uploads with another digest at the coordinator; after these the learner's disk is to blame."""
+MAX_REPAIRS = 3
+"""Uploads per payload that begin again because the coordinator misses one or has wrong bytes: each answer names one,
+and a power cut at the coordinator may have spoiled them all."""
+
+
+async def upload_all(
+    api: LearnerApi, files: Sequence[tuple[PayloadRef, Path]], *, epoch: int, backoff: Backoff
+) -> None:
+    """Upload one payload after another; see `upload`."""
+    for payload, path in files:
+        await upload(api, payload, path, epoch=epoch, backoff=backoff)
+
+
+async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> None:
+    """Upload until every byte is durable at the coordinator.
+
+    Raises:
+        StaleEpoch: the lease is lost.
+        DigestMismatch: the file does not have the digest of its name.
+    """
+    num_mismatches, before, may_put = 0, -1, True
+    while True:
+        durable = await backoff.retry(lambda: api.query_upload(digest=payload.digest))
+        if durable >= payload.num_bytes:
+            return
+        # A partly streamed payload continues by stream.
+        if may_put and not durable:
+            may_put = False
+            durable = await _put(api, payload, path, epoch=epoch, backoff=backoff)
+            if durable >= payload.num_bytes:
+                return
+        if durable == before:
+            # An answered upload that brought nothing must not repeat without a wait.
+            await backoff.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
+        before = durable
+        try:
+            # Also when the call ends early: the generator holds an open file.
+            async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
+                await api.upload_payload(
+                    epoch=epoch, digest=payload.digest, num_bytes=payload.num_bytes, offset=durable, frames=frames
+                )
+        except DigestMismatch:
+            num_mismatches += 1
+            if num_mismatches == MAX_MISMATCHES:
+                raise
+        except (RemoteError, TimeoutError) as error:
+            await backoff.wait(error)
+
+
+async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
+    """Put a payload into the bucket, if there is one; returns the bytes that are durable then."""
+    how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
+    try:
+        if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
+            return 0
+    except StaleEpoch:
+        raise
+    except (RemoteError, TimeoutError) as error:
+        _tell(payload, "could not be put into the bucket", error)
+        # The part that arrived need not be sent again.
+        await _take(api, how, backoff, tries=1)
+    else:
+        failure = await _take(api, how, backoff, tries=MAX_TAKES)
+        if failure is None:
+            return payload.num_bytes
+        _tell(payload, "could not be taken from the bucket", failure)
+    return await backoff.retry(lambda: api.query_upload(digest=payload.digest))
+
+
+async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
+    """Have the coordinator take the payload from the bucket; returns the error that kept it from the whole."""
+    left, before = tries, 0
+    while True:
+        try:
+            taken = await api.take_payload(**how)
+            return None if taken >= how["num_bytes"] else Unreachable(f"{taken} bytes of it are there")
+        except StaleEpoch:
+            raise
+        except (RemoteError, TimeoutError) as error:
+            left -= 1
+            if not is_transient(error) or (tries == 1):
+                return error
+            # Also after an outage of the coordinator: the bucket and the taken part are still there.
+            durable = await backoff.retry(lambda: api.query_upload(digest=how["digest"]))
+            left = tries if durable > before else left
+            before = max(before, durable)
+            if not left:
+                return error
+            await backoff.wait(error)
+
+
+def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
+    _LOG.warning("sending payload %s through the coordinator: it %s: %s", payload.digest[:12], what, error)
+
+
+async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> AsyncGenerator[bytes, None]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, stop - offset)):
+            offset += len(frame)
+            BYTES.labels(payload.kind.value, "out").inc(len(frame))
+            yield frame
+
+
+async def commit(
+    api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, backoff: Backoff
+) -> None:
+    """Commit a version whose payloads are at the coordinator.
+
+    Raises:
+        GroupNotAvailable, ParentNotHead, StaleEpoch: it never will be.
+        PayloadMissing, DigestMismatch: the coordinator loses payloads as fast as they are sent.
+    """
+    num_repairs = 0
+    while True:
+        try:
+            await api.publish_version(request)
+        except (PayloadMissing, DigestMismatch):
+            # The coordinator removed a wrong payload, and the files are still here.
+            num_repairs += 1
+            if num_repairs > MAX_REPAIRS * len(files):
+                raise
+            await upload_all(api, files, epoch=request.epoch, backoff=backoff)
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            # The answer may be lost while the version is there: ask before anything else.
+            known = await backoff.retry(lambda: api.get_step(step_id=request.step_id))
+            if known is not None:
+                return
+            await backoff.wait(error)
+        else:
+            return

@@ -43,8 +43,7 @@ from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, maker_of, read_snapshot
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, read_snapshot
 from heterorl.learner.publish.checkpoint_store import (
     PUBLISHED_FILE,
     CheckpointStore,

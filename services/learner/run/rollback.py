@@ -23,10 +23,9 @@ from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
 from heterorl.common.weights.manifest import verify_state
-from heterorl.common.weights.payload import apply_payload
-from heterorl.common.weights.payload_file import max_file_bytes
+from heterorl.common.weights.payload import apply_payload, max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.version_weights import whole_of
+from heterorl.learner.backends.train_backend import whole_of
 from heterorl.learner.run.resume import Resumption
 
 _LOG = logging.getLogger(__name__)

@@ -21,18 +21,15 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
-from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.backends.version_weights import Weights, whole_of
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.group_selection import GroupSelection
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.inbox import GroupSelection, Inbox
 from heterorl.learner.sample_notes import SampleNotes
-from heterorl.learner.step_metrics import observe_step
-from heterorl.learner.step_timing import StepTimer
+from heterorl.learner.step_metrics import StepTimer, observe_step
 
 _LOG = logging.getLogger(__name__)
 

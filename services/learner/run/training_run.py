@@ -17,20 +17,17 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant
 from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.checks.limits import Limits
 from heterorl.learner.checks.reward_signal import RewardSignal
-from heterorl.learner.checks.verifier import Verifier
+from heterorl.learner.checks.verifier import Limits, Verifier
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.run.group_selection import GroupSelection
-from heterorl.learner.run.inbox import Inbox, feed
-from heterorl.learner.run.lease_renewal import check_groups, check_messages, read_incarnation, renew
+from heterorl.learner.run.inbox import GroupSelection, Inbox, feed
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.run_json import describe_run
+from heterorl.learner.run.state_directory import check_groups, check_messages, describe_run, read_incarnation, renew
 from heterorl.learner.run.training_loop import Outcome, TrainingLoop
 from heterorl.learner.sample_notes import NoteReader, SampleNotes
-from heterorl.learner.step_timing import StepTimer
+from heterorl.learner.step_metrics import StepTimer
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0

@@ -20,8 +20,7 @@ from heterorl.common.types.common import (
     SiteTokens,
     SourceReport,
 )
-from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout
-from heterorl.common.types.trajectory import turns_of
+from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout, turns_of
 
 
 def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:

@@ -15,9 +15,8 @@ from heterorl.learner.loss.custom import CustomLoss
 from heterorl.learner.loss.loss_config import CustomLossConfig, LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import Batch, build_batch, collate
+from heterorl.learner.train.step import step_coefficients, with_first_pass
 from heterorl.learner.train.step_report import summed
 
 _LENGTHS = ((6, 2, 5, 1), (3, 4, 2, 3), (1, 1, 2, 4))

@@ -1,13 +1,19 @@
-"""A Hugging Face causal language model to train, and a frozen reference.
+"""A Hugging Face model to train: passes, kernels, swapped weights, frozen reference.
 
-Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits' (`check_forward`). A reference
-is never trained or published; from the learner's own directory it computes exactly what the learner computed before its
-first step.
+Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits' (`check_forward`). A reference is never
+trained or published; from the learner's own directory it computes exactly what the learner computed before its first
+step. A missing kernel is refused, never left out silently.
+
+Samplers draw from the published rounding, which is another policy than the fp32 masters: after a few steps log-probs of
+the two differ by a tenth of a nat per token. Gradients of a pass with other weights arrive at the parameters (straight
+through); afterwards the model has its own tensors, bit for bit, also after an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +21,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.errors import ConfigError, HeterorlError
+from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
-from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors
-from heterorl.common.weights.arena import Layout
-from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, round_to
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
+from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
 
 CHECK_TOLERANCE = 1e-3
 _ANOTHER = "train another model"
@@ -194,3 +199,128 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
             for name in tensors.keys() & dtypes.keys():
                 tensors[name].copy_(tensors[name].to(dtypes[name]))
     return model.to(config.device)
+
+
+@contextmanager
+def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
+    """Give the model an arena's weights, in memory of their own; tensors that the arena lacks stay."""
+    tensors = published_tensors(model)
+    values = {
+        spec.name: torch.from_numpy(weights.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+        for spec in weights.layout.specs
+        if not spec.alias_of
+    }
+    with _swapped(tensors, {name: values[name].to(tensors[name].device, tensors[name].dtype) for name in values}):
+        yield
+
+
+class Rounding:
+    """A model's masters rounded as published, for the passes of a step."""
+
+    def __init__(self, model: nn.Module, layout: Layout, *, dead_band_ulp: float) -> None:
+        """For a model whose tensors stay the same objects.
+
+        Passes apply the dead band of publications; a copy in the published type is then held.
+        """
+        self._tensors = published_tensors(model)
+        self._specs = [
+            spec
+            for spec in layout.specs
+            if not spec.alias_of and self._tensors[spec.name].dtype != TORCH_DTYPE[spec.dtype]
+        ]
+        self._band = dead_band_ulp
+        self._published: dict[str, torch.Tensor] = {}
+
+    def note_published(self, arena: Arena) -> None:
+        """Remember the newest version, from which a dead band counts."""
+        if self._band:
+            for spec in self._specs:
+                bits = torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+                self._published[spec.name] = bits.to(self._tensors[spec.name].device, copy=True)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model compute with the rounded weights; costs one copy of them."""
+        with torch.no_grad():
+            values = {
+                spec.name: round_to(
+                    self._tensors[spec.name],
+                    TORCH_DTYPE[spec.dtype],
+                    published=self._published.get(spec.name),
+                    dead_band_ulp=self._band,
+                ).to(self._tensors[spec.name].dtype)
+                for spec in self._specs
+            }
+        with _swapped(self._tensors, values):
+            yield
+
+
+@contextmanager
+def _swapped(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Other data in the same tensor objects, so that gradients and optimizer stay with these."""
+    own = [(tensors[name], tensors[name].data) for name in values]
+    try:
+        for name, value in values.items():
+            tensors[name].data = value
+        yield
+    finally:
+        for tensor, data in own:
+            tensor.data = data
+
+
+def apply_liger(model: nn.Module, config: BackendConfig) -> None:
+    """Put Liger's norms, rotary positions and gated layers into a loaded model, if configured.
+
+    Its losses stay out, since log-probs are computed in chunks of the vocabulary. Liger replaces the classes in
+    transformers, so models of the same kind that this process loads later have its kernels too.
+
+    Raises:
+        ConfigError: the device is the CPU, or Liger does not know the architecture.
+        DependencyMissing: liger-kernel is not installed.
+    """
+    if not config.liger:
+        return
+    if config.device == "cpu":
+        raise ConfigError("backend.liger", "Liger's kernels run on a GPU only", action="set backend.liger to false")
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise DependencyMissing("liger-kernel", "gpu") from error
+    kind = str(getattr(model.config, "model_type", ""))
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError("backend.liger", f"Liger has no kernels for {kind}", action="set backend.liger to false")
+    apply: Any = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
+    losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(apply).parameters)
+    apply(model=model, **dict.fromkeys(losses, False))
+
+
+def choose_attention(model: nn.Module, config: BackendConfig) -> None:
+    """Set the configured attention of a model that was opened with sdpa or eager."""
+    wanted = config.attn_implementation
+    network: Any = model
+    if wanted == network.config._attn_implementation:
+        return
+    try:
+        network.set_attn_implementation(wanted)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            "backend.attn_implementation",
+            f"{wanted} cannot be had: {first_line(error)}",
+            action='set it to "eager"' if wanted == "sdpa" else "install its package (flash-attn), or set it to sdpa",
+        ) from error
+    if network.config._attn_implementation != wanted:
+        kind = str(getattr(network.config, "model_type", ""))
+        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action="set it to sdpa")
+
+
+def compile_block(block: nn.Module, config: BackendConfig) -> None:
+    """Let torch compile one block at its first pass, if configured.
+
+    Blocks of one class share the compiled code. The whole model is not compiled: on an H100 a model of two layers took
+    89 s whole and 17 s by block, because an operation on the CPU makes torch build C++ programs.
+
+    Only the forward method is compiled: hooks around the call gather the block's weights.
+    """
+    if config.compile:
+        # For any length: micro-batches differ in length.
+        setattr(block, "forward", torch.compile(block.forward, dynamic=True))  # noqa: B010 - mypy refuses a method

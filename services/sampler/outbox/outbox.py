@@ -30,7 +30,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
-from heterorl.common.wire.seal import read_sealed, seal
+from heterorl.common.wire.sealed_groups import read_sealed, seal
 from heterorl.sampler.delay import DelayConfig, group_delay_s
 from heterorl.sampler.outbox.outbox_file import NAME, lock_outbox, open_outbox_file, set_aside, typed
 from heterorl.sampler.outbox.turn_store import TurnStore

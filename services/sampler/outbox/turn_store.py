@@ -20,7 +20,7 @@ import xxhash
 from heterorl.common.errors import DiskFull, MalformedPayload
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import Group
-from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
 
 _LOG = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20

@@ -18,7 +18,7 @@ import numpy as np
 
 from heterorl.common.errors import AnswerUnreadable, PromptRefused, PromptTooLong
 from heterorl.common.generation.inference_engine import Completion
-from heterorl.common.generation.token_sampling import group_key
+from heterorl.common.model.logprobs import group_key
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER

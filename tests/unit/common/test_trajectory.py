@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.types.rollout import GIVEN, FinishReason, Rollout, Span
-from heterorl.common.types.trajectory import parts_of, spread, strips_of, turns_of
+from heterorl.common.types.rollout import GIVEN, FinishReason, Rollout, Span, parts_of, spread, strips_of, turns_of
 
 PROMPT = np.array([1, 2, 3], np.int32)
 

@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushStatus, Span
-from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common_messages import contract_from_pb, contract_to_pb
+from heterorl.common.wire.sealed_groups import columns_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.validation import ending_problem

@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.common.weights.payload_file import read_chunk, read_header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload import read_chunk, read_header, write_chunks, write_durably, write_header
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

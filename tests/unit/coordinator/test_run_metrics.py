@@ -9,7 +9,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, LeasedGroup
 from heterorl.common.types.run import Heartbeat
 from heterorl.common.wire.policy_messages import manifest_from_bytes
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.versions import published_variants

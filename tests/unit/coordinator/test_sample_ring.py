@@ -19,7 +19,7 @@ from heterorl.common.types.sample import (
     SampleRollout,
     rollout_json,
 )
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import sample_ring
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -7,7 +7,7 @@ from heterorl.common.generation.inference_engine import Completion, Finished, Lo
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
-from heterorl.common.wire.evaluation_messages import results_from_pb
+from heterorl.common.wire.rollout_messages import results_from_pb
 from heterorl.evaluation.evaluate_sets import evaluate_set
 from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2

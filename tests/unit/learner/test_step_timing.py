@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.types.common import LearnerPhase, StepTimes
-from heterorl.learner.step_timing import PassCount, new_step_timer
+from heterorl.learner.step_metrics import PassCount, new_step_timer
 from tests.support.clock import ManualClock
 
 

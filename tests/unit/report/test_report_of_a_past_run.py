@@ -20,7 +20,7 @@ from heterorl.common.types.run import changed_steps
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.learner.run.run_json import write_run_file
+from heterorl.learner.run.state_directory import write_run_file
 from heterorl.report import figures
 from heterorl.report import report_page as page_of
 from heterorl.report.past_run import InUse, ask_run, read_run

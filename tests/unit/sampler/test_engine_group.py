@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError, StaleWeights
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all, in_order
-from heterorl.sampler.engine_group import EngineGroup
+from heterorl.sampler.engines import EngineGroup
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 
 SAMPLING = semantics()

@@ -5,8 +5,7 @@ import pytest
 from heterorl.common.errors import ConfigError, EngineDied
 from heterorl.common.process.config_file import load
 from heterorl.sampler import engines
-from heterorl.sampler.engine_group import EngineGroup
-from heterorl.sampler.engines import build_engines, start_vllm, vllm_settings
+from heterorl.sampler.engines import EngineGroup, build_engines, start_vllm, vllm_settings
 from heterorl.sampler.sampler_config import OWN_ARGUMENTS, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.vllm_arguments import engine_arguments
 from tests.support.engines import EOS, semantics, write_model

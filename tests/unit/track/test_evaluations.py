@@ -4,9 +4,9 @@ import pytest
 
 from heterorl.common.errors import RemoteError, Unreachable
 from heterorl.common.types.evaluation import Estimate, EvaluationState
-from heterorl.track import step_feed as module
-from heterorl.track.step_feed import EvaluationFeed
-from heterorl.track.tracker_rows import evaluation_row, set_of
+from heterorl.track import follow as module
+from heterorl.track.follow import EvaluationFeed
+from heterorl.track.tracker import evaluation_row, set_of
 from tests.support.evaluations import evaluation
 
 OPEN, RUNNING = EvaluationState.OPEN, EvaluationState.RUNNING

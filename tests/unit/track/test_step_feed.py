@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from heterorl.track import step_feed as module
-from heterorl.track.step_feed import StepFeed
+from heterorl.track import follow as module
+from heterorl.track.follow import StepFeed
 from heterorl.track.tracker import Mark, mark_of
 from tests.support.run import REPORT
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from heterorl.common.errors import UnknownSample
 from heterorl.common.types.sample import SampleKind, SampleList
-from heterorl.track.tracker_rows import COLUMNS, MAX_TEXT, read_table, sample_rows
+from heterorl.track.tracker import COLUMNS, MAX_TEXT, read_table, sample_rows
 from tests.support.samples import ANSWERED, ASKED, make_rollout, make_sample, make_turns
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from heterorl.common.types.common import CompletionNumbers, PartMean, SiteTokens, SourceReport, StepReport, StepTimes
-from heterorl.track.tracker_rows import row_of
+from heterorl.track.tracker import row_of
 from tests.support.run import REPORT
 
 COMPLETIONS = CompletionNumbers(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from heterorl.common.errors import Busy
 from heterorl.common.types.common import Digest, is_digest
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage
 from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_file

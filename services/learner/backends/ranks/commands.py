@@ -2,7 +2,7 @@
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "groups": [...], ...}; blobs of those sizes
 
-Blobs are groups in their wire form, of `heterorl.common.wire.seal`.
+Blobs are groups in their wire form, of `heterorl.common.wire.sealed_groups`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from heterorl.common.types.rollout import Group
-from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
 
 
 class Do(Enum):

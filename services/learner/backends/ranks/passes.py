@@ -25,11 +25,18 @@ from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.router_replay import RouterReplay
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.loss.loss_spec import LossSpec
-from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.first_pass import with_first_pass
-from heterorl.learner.train.micro_batch import Batching, MicroBatch, Shares, collate, empty_pass, share_out
+from heterorl.learner.train.batch import (
+    Batch,
+    Batching,
+    MicroBatch,
+    Shares,
+    TrainingSequence,
+    collate,
+    empty_pass,
+    share_out,
+)
 from heterorl.learner.train.model import hidden_states
-from heterorl.learner.train.step import micro_batch_loss
+from heterorl.learner.train.step import micro_batch_loss, with_first_pass
 from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample
 
 

@@ -24,7 +24,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner import step_timing
+from heterorl.learner import step_metrics
 from heterorl.learner.backends.ranks.checkpoint_reader import open_together
 from heterorl.learner.backends.ranks.checkpoint_writer import Writing
 from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
@@ -53,7 +53,7 @@ class ShardedBackend:
         loss: LossConfig,
         sampling: SamplingSemantics,
         ranks: Collectives,
-        passes: step_timing.PassCount | None = None,
+        passes: step_metrics.PassCount | None = None,
         replays_routing: bool = False,
     ) -> None:
         self._loss_spec = loss_spec_of(loss)
@@ -76,7 +76,7 @@ class ShardedBackend:
             max_new_tokens=sampling.max_new_tokens,
             micro_batch_tokens=config.micro_batch_tokens,
             batching=config.batching,
-            note_pass=(passes or step_timing.PassCount()).note,
+            note_pass=(passes or step_metrics.PassCount()).note,
             sharing=config.sequence_parallel,
             replay=RouterReplay(sharding.model) if replays_routing else None,
         )

@@ -12,8 +12,8 @@ from heterorl.cli.live.watch_commands import View, frame, poll
 from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

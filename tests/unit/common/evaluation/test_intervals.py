@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from heterorl.common.evaluation.intervals import LARGE_DF, interval, t_central, t_quantile
+from heterorl.common.evaluation.summary import LARGE_DF, interval, t_central, t_quantile
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.hf_batch import FairLock, _is_made_of
-from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.hf_engine import FairLock, HfEngine, _is_made_of
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.generation.token_sampling import draw, gumbel, truncated
+from heterorl.common.model.logprobs import draw, gumbel, truncated
 from heterorl.common.model.tensors import store
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics

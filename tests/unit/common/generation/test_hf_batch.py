@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
-from heterorl.common.generation import hf_batch
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText, generate_all, in_order
 from heterorl.common.model.model_loading import token_limits_of
 from heterorl.common.types.rollout import FinishReason
@@ -114,7 +113,7 @@ def test_completions_come_as_they_end(engine):
 
 
 def test_where_a_recurrent_state_would_be_moved_requests_wait_for_the_next_wave(engine, widths, monkeypatch):
-    monkeypatch.setattr(hf_batch, "_is_made_of", lambda cache, *, sliding: False)
+    monkeypatch.setattr("heterorl.common.generation.hf_engine._is_made_of", lambda cache, *, sliding: False)
     requests = [request(key) for key in range(4)]
     for one in requests:
         engine.submit(one)

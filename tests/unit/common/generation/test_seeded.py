@@ -7,7 +7,7 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.generation.token_sampling import group_key, gumbel_noise
+from heterorl.common.model.logprobs import group_key, gumbel_noise
 from heterorl.common.process.config_file import load
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.sampler.sampler_config import SamplerConfig

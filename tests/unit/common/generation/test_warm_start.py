@@ -11,7 +11,7 @@ import torch
 
 from heterorl.common.generation import tiny_model as subject
 from heterorl.common.generation.tiny_model import WarmStart, evaluate, warm_start
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import file_digest
 
 OPTIONS = WarmStart(digits=1, seed=3, batch_size=32, hidden_size=32, num_layers=1, target=0.2)
 

@@ -18,8 +18,7 @@ from heterorl.common.model.model_loading import (
     window_of,
 )
 from heterorl.learner.backends.loading import empty_model, fill, open_model
-from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import TrainingSequence, collate
 from heterorl.learner.train.model import learner_logprobs, load_model
 from heterorl.sampler.vllm.shared_model import SharedModel
 from tests.support.families import write_family

@@ -10,8 +10,7 @@ from heterorl.common.errors import CorruptData, StateMismatch, WrongSignature
 from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.manifest_chain import ManifestChain
-from heterorl.common.pull.puller import Puller, TrustedPuller
+from heterorl.common.pull.puller import ManifestChain, Puller, TrustedPuller
 from heterorl.common.types.policy import PlanKind, PullPlan, SignedManifest
 from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.coordinator_config import CoordinatorConfig

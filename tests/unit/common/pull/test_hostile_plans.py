@@ -16,7 +16,7 @@ from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload_file import max_file_bytes
+from heterorl.common.weights.payload import max_file_bytes
 from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

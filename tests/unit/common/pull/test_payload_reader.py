@@ -11,7 +11,7 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.pull import payload_reader as served
 from heterorl.common.pull.payload_reader import DamagedFile, FileIdentity, PayloadReader
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 
 DATA = random.Random(0).randbytes(5 * FRAME_BYTES + 1234)
 

@@ -347,6 +347,6 @@ async def test_manifests_of_a_way_are_bounded(world, monkeypatch):
     api, _, puller, _, _ = world
     held = await puller.pull(held=None, want_version=0)
     _bare(api, [], page=100)
-    monkeypatch.setattr("heterorl.common.pull.manifest_chain.MAX_BYTES", 10)
+    monkeypatch.setattr("heterorl.common.pull.puller.MAX_BYTES", 10)
     with pytest.raises(LimitExceeded, match="manifests of"):
         await puller.pull(held=held, want_version=3)

@@ -8,14 +8,14 @@ import pytest
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.rpc import retry
+from heterorl.common.rpc import calls
+from heterorl.common.rpc.calls import Outage, RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.retry import Outage, RetryPolicy
 from tests.support.clock import ManualClock
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "heterorl.common.rpc.retry"]
+    return [record.getMessage() for record in caplog.records if record.name == "heterorl.common.rpc.calls"]
 
 
 def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog):
@@ -52,8 +52,8 @@ def test_blip_is_not_worth_a_line(caplog):
 
 async def test_address_that_swallows_everything_is_said_while_the_call_hangs(caplog, monkeypatch):
     """No refusal comes back: the call itself would say so after its 20 s at the earliest."""
-    monkeypatch.setattr(retry, "SILENT_S", 0.2)
-    monkeypatch.setattr(retry, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(calls, "SILENT_S", 0.2)
+    monkeypatch.setattr(calls, "SAY_AFTER_S", 0.1)
     held = []
 
     async def swallow(reader, writer):
@@ -75,7 +75,7 @@ async def test_address_that_swallows_everything_is_said_while_the_call_hangs(cap
 
 
 async def test_refused_connection_is_said_by_the_client(caplog, monkeypatch):
-    monkeypatch.setattr(retry, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(calls, "SAY_AFTER_S", 0.0)
     policy = RetryPolicy(budget_s=0.1, base_s=0.05, cap_s=0.1)
     async with CoordinatorClient("127.0.0.1:1", tls=TlsConfig(insecure=True), policy=policy) as api:
         with pytest.raises(Unreachable):

@@ -10,8 +10,8 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.pull.fetcher import STALL_S, Fetcher
+from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
-from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.transport_options import BandwidthConfig
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.wire.rollout_messages import pushed_from_pb

@@ -16,8 +16,8 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
+from heterorl.common.rpc.calls import RetryPolicy, call_with_retries
 from heterorl.common.rpc.error_status import to_status
-from heterorl.common.rpc.retry import RetryPolicy, call
 
 POLICY = RetryPolicy(base_s=0.1, cap_s=5.0, budget_s=30.0)
 
@@ -53,7 +53,7 @@ async def called(failure, *, times):
             raise failures.pop()
         return "answer"
 
-    answer = await call(attempt, name="Ask", policy=POLICY, clock=clock, rng=random.Random(0))
+    answer = await call_with_retries(attempt, name="Ask", policy=POLICY, clock=clock, rng=random.Random(0))
     return answer, clock.slept
 
 
@@ -103,6 +103,6 @@ async def test_thousands_of_failures_within_the_budget_are_only_failures():
 
     policy = RetryPolicy(budget_s=20_000.0, cap_s=5.0)
     with pytest.raises(Unreachable, match="no answer in 20000 s"):
-        await call(attempt, name="GetStatus", policy=policy, clock=SleepingClock(), rng=random.Random(0))
+        await call_with_retries(attempt, name="GetStatus", policy=policy, clock=SleepingClock(), rng=random.Random(0))
 
     assert tries > 5000

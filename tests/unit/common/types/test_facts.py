@@ -8,7 +8,7 @@ from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.run import changed_facts, changed_steps, facts_of, parse_facts, steps_wanted, with_changes
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.learner.run.run_json import describe_run, write_run_file
+from heterorl.learner.run.state_directory import describe_run, write_run_file
 from tests.support.clock import ManualClock
 from tests.support.secure_run import SecureRun
 

@@ -11,14 +11,16 @@ from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatc
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
-from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import (
+from heterorl.common.weights.payload import (
     Header,
+    apply_payload,
     file_digest,
     read_header,
     write_chunks,
+    write_delta,
     write_durably,
     write_header,
+    write_snapshot,
 )
 from tests.support.arenas import changed_arena, random_arena, random_bits, small_layout
 

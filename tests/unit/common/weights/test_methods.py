@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from heterorl.common.weights.dense_codec import encode_dense, encode_planes
+from heterorl.common.weights.codec import (
+    Method,
+    apply_chunk,
+    encode_chunk,
+    encode_composed,
+    encode_dense,
+    encode_planes,
+)
 from heterorl.common.weights.sparse_codec import compress
 from tests.support.arenas import encode_steps
 

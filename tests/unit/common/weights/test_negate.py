@@ -9,8 +9,7 @@ from heterorl.common.errors import MalformedPayload, NotReversible
 from heterorl.common.weights.arena import Chunk, TensorSpec, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
 from heterorl.common.weights.compose import compose, negate, negate_chunk
-from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
 from tests.support.arenas import random_arena, small_layout
 
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

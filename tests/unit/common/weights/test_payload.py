@@ -12,8 +12,7 @@ from heterorl.common.errors import CorruptData, StateMismatch
 from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, state_root
 from heterorl.common.weights.manifest import build_manifest, verify_child, verify_state
-from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import file_digest
+from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
 
 SPECS = [
     TensorSpec(name="norm", dtype="fp32", shape=(7,)),

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import StateMismatch
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.weights.payload import PayloadInfo, apply_payload, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import NO_ROOT, file_digest
+from heterorl.common.weights.payload import (
+    NO_ROOT,
+    PayloadInfo,
+    apply_payload,
+    file_digest,
+    write_delta,
+    write_snapshot,
+)
 from tests.support.arenas import SPECS, changed_arena, random_arena, small_layout
 
 

@@ -18,10 +18,9 @@ from heterorl.common.types.rollout import (
     SealedGroup,
     Span,
 )
-from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common_messages import MAX_INT64
 from heterorl.common.wire.rollout_messages import outcomes_from_pb, outcomes_to_pb, pushed_from_pb, pushes_to_pb
-from heterorl.common.wire.seal import canonical, open_group, read_sealed, seal
+from heterorl.common.wire.sealed_groups import canonical, columns_of, open_group, read_sealed, seal
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import GROUPS, group_to_bytes, group_to_pb, push_of
 from tests.support.run import INCARNATION, SITE, rollout

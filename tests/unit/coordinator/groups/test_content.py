@@ -21,7 +21,7 @@ from heterorl.common.types.rollout import (
     Rollout,
     Span,
 )
-from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.sealed_groups import columns_of
 from heterorl.coordinator.groups.validation import content_problem
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import PromptCounts
-from heterorl.common.wire.seal import sealed
+from heterorl.common.wire.sealed_groups import sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig, DifficultyConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import MAX_PASSED, decide_prompt, note_rewards, prompt_of

@@ -9,7 +9,7 @@ from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import DropReason, Group, GroupId, LeasedGroup, PushStatus
 from heterorl.common.wire.rollout_messages import leased_to_pb
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue

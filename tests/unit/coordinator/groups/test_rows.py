@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, FinishReason, PushStatus
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock

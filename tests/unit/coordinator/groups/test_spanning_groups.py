@@ -5,8 +5,7 @@ import pytest
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, Group, GroupId, Span
-from heterorl.common.wire.columns import columns_of
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import columns_of, seal
 from heterorl.coordinator.groups.validation import Facts, content_problem, judge
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import InvalidRequest, Unreachable
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.seal import seal
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.incarnations import MAX_GAP

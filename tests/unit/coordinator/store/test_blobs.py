@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.payload_file import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.blobs import BlobStore

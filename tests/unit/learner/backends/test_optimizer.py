@@ -13,7 +13,7 @@ from heterorl.learner.backends.optimizer_state import build_optimizer, moments_o
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
-from heterorl.learner.train.kernels import choose_attention
+from heterorl.learner.train.model import choose_attention
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 LORA = LoraConfig(rank=2, target_modules=("q_proj",))

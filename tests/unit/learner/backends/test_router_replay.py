@@ -13,13 +13,12 @@ from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Request, ScoredText, in_order
 from heterorl.common.model.router_replay import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.common.wire.seal import canonical, open_group, seal
+from heterorl.common.wire.sealed_groups import canonical, open_group, seal
 from heterorl.learner.checks.findings import SOUND
-from heterorl.learner.checks.limits import Limits, judge
+from heterorl.learner.checks.verifier import Limits, judge
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import GepoConfig
-from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import build_batch, collate
 from heterorl.learner.train.model import learner_logprobs, prepare
 from heterorl.v1 import rollout_pb2
 from tests.support.training import SAMPLING, VOCAB_SIZE, group, rollout, tiny_model

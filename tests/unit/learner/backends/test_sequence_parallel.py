@@ -20,8 +20,7 @@ from heterorl.learner.backends.sequence_parallel import (
     whole_of_parts,
 )
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
-from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import TrainingSequence, collate
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,7 +14,7 @@ from heterorl.learner.backends.tensor_file import TensorFile
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.loss.loss_config import DecoupledPpoConfig, GepoConfig, LossConfig
-from heterorl.learner.step_timing import PassCount
+from heterorl.learner.step_metrics import PassCount
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 

@@ -13,7 +13,7 @@ from heterorl.common.tasks.task import Message, close_task, messages_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.common.wire.rollout_messages import pushed_from_pb
-from heterorl.common.wire.seal import canonical, open_group, seal
+from heterorl.common.wire.sealed_groups import canonical, open_group, seal
 from heterorl.learner.checks.reward_checks import check_trust, judge_rewards
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import push_of

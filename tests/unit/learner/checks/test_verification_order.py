@@ -15,8 +15,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.checks.findings import VerificationConfig
-from heterorl.learner.checks.limits import Limits
-from heterorl.learner.checks.verifier import VerificationContext, Verifier
+from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
 from tests.support.learner_world import GROUP_SIZE, VOCAB, queued
 

@@ -13,9 +13,9 @@ from benchmarks.verify_cheats import SEED
 from heterorl.common.errors import PromptRefused, RewardError, UnknownPayload, UnknownVersion
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
+from heterorl.common.model.logprobs import group_key
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.tasks.rewards.function_reward import FunctionReward, FunctionRewardTask
 from heterorl.common.types.rollout import (
@@ -38,12 +38,11 @@ from heterorl.learner.checks.findings import (
     judge_logprobs,
     judge_margins,
 )
-from heterorl.learner.checks.limits import Limits
 from heterorl.learner.checks.replay import Replayer, log_ratios
 from heterorl.learner.checks.reward_checks import judge_rewards
-from heterorl.learner.checks.verifier import VerificationContext, Verifier
+from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import collate
 from tests.support.clock import ManualClock
 
 ALWAYS = {"logprob_floor": 1.0}

@@ -9,9 +9,8 @@ import torch
 from heterorl.learner.loss.loss_config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import build_batch, collate
+from heterorl.learner.train.step import step_coefficients, with_first_pass
 from tests.support.losses import CATALOGUE, groups_of, run_loss, with_reference
 
 SHAPE = [[3, 5, 1, 4], [2, 6, 4], [1, 1, 5]]

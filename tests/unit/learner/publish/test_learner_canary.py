@@ -12,7 +12,7 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.checks.replay import Canary
 from heterorl.learner.train.model import load_model
 
 
@@ -102,7 +102,7 @@ def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("heterorl.learner.publish.canary_logprobs.learner_logprobs", full)
+    monkeypatch.setattr("heterorl.learner.checks.replay.learner_logprobs", full)
     # Without memory for them nothing is stated: other weights would say something else.
     assert canary.score(arena) == ()
     assert [parameter.data_ptr() for parameter in model.parameters()] == places

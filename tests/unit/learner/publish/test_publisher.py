@@ -31,10 +31,9 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_t
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.publish.upload import MAX_REPAIRS
-from heterorl.learner.publish.version_payloads import Position, encode_version
-from heterorl.learner.run.lease_renewal import read_incarnation
+from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, encode_version
 from heterorl.learner.run.resume import PublishedVersions, Restorer, ResumePlan, Resumption, decide
+from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
@@ -335,7 +334,7 @@ class PowerCut:
 
 
 async def test_payloads_that_are_all_there_and_wrong_are_uploaded_again(coordinator, tmp_path, monkeypatch):
-    monkeypatch.setattr("heterorl.learner.publish.upload.MAX_REPAIRS", 1)
+    monkeypatch.setattr("heterorl.learner.publish.version_payloads.MAX_REPAIRS", 1)
     api = PowerCut(coordinator, coordinator.config.data_dir / "partial")
     world = await World.open(coordinator, tmp_path, api=api, snapshot_every_versions=1)
 

@@ -11,9 +11,8 @@ from heterorl.common.model import tensors
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.run.group_selection import GroupSelection
-from heterorl.learner.run.inbox import Inbox
-from heterorl.learner.step_timing import new_step_timer
+from heterorl.learner.run.inbox import GroupSelection, Inbox
+from heterorl.learner.step_metrics import new_step_timer
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 from tests.support.training import tiny_model

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason, Span
-from heterorl.learner.run.group_selection import GroupSelection
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.inbox import GroupSelection, Inbox
 from heterorl.learner.sample_notes import SampleNotes
-from heterorl.learner.step_timing import new_step_timer
+from heterorl.learner.step_metrics import new_step_timer
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 

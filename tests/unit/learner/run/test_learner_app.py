@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, ContractMismatch, LeaseHeld, OperatorError, StaleEpoch, Unreachable
 from heterorl.common.types.rollout import GroupId
-from heterorl.learner.run.lease_renewal import read_incarnation
+from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

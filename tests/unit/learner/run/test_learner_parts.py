@@ -24,10 +24,10 @@ from heterorl.common.errors import (
 from heterorl.common.process.backoff import REMIND_S, Backoff, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.learner.checks.limits import Limits, judge
+from heterorl.learner.checks.verifier import Limits, judge
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.inbox import Inbox, feed
-from heterorl.learner.run.lease_renewal import hold_directory, renew
+from heterorl.learner.run.state_directory import hold_directory, renew
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)

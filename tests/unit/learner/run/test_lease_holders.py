@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, LeaseHeld
-from heterorl.learner.run.lease_renewal import read_incarnation
+from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.learner_world import (
     FragileApi,
     Killed,

@@ -13,7 +13,7 @@ from heterorl.common.pull.fetcher import MAX_COPIES
 from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose, negate
-from heterorl.common.weights.payload_file import file_digest, max_file_bytes
+from heterorl.common.weights.payload import file_digest, max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,
@@ -273,7 +273,7 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
-            from heterorl.learner.run.lease_renewal import read_incarnation
+            from heterorl.learner.run.state_directory import read_incarnation
             from tests.support.learner_world import make_contract
 
             await core.acquire_lease(

@@ -8,8 +8,7 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier
 from heterorl.learner import learner_app
-from heterorl.learner.run.lease_renewal import hold_directory
-from heterorl.learner.run.run_json import RUN_FILE
+from heterorl.learner.run.state_directory import RUN_FILE, hold_directory
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config
 from tests.support.links import PLAINTEXT

@@ -18,8 +18,7 @@ from heterorl.learner.loss.loss_config import (
     GrpoConfig,
     GspoConfig,
 )
-from heterorl.learner.train.batch import TrainingSequence, build_batch
-from heterorl.learner.train.micro_batch import collate, split
+from heterorl.learner.train.batch import TrainingSequence, build_batch, collate, split
 from tests.support.training import group, random_groups, rollout
 
 

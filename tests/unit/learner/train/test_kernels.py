@@ -13,7 +13,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
-from heterorl.learner.train.kernels import apply_liger
+from heterorl.learner.train.model import apply_liger
 from tests.support.training import SAMPLING, random_groups, tiny_model, weights
 
 

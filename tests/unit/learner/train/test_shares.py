@@ -15,11 +15,9 @@ from heterorl.learner.loss.loss_config import (
     MoisConfig,
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
-from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.first_pass import with_first_pass
-from heterorl.learner.train.micro_batch import assign_groups, collate, empty_pass, share_out
+from heterorl.learner.train.batch import Batch, assign_groups, build_batch, collate, empty_pass, share_out
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.step import micro_batch_loss
+from heterorl.learner.train.step import micro_batch_loss, with_first_pass
 from tests.support.losses import CATALOGUE, with_reference
 from tests.support.training import random_groups, tiny_model
 

@@ -15,9 +15,8 @@ from heterorl.learner.loss.loss_config import (
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.first_pass import step_coefficients
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import build_batch, collate
+from heterorl.learner.train.step import step_coefficients
 from heterorl.learner.train.step_report import SequenceSample, join, measure, step_extras, step_size_factor
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
 

@@ -10,7 +10,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.swapped_weights import Rounding, arena_weights
+from heterorl.learner.train.model import Rounding, arena_weights
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span
-from heterorl.common.types.trajectory import without_stale
+from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span, without_stale
 from heterorl.learner.loss.loss_config import GepoConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
-from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.batch import build_batch, collate
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
 from heterorl.learner.train.step_report import wanted_log_ratios
 from tests.support.losses import CATALOGUE

@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, Unreachable
 from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
-from heterorl.common.wire.seal import open_group
+from heterorl.common.wire.sealed_groups import open_group
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.outboxes import spooled_groups

@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
 from heterorl.common.types.rollout import Span
-from heterorl.common.wire.seal import open_group, seal
+from heterorl.common.wire.sealed_groups import open_group, seal
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.outboxes import spooled_groups
 from tests.support.run import rollout

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import EngineDied, RewardError
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.wire.seal import open_group
+from heterorl.common.wire.sealed_groups import open_group
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World

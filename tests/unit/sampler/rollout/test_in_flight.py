@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import StaleWeights
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import Span
-from heterorl.common.wire.seal import open_group
+from heterorl.common.wire.sealed_groups import open_group
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.sampler_world import World
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.evaluation.intervals import interval
+from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.statistics.correlation import pearson, spearman
 from heterorl_research.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 

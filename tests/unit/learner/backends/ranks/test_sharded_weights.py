@@ -8,8 +8,7 @@ from heterorl.common.errors import ConfigError, MalformedPayload
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, digest_integers
 from heterorl.common.weights.codec import Method
-from heterorl.common.weights.payload import PayloadChunks, write_coded, write_delta, write_snapshot
-from heterorl.common.weights.payload_file import NO_ROOT
+from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, write_coded, write_delta, write_snapshot
 from heterorl.learner.backends.ranks.sharded_state import Piece
 from heterorl.learner.backends.ranks.sharded_weights import ShardedVersions, source_of
 from tests.support.thread_ranks import on_all_ranks

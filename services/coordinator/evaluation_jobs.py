@@ -5,8 +5,7 @@
     over     every prompt is answered (done), or a newer one was begun and no site has the version (incomplete)
 
 A version has at most one evaluation of each set. At the end of a run only the last version is evaluated. A prompt
-counts once, however often it is delivered; scores are durable when they are acknowledged. The end keeps the summary and
-deletes the prompts. Statistics are computed off the store's thread.
+counts once; scores are durable when they are acknowledged. The end keeps the summary and deletes the prompts.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class Job:
 def plan(
     connection: Connection, sets: Sequence[PlannedSetConfig], *, version: int, now: float, is_last: bool = False
 ) -> None:
-    """Plan a published version's evaluations at wall time `now`; repeatable. `is_last`: no further version is
-    expected."""
+    """Plan a published version's evaluations at wall time `now`; repeatable. `is_last`: the run ends with it."""
     for each in sets:
         if version % each.every_versions and not is_last:
             continue
@@ -70,7 +68,7 @@ def plan(
 
 
 def drop(connection: Connection, versions: Sequence[int]) -> None:
-    """Forget the evaluations of versions that the lineage lost."""
+    """Delete the evaluations of abandoned versions."""
     for version in versions:
         for (job,) in connection.execute("SELECT job FROM evaluation_jobs WHERE version = ?", (version,)).fetchall():
             forget_prompts(connection, job)
@@ -78,7 +76,7 @@ def drop(connection: Connection, versions: Sequence[int]) -> None:
 
 
 def forget_prompts(connection: Connection, job: int) -> None:
-    """Forget the prompts of an evaluation, answered or not."""
+    """Delete the prompts of an evaluation and their results."""
     connection.execute("DELETE FROM evaluation_results WHERE job = ?", (job,))
     work_assignments.forget(connection, numbers_of(job))
 
@@ -96,12 +94,12 @@ def numbers_of(job: int) -> range:
 
 
 def job_of(assignment: int) -> int:
-    """The evaluation that an assignment is of."""
+    """The evaluation of an assignment."""
     return (assignment - HELD_OUT) // MAX_HELD_OUT
 
 
 def find(connection: Connection, job: int) -> Job | None:
-    """An evaluation that goes on; None where it is over."""
+    """A running evaluation, or None."""
     row = connection.execute(f"SELECT {_ROW} WHERE job = ? AND state = 'running'", (job,)).fetchone()
     return None if row is None else _job(row)
 
@@ -119,13 +117,10 @@ def hand_out(
 ) -> tuple[Job | None, list[Handed], str]:
     """Lease held-out prompts of the site's version; returns the evaluation, its prompts, and the reason.
 
-    An evaluation without prompts is the one that the run's end waits for; `only` is the version to evaluate then.
+    At the end of the run `only` is the version to evaluate; an evaluation without prompts is the one to wait for.
     `digests` are the configured task digests of sets; for other sets the first site's digest counts.
     """
-    site, incarnation = holder
-    again = work_assignments.handed_before(
-        connection, site=SiteId(site), incarnation=incarnation, request_id=request_id
-    )
+    again = work_assignments.handed_before(connection, holder, request_id)
     if again:
         return find(connection, job_of(again[0].assignment)), again, "given to this request before"
     rows = connection.execute(
@@ -161,8 +156,7 @@ def over(
 ) -> list[tuple[int, EvaluationState]]:
     """Evaluations that are over and not summed up, and how they ended.
 
-    `in_use` are the versions that sites have (None: unknown); `is_ending`: only the last version's evaluation is
-    awaited.
+    `in_use` are the versions that sites have (None: unknown). `is_ending`: the run waits only for the last version.
     """
     rows = connection.execute(
         "SELECT job, version, EXISTS (SELECT 1 FROM evaluation_jobs n WHERE n.task_set = j.task_set"
@@ -178,12 +172,12 @@ def over(
 
 
 def draws_of(text: str) -> EvaluationDraws:
-    """Read draws as the store has them."""
+    """The draws in a column of the store."""
     return EvaluationDraws(**json.loads(text))
 
 
 def _begin(connection: Connection, job: Job, stated: EvaluationSet) -> None:
-    """Make work of as many prompts as the task has; the first site's task becomes the set's."""
+    """Open assignments for the prompts; the first site's task becomes the set's."""
     draws = job.spec.draws
     wanted = min(draws.num_prompts, stated.num_prompts)
     connection.execute(
@@ -208,7 +202,7 @@ _SUMMARY = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The scores of an evaluation as the store has them."""
+    """The stored scores of an evaluation."""
 
     draws: str
     rows: list[tuple[int, str]]
@@ -231,7 +225,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """An evaluation as the store has it: the summary of one that has ended, the scores of one that goes on."""
+    """A stored evaluation: the summary if it has ended, else its scores."""
 
     row: tuple[Any, ...]
     scores: Scores | None
@@ -305,7 +299,7 @@ def scores_of(connection: Connection, job: int) -> Scores:
 def end(
     connection: Connection, job: int, state: EvaluationState, *, scores: Scores, summary: EvaluationSummary, now: float
 ) -> None:
-    """End an evaluation with what was computed of its scores; not where more came meanwhile, or it has ended."""
+    """End an evaluation with the summary of its scores, unless it has ended or more scores came."""
     is_there = connection.execute(
         "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running'"
         " AND ? = (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job)",
@@ -321,7 +315,7 @@ def end(
 
 
 def listed(connection: Connection, *, task_set: str = "", after_version: int = -1, limit: int = 1000) -> list[Listed]:
-    """Evaluations by version and set; all of the last version or none of it, unless it is the first."""
+    """Evaluations by version and set. A full page ends with a whole version, if it has more than one."""
     rows = connection.execute(
         f"SELECT {_LISTED} FROM evaluation_jobs WHERE version > ? AND ? IN ('', task_set)"
         " ORDER BY version, task_set LIMIT ?",
@@ -334,7 +328,7 @@ def listed(connection: Connection, *, task_set: str = "", after_version: int = -
 
 
 def newest_done(connection: Connection, sets: Sequence[str]) -> dict[str, Evaluation]:
-    """The newest evaluation that is done, of each of the sets."""
+    """The newest finished evaluation of each set."""
     found = {}
     for name in sets:
         row = connection.execute(

@@ -1,4 +1,4 @@
-"""Rollouts: assignments to sites, groups from sites, groups to the learner. See heterorl.common.api."""
+"""Rollouts: assignments to sites, groups from sites, groups to the learner."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
-LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that takes a second, it is groups per second
+LEASE_BATCH = 128
+"""Groups of one lease. Each waits behind the calls of all sites, so a small batch would limit the learner."""
 MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
 _MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
-"""Drops whose groups still show how long one takes."""
+"""Drops whose groups still count for the duration of a group."""
 MAX_ASSIGNMENTS = 4096
-"""Named by one call: each is a statement on the store's only thread."""
+"""Assignments in one call: each is a statement on the store's thread."""
 
 
 class RolloutColumn:
     """Work and groups."""
 
     def __init__(self, context: CoordinatorContext, *, held_out: Callable[..., Awaitable[WorkGrant]]) -> None:
-        """`held_out` leases held-out prompts (coordinator/evaluation_column.py)."""
+        """`held_out` is `EvaluationColumn.lease`."""
         self._context = context
         self._held_out = held_out
         self._stream: object = None
@@ -72,17 +73,17 @@ class RolloutColumn:
         request_id: str = "",
         sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Hand out prompt groups, paced and shared out; with sets, held-out prompts."""
+        """Hand out prompts, paced and shared between sites; with sets, held-out prompts."""
         now, wall = self._context.clock.monotonic(), self._context.clock.wall()
         if not 1 <= max_groups <= MAX_ASSIGNMENTS:
             raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
         if len(request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
+        holder = site, incarnation
         if sets:
             return await self._held_out(
-                holder=(site, incarnation), count=max_groups, policy_version=policy_version, request_id=request_id,
-                sets=sets,
-            )  # fmt: skip
+                holder=holder, count=max_groups, policy_version=policy_version, request_id=request_id, sets=sets
+            )
 
         def operation(connection: Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             self._context.sites.require(connection, site, incarnation)
@@ -100,14 +101,9 @@ class RolloutColumn:
             self._context.deadlines.look(connection, now)
             if head - policy_version <= self._context.config.max_staleness_versions:
                 quotas.note_asked(connection, site, now)
-            again = work_assignments.handed_before(
-                connection, site=site, incarnation=incarnation, request_id=request_id
-            )
-            if again:
-                return self._context.deadlines.begin(
-                    connection, again, (site, incarnation), now
-                ), "given to this request before"
-            # A site alone makes all versions itself: none comes before its groups do.
+            if again := work_assignments.handed_before(connection, holder, request_id):
+                return self._context.deadlines.begin(connection, again, holder, now), "given to this request before"
+            # A single site makes all versions itself: none comes before its groups.
             is_shared = tallies.read(connection, "wanting") > 1
             generation_s = self._context.sites.generation_s(site) if is_shared else 0.0
             load = Load(
@@ -117,13 +113,12 @@ class RolloutColumn:
                 held=tallies.held(connection, site),
                 coming=horizon.coming(connection, generation_s, head=head, now=wall),
             )
-            pace = self._pace(connection, (site, incarnation), now)
-            granted, reason = decide_grant(load, pace, wanted=max_groups)
+            granted, reason = decide_grant(load, self._pace(connection, holder, now), wanted=max_groups)
             handed = work_assignments.hand_out(
-                connection, site=site, incarnation=incarnation, count=granted, num_prompts=contract.num_prompts,
-                config=self._context.config, request_id=request_id,
+                connection, holder, count=granted, num_prompts=contract.num_prompts, config=self._context.config,
+                request_id=request_id,
             )  # fmt: skip
-            return self._context.deadlines.begin(connection, handed, (site, incarnation), now), reason
+            return self._context.deadlines.begin(connection, handed, holder, now), reason
 
         assignments, reason = await self._context.database.run(operation)
         self._context.sites.see(site, incarnation, now, policy_version=policy_version)
@@ -147,7 +142,7 @@ class RolloutColumn:
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        """Open assignments that the site will not answer; those whose rows gave no group too often are closed."""
+        """Open assignments that the site will not answer; close those whose rows gave no group too often."""
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
@@ -197,7 +192,7 @@ class RolloutColumn:
     async def stream_sealed(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncGenerator[LeasedGroup]:
-        """The same, unopened."""
+        """As `stream_groups`, with sealed groups."""
         balance = 0
         is_open = True
         stream = object()
@@ -205,7 +200,7 @@ class RolloutColumn:
         def begin(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             self._context.queue.return_leased(connection, held=held)
-            # The learner dialled again: groups leased by an earlier stream would be lost.
+            # The learner dialled again: an earlier stream must lease no more groups.
             self._stream = stream
 
         async def count_credits() -> None:
@@ -230,7 +225,7 @@ class RolloutColumn:
                     _LOG.info("a stream of epoch %d ends: the learner opened another one", epoch)
                     break
                 balance -= len(undelivered)
-                # What a lease leaves of groups that are too stale, the next one gives up.
+                # The next lease drops stale groups that this one left.
                 is_idle = not undelivered and not self._has_stale
                 while undelivered:
                     yield undelivered.popleft()
@@ -249,7 +244,7 @@ class RolloutColumn:
     def _lease_groups(
         self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
     ) -> Callable[[Connection], bool]:
-        """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
+        """A store operation that leases groups into `leased`; False if a newer stream has begun."""
         # Credits bound what the learner holds, the queue bounds what is in memory here.
         count, now, groups = min(count, LEASE_BATCH), self._context.clock.wall(), self._context.queue
 
@@ -257,7 +252,7 @@ class RolloutColumn:
             lineage.check_epoch(connection, epoch)
             if self._stream is not stream:
                 return False
-            # An operation that is undone is run again.
+            # An undone operation runs again.
             leased.clear()
             self._has_stale = False
             if count > 0:
@@ -269,13 +264,13 @@ class RolloutColumn:
         return operation
 
     async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
-        """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
+        """Return a stream's leased groups that were not sent, unless a newer stream has done so."""
 
         def operation(connection: Connection) -> None:
             if self._stream is stream:
                 queue.undo_lease(connection, [one.sealed.id for one in leased])
 
-        # Decided on the store's thread, behind a lease that is under way there.
+        # On the store's thread, after any lease that is running there.
         with contextlib.suppress(HeterorlError):
             await self._context.change(operation)
 
@@ -283,7 +278,7 @@ class RolloutColumn:
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
         if counted_as not in ABANDONED_AS:
-            raise InvalidRequest(f"counted_as: {counted_as.value} is no account of what a learner gives up")
+            raise InvalidRequest(f"counted_as: {counted_as.value} is not an account of abandoned groups")
         groups = self._context.queue
 
         def operation(connection: Connection) -> None:
@@ -293,7 +288,7 @@ class RolloutColumn:
             groups.drop(connection, old, DropReason.STALE_AT_COMMIT, detail=reason)
             groups.drop(connection, ids, counted_as, detail=reason)
 
-        # With the bell: what was too old behind these groups may be leased now.
+        # `change` rings the bell: groups that had to wait may be leased now.
         await self._context.change(operation)
         level = logging.DEBUG if counted_as is DropReason.UNIFORM else logging.WARNING
         _LOG.log(level, "the learner abandoned %d groups: %s", len(ids), reason)
@@ -302,7 +297,7 @@ class RolloutColumn:
         """Drop groups that failed a check of the learner; a site with too many goes into quarantine."""
         bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
         if bad:
-            raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
+            raise InvalidRequest(f"rejections.reason: {bad[0]} is not a check of the learner")
         rule, now, groups = quarantine.rule_of(self._context.config), self._context.clock.wall(), self._context.queue
 
         def operation(connection: Connection) -> dict[SiteId, str]:
@@ -310,7 +305,7 @@ class RolloutColumn:
             quarantined = {}
             for entry in rejections:
                 if not groups.drop(connection, [entry.id], entry.reason, detail=entry.detail):
-                    # Told before, or dropped for another reason meanwhile.
+                    # Rejected before, or dropped for another reason.
                     continue
                 why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
                 if why:

@@ -1,4 +1,4 @@
-"""The run: registration and heartbeats of sites, operators' orders, status. See heterorl.common.api."""
+"""The run: registration and heartbeats of sites, operators' orders, status."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunColumn:
         self._beats = Beats(context.database, context.config)
         self._is_idle = False
         self._told: dict[tuple[SiteId, bool], int] = {}
-        """Newest version with which a quarantine by the canary of a site began or ended; see `report_canary`."""
+        """Newest version that began or ended a site's quarantine by its canary; see `report_canary`."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         bound = self._context.config.max_staleness_versions
@@ -63,7 +63,7 @@ class RunColumn:
             )
         longest_s = self._context.config.max_policy_age_s
         if not 0 <= registration.max_delay_s <= longest_s:
-            # A number that is none is refused like one that is too large.
+            # NaN is refused like a number that is too large.
             raise ContractMismatch(
                 f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
                 action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
@@ -85,9 +85,8 @@ class RunColumn:
             published_variants.check_offered(connection, registration.variant)
             known = self._context.sites.register(connection, registration)
             if registration.held is not None:
-                work_assignments.keep_only(
-                    connection, registration.held, site=registration.site, incarnation=registration.incarnation
-                )
+                holder = registration.site, registration.incarnation
+                work_assignments.keep_only(connection, registration.held, holder)
             return lineage.head_version(connection), known + 1
 
         head, next_sequence = await self._context.database.run(operation)
@@ -111,8 +110,8 @@ class RunColumn:
         return commands
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Compare a site's canary with the learner's; begin or end its quarantine. The audit log gets one beginning and
-        one end for each version, so that a site with alternating canaries cannot fill it."""
+        """Compare a site's canary with the learner's; begin or end its quarantine. The audit log gets at most one
+        beginning and one end a version, so that a site with alternating canaries cannot fill it."""
 
         def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
             self._context.sites.require(connection, report.site, report.incarnation)
@@ -133,7 +132,7 @@ class RunColumn:
         self._context.sites.note_canary(report, verdict.difference, self._context.clock.monotonic())
         if is_said and verdict.quarantine:
             _LOG.error(
-                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                "site %s goes into quarantine: %s; a version that it scores right ends it, or an operator: %s",
                 report.site,
                 verdict.quarantine,
                 RELEASE,
@@ -165,7 +164,7 @@ class RunColumn:
             return ways, lineage.head_version(connection)
 
         ways, head = await self._context.database.run(operation)
-        # What the learner will ask for must not be deleted before it does.
+        # Payloads that the learner will pull must not be deleted before.
         for way in ways:
             start = None if way.target_version == target else target
             self._context.leases.grant(have_version=start, payloads=way.payloads, now=self._context.clock.monotonic())
@@ -190,7 +189,7 @@ class RunColumn:
         return before
 
     async def note_refusals(self) -> None:
-        """Sum up in the log of audit, now and then, what quotas refused."""
+        """Count refusals by quotas, and write summaries that are due to the audit log."""
         for (site, quota), count in self._context.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
@@ -198,7 +197,7 @@ class RunColumn:
             await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
 
     def note_standstill(self, sites: Sequence[str]) -> None:
-        """Log once that the run stands still because of quarantines, and once that it goes on."""
+        """Log once when quarantines stop the run, and once when it goes on."""
         if bool(sites) != self._is_idle:
             self._is_idle = bool(sites)
             level = logging.ERROR if sites else logging.WARNING
@@ -211,7 +210,7 @@ class RunColumn:
         await self._context.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Keep the learner's facts about the run, and log changes."""
+        """Store the learner's facts about the run, and log changes."""
         now = self._context.clock.wall()
 
         def operation(connection: Connection) -> str:
@@ -237,7 +236,7 @@ class RunColumn:
         )
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
+        """Hand out no more work until a learner acquires the lease; `epoch` fences a learner's order."""
 
         def operation(connection: Connection) -> None:
             if epoch is not None:
@@ -263,8 +262,11 @@ class _Round:
 
 
 class Beats:
-    """Answers all waiting heartbeats by one store operation. With 1000 sites on PostgreSQL, one operation each starved
-    the learner: 0 of 220 groups in 14 s, against 500 of 780 in 22 s batched."""
+    """Answers all waiting heartbeats by one store operation.
+
+    With 1000 sites on PostgreSQL, one operation each starved the learner: it got 0 of 220 groups in 14 s, batched 500
+    of 780 in 22 s.
+    """
 
     def __init__(self, database: Database, config: CoordinatorConfig) -> None:
         self._database = database
@@ -274,14 +276,13 @@ class Beats:
         """Open for heartbeats until the store's thread takes it."""
 
     async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
-        """Commands for a holder; None if it is not registered. Raises StoreFull, CorruptStore, Draining: as
-        `Database.run`."""
+        """Commands for a holder; None if it is not registered. Raises as `Database.run`."""
         with self._lock:
             mine = self._open = self._open or _Round()
             mine.holders.add(holder)
         if mine.answers is None:
             mine.answers = self._database.submit(lambda connection: self._answer(connection, mine))
-        # A call that ends leaves the others' answer alone.
+        # A cancelled call must not cancel the others' answer.
         return (await asyncio.shield(mine.answers)).get(holder)
 
     def _answer(self, connection: Connection, asked: _Round) -> Commands:
@@ -295,9 +296,9 @@ def commands_of(connection: Connection, holders: Iterable[Holder], config: Coord
     """Commands for holders; unregistered ones are left out."""
     wide = incarnations.wide_gaps(connection, holders)
     if config.is_finished(lineage.head_version(connection)):
-        # The last version is to be evaluated: who drains does that first.
+        # A draining sampler evaluates the last version before it stops.
         last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)
         return dict.fromkeys(wide, last)
     draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
-    # Registering again, it says what it can still push, and the watermark passes over the rest.
+    # A site that registers again states its lowest sequence, and the watermark passes over the missing ones.
     return {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}

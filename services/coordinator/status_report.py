@@ -1,4 +1,4 @@
-"""Step reports and the run's status, as store operations that only read."""
+"""Step reports and the run's status, read from the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encode(report: StepReport) -> bytes:
 
 
 def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
-    """Step reports after a cursor, oldest first, with the times at which their versions were published."""
+    """Step reports after a step, oldest first, with the publication times of their versions."""
     rows = connection.execute(
         "SELECT report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
         " ORDER BY step, version LIMIT ?",
@@ -44,7 +44,7 @@ def run_status(
     store_bytes: int,
     store_problem: str,
 ) -> RunStatus:
-    """The state of the run; `now` is of the monotonic clock. What belongs to the event loop was read there."""
+    """The status of the run; `now` is monotonic. `store_bytes` and `store_problem` are of the event loop."""
     config = context.config
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()

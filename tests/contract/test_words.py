@@ -76,7 +76,6 @@ BUDGETS = {
 FOLDERS_TO_REWRITE = {
     "services/certs",
     "services/coordinator",
-    "services/coordinator/groups",
     "services/coordinator/offline",
     "services/coordinator/payloads",
     "services/coordinator/servicers",

@@ -1,8 +1,7 @@
 """Deadlines of leased assignments, and which assignments are away with a silent site. In memory.
 
 The assignments of a silent site that works ahead are away: they count against no site and go to others when their term
-ends. Each look costs what changed since the last one. After a restart every lease gets a fresh term. Times are instants
-of the monotonic clock.
+ends. A look reads only the holders that are due. A restart gives each lease a fresh term. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ _HOLDER = "site = ? AND incarnation = ?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """How long an assignment lasts from the moment when it was handed out, and whether its holder is away."""
+    """How long an assignment lasts after it was handed out, and whether its holder is away."""
 
     seconds: float
     is_away: bool = False
 
 
 def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
-    """The term of a holder's assignments. `is_silent`: last seen more than `lease_s` ago; `is_replaced`: a newer
-    incarnation of its site registered."""
+    """The term of a holder's assignments. `is_silent`: not seen for `lease_s`; `is_replaced` by a newer incarnation."""
     if is_silent and (is_replaced or said.ahead_s <= 0):
-        # One that died delivers nothing, and what its delay adds is of no use.
+        # A dead process delivers nothing, however long its delay.
         return Term(seconds=lease_s)
     return Term(seconds=lease_s + said.delay_s + said.ahead_s, is_away=is_silent)
 
 
 def next_look(said: Declared, term: Term, *, oldest: float, seen: float, lease_s: float, is_silent: bool) -> float:
-    """The first instant at which an assignment of a holder may run out, or all of them go away."""
+    """The next instant at which a holder's assignment may expire, or all of them go away."""
     ends = oldest + term.seconds
     if is_silent or (said.delay_s <= 0 and said.ahead_s <= 0):
         return ends
@@ -60,20 +58,20 @@ class Deadlines:
         self._sites = sites
         self._work_lease_s = work_lease_s
         self._started = started
-        # Of the run's contract, which stays as it was stated first.
+        # The run's contract never changes.
         self._trajectory_s: float | None = None
 
     def begin(
         self, connection: Connection, handed: Sequence[Handed], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
-        """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
+        """Start the terms of new leases; running terms stay, so no site keeps an assignment by asking again."""
         if not handed:
             return ()
         said = self._said(connection, holder)
         term_s = self._work_lease_s + said.delay_s + said.ahead_s
         connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
         if said.ahead_s > 0:
-            # It was heard of just now; some that it held before may have been away, and these are not.
+            # Its earlier assignments may be away. The new ones are not, so the next look is at most one lease from now.
             connection.execute(
                 f"UPDATE temp.holder SET due = ? WHERE {_HOLDER} AND due > ?",
                 (now + self._work_lease_s, *holder, now + self._work_lease_s),
@@ -93,13 +91,13 @@ class Deadlines:
         )
 
     def look(self, connection: Connection, now: float) -> None:
-        """Hand back what ran out, count it against its holders, and note what is away from now on."""
+        """Reopen expired assignments, count them against their holders, and mark those of silent sites as away."""
         due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
         for site, incarnation in due:
             self._look_at(connection, (site, incarnation), now)
 
     def holdings(self, connection: Connection, now: float) -> dict[Holder, tuple[int, int]]:
-        """How many assignments each holder holds, and how many of them are away now, whenever the last look was."""
+        """Assignments that each holder holds, and how many of them are away now."""
         found = {}
         rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
         for site, incarnation, held, away in rows:
@@ -141,14 +139,14 @@ class Deadlines:
         return term_of(said, lease_s=self._work_lease_s, is_silent=is_silent, is_replaced=is_replaced)
 
     def _said(self, connection: Connection, holder: Holder) -> Declared:
-        """What a holder declared; a rollout of several turns comes so much later, as with any other delay."""
+        """A holder's declaration; the contract's trajectory time counts as delay."""
         if self._trajectory_s is None and (contract := lineage.read_contract(connection)) is not None:
             self._trajectory_s = contract.trajectory_s
         said = declared(connection, holder)
         return dataclasses.replace(said, delay_s=said.delay_s + (self._trajectory_s or 0.0))
 
     def _silence(self, holder: Holder, now: float) -> tuple[float, bool]:
-        """When it was seen last, and whether that is too long ago; what never was is silent after a whole lease."""
+        """When a holder was seen last, and whether it is silent; one never seen is silent a lease after the start."""
         seen = self._sites.seen_at(holder)
         if seen is None:
             return self._started, now - self._started >= self._work_lease_s

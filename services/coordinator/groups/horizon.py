@@ -1,10 +1,7 @@
-"""Age of policies, and which groups are still fresh when the learner trains on them; store operations.
+"""The age of policies, and which groups are fresh enough to train on. Store operations.
 
-A policy's age counts from the moment a newer version exists. So the newest version has age 0 however long a run stood
-still, and a step of the wall clock affects only versions that a sampler can replace by a pull.
-
-Groups go into versions in the order of their leases, as many for each version as the learner stated. A group leased
-behind others is consumed by a later version.
+A policy's age counts from the publication of the next version, so the newest version has age 0 even if a run stands
+still. Groups go into versions in the order of their leases, as many for each version as the learner stated.
 """
 
 from __future__ import annotations
@@ -30,18 +27,18 @@ def superseded_s(connection: Connection, version: int, *, reach: int, now: float
 
 
 def oldest_usable(connection: Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
-    """The oldest version whose groups are within both bounds, that on versions and that on seconds."""
+    """The oldest version whose groups are within both bounds, of versions and of seconds."""
     floor = head - max_versions
     row = connection.execute(
         "SELECT max(version) FROM versions WHERE version > ? AND published < ? AND is_abandoned = 0",
         (floor, now - max_s),
     ).fetchone()
-    # What came out so long ago was a newer version to all before it.
+    # It superseded all versions before it more than `max_s` ago.
     return floor if row[0] is None else int(row[0])
 
 
 def abandoned_span(connection: Connection, versions: Sequence[int]) -> int | None:
-    """An abandoned version among a group's versions; None when there is none."""
+    """An abandoned version among a group's versions, or None."""
     (found,) = connection.execute(
         f"SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN {NUMBERS}", (json.dumps(versions),)
     ).fetchone()
@@ -54,8 +51,10 @@ _MANY = 1e6
 
 
 def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
-    """How many of `count` groups leased now go into the same version (at least 1 of 1), and the oldest version they may
-    have; `bound` is the largest staleness that a version may consume."""
+    """How many of the next `count` groups go into the same version, and the oldest version they may have.
+
+    `bound` is the largest staleness, in versions, at which a version may consume a group.
+    """
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
         return count, head - bound
@@ -66,7 +65,7 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
 def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
     """Versions that come while a group is made, which takes `generation_s`; 0 while unknown.
 
-    A version takes as long as the last VERSIONS_TIMED on average, or as long as the run has been without a new one.
+    A version takes the mean of the last VERSIONS_TIMED, or the time since the newest one if that is longer.
     """
     rows = connection.execute(
         "SELECT published FROM versions WHERE version >= ? AND is_abandoned = 0 ORDER BY version DESC",
@@ -76,14 +75,14 @@ def coming(connection: Connection, generation_s: float, *, head: int, now: float
         return 0
     newest, oldest = float(rows[0][0]), float(rows[-1][0])
     version_s = max((newest - oldest) / (len(rows) - 1), now - newest)
-    # The one that ends with the group is its own.
+    # The version that the group ends with does not count.
     if generation_s <= 0 or version_s <= 0:
         return 0
     return math.ceil(min(generation_s / version_s, _MANY)) - 1
 
 
 def too_stale(connection: Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:
-    """Those that no version after the head may consume."""
+    """The groups that are too old for any version after the head."""
     query = "SELECT oldest_version FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?"
     found = []
     for group_id in ids:
@@ -113,7 +112,7 @@ def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:
 
 
 def newest_taken(connection: Connection) -> int:
-    """The newest version of which a group is leased or was consumed; -1 where none is."""
+    """The newest version of which a group is leased or was consumed; -1 if there is none."""
     row = connection.execute(
         "SELECT (SELECT max(oldest_version) FROM groups WHERE state = 'leased'),"
         " (SELECT max(oldest_version) FROM groups WHERE state = 'consumed')"

@@ -1,11 +1,8 @@
 """Intake of pushed groups as store operations: duplicates, quotas, validation, rows.
 
-The usual group continues its site's watermark, lost no member and is accepted. `_Rows` gathers such groups of one
-operation: it reads what they share once, and writes rows, accounts and watermarks together. Every other group is taken
-alone (`take`).
-
-Each final outcome writes its row, account and watermark in one transaction, also for an unreadable group. An id takes
-effect once, by the watermark. The result is the same as for groups taken one after another.
+One transaction writes the row, account and watermark of each final outcome, also for an unreadable group. The watermark
+lets an id take effect once. `_Rows` batches the usual groups, which continue their site's watermark and lost no member;
+`take` handles each other group. The result is the same as for groups taken one after another.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A pushed group before the store takes it; `problem` says what is wrong inside it (empty: nothing).
+    """A pushed group before the store takes it; `problem` is of its content (empty: none).
 
     `digest` of its bytes detects another group under the same id. `sealed` is None if it cannot be read.
     """
@@ -64,7 +61,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What one commit's groups have in common: bounds, the newest version, wall time and the monotonic instant."""
+    """Facts shared by the groups of one commit; `now` is wall time, `instant` monotonic."""
 
     config: CoordinatorConfig
     quotas: Quotas
@@ -75,8 +72,7 @@ class Surroundings:
 
 
 def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
-    """Validate a group's content and digest its bytes, outside the commit. Unreadable groups become invalid
-    arrivals."""
+    """Validate a group's content and digest its bytes, outside the commit. Unreadable groups become invalid."""
     try:
         columns = columns_of(message)
     except MalformedPayload as error:
@@ -105,7 +101,7 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
 
 
 def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config: CoordinatorConfig) -> Arrival:
-    """The same, of a group that a caller in this process pushed; one that was examined stays as it is."""
+    """The arrival of a group that a caller in this process pushed, examined or not."""
     if isinstance(entry, Arrival):
         return entry
     return examined(group_message(sealed(entry).data), contract, max_prompt_tokens=config.max_prompt_tokens)
@@ -148,14 +144,14 @@ def record(
     if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
         around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
     if reason in work_assignments.REOPENED:
-        work_assignments.reopen_held(connection, arrived.assignment, group_id)
+        work_assignments.give_back(connection, key, [arrived.assignment])
     if reason is DropReason.LOST_MEMBERS:
         work_assignments.put_behind(connection, arrived.assignment, at_least=around.config.groups_per_version)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
 
 
 def _judge_losses(connection: Connection, arrived: Arrival, bound: float) -> tuple[DropReason | None, str]:
-    """Count what a group that is right otherwise lost, and drop it where its site loses too much."""
+    """Count the lost members of a valid group; drop it if its site loses too many."""
     share = quarantine.note_lost(connection, arrived.id.site, len(arrived.lost) / arrived.num_members)
     problem = quarantine.lost_problem(share, bound)
     if not arrived.lost or not problem:
@@ -164,7 +160,7 @@ def _judge_losses(connection: Connection, arrived: Arrival, bound: float) -> tup
 
 
 def insert(count: int) -> str:
-    """The statement that writes so many rows."""
+    """The statement that inserts `count` rows."""
     return (
         "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
         " num_bytes, arrived, payload) VALUES " + ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"] * count)
@@ -172,7 +168,7 @@ def insert(count: int) -> str:
 
 
 def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) -> tuple[object, ...]:
-    """What `insert` takes for each row; the version is the one that the group's age counts from."""
+    """The values of a row for `insert`; its version is the one that the group's age counts from."""
     group_id, version = arrived.id, arrived.oldest_version
     if arrived.sealed is not None and reason is None:
         version = counted_version(arrived.sealed, mask_stale=around.config.mask_stale)
@@ -197,17 +193,9 @@ def _busy(connection: Connection, arrived: Arrival, around: Surroundings) -> tup
     if not 0 < group_id.sequence <= known + incarnations.MAX_GAP:
         text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
         return RETRY_AFTER_S, text
-    return quota(arrived, around, pending_bytes=tallies.waiting_bytes(connection, group_id.site))
-
-
-def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tuple[float, str]:
-    """Take a group off its site's quotas: (0, "") or how long it is to wait, and why."""
+    pending_bytes = tallies.waiting_bytes(connection, group_id.site)
     return around.quotas.take(
-        arrived.id.site,
-        num_bytes=arrived.num_bytes,
-        pending_bytes=pending_bytes,
-        pending_limit=around.config.site_pending_bytes,
-        now=around.instant,
+        group_id.site, num_bytes=arrived.num_bytes, pending_bytes=pending_bytes, now=around.instant
     )
 
 
@@ -247,10 +235,10 @@ def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
         (group_id.site, group_id.incarnation, group_id.sequence),
     ).fetchone()
     if row is None:
-        # The site itself said so when it registered, and is believed: what it gave up has no account here.
+        # The site stated so when it registered. The groups that it gave up have no account here.
         text = "the site registered with a lowest sequence above this one"
     elif row[0] != arrived.digest:
-        # Not a new group, so the ledger does not move: the first content stands.
+        # The ledger does not move: the first content stands.
         text = "this id was pushed before with other content, which stands"
     else:
         return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")
@@ -262,7 +250,7 @@ _Incarnation = tuple[SiteId, str]
 
 
 def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
-    """Take groups in, each with its own outcome."""
+    """Take groups in; returns an outcome for each."""
     rows = _Rows(connection, around)
     rows.look_up(groups)
     outcomes = [rows.take(arrived) for arrived in groups]
@@ -271,7 +259,7 @@ def take_all(connection: Connection, groups: Sequence[Arrival], around: Surround
 
 
 class _Rows:
-    """Groups that are accepted and not yet written, and what was read for them."""
+    """Accepted groups that are not written yet, and the rows read for them."""
 
     def __init__(self, connection: Connection, around: Surroundings) -> None:
         self._connection = connection
@@ -307,7 +295,9 @@ class _Rows:
         site = arrived.id.site
         if site not in self._waiting_bytes:
             self._waiting_bytes[site] = tallies.waiting_bytes(self._connection, site)
-        wait_s, busy = quota(arrived, self._around, pending_bytes=self._waiting_bytes[site])
+        wait_s, busy = self._around.quotas.take(
+            site, num_bytes=arrived.num_bytes, pending_bytes=self._waiting_bytes[site], now=self._around.instant
+        )
         if busy:
             return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
         reason, message = judge(group, self._surroundings(group))
@@ -321,10 +311,10 @@ class _Rows:
         return PushOutcome(id=arrived.id, status=PushStatus.ACCEPTED)
 
     def write(self) -> None:
-        """Write what was accepted, and forget all that was read."""
+        """Write the accepted groups, and forget everything read."""
         connection = self._connection
         if self._accepted:
-            # A statement for each would let go of the interpreter for each, and wait for it again.
+            # Each statement releases the interpreter lock and waits for it again: one for many rows.
             for first in range(0, len(self._accepted), ROWS_AT_ONCE):
                 part = self._accepted[first : first + ROWS_AT_ONCE]
                 some = [row_of(arrived, None, self._around) for arrived in part]
@@ -338,12 +328,12 @@ class _Rows:
             for site, count in Counter(arrived.id.site for arrived in self._accepted).items():
                 quarantine.note_lost(connection, site, 0.0, groups=count)
             ledger.add(connection, ledger.ACKED, len(self._accepted))
-        # Lookups too: the next operation may change them.
+        # The next operation may change what was looked up.
         for kept in (self._accepted, self._answered, self._marks, self._waiting_bytes, self._facts, self._asked):
             kept.clear()
 
     def _surroundings(self, group: SealedGroup) -> Facts:
-        """What surrounds a group; groups of the same site, version and spans have all but the assignment in common."""
+        """Facts about a group; groups of the same site, version and spans differ only in the assignment."""
         if self._asked.get(group.assignment) == group.id:
             prompt, is_answered = self._work[group.assignment]
         else:

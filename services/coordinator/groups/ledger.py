@@ -1,8 +1,8 @@
 """The ledger: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
 
 `acked` and the final accounts are counters, changed in the transaction that moves the group. Pending and leased are
-counted from the groups. So a lost or doubly counted group breaks the equation. An assignment closed without a group has
-an account outside it.
+counted from the groups, so a lost or doubly counted group breaks the equation. Assignments closed without a group have
+accounts outside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def account_of(reason: DropReason) -> str:
 
 
 def closed_account_of(reason: ReturnReason) -> str:
-    """Account of assignments closed for a reason, which no group is of."""
+    """Account of assignments closed for a reason without a group."""
     return f"closed/{reason.value}"
 
 
@@ -62,7 +62,7 @@ def recount(connection: Connection) -> LedgerCounts:
         leased=by_state.get("leased", 0),
         consumed=by_state.get("consumed", 0),
         dropped={DropReason(reason): count for state, reason, count in rows if state == "dropped"},
-        # No group shows them.
+        # No row of groups shows them.
         closed=_closed(dict(connection.execute("SELECT account, count FROM ledger"))),
     )
 

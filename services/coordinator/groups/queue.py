@@ -1,15 +1,14 @@
-"""The durable queue of groups as store operations, and the order in which the learner gets them.
+"""The durable queue of groups, and its order to the learner. Store operations.
 
-The oldest policy goes first, or as `lease_order` says. A group that became too stale is dropped and counted, and its
-prompt is handed out again. A site's share binds only while another site has groups. No site starves: the fair order
-serves every site once a round; the share order serves sites below their share first.
+A group that became too stale is dropped and counted, and its prompt is handed out again. A site's share binds only
+while another site has groups. No site starves:
 
-Fair is deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1.
-
-Newest first is the queue of the program of arXiv 2508.17850: the first group of the newest version if it is newer than
-any taken before, else the first to arrive of those at most D versions behind the newest taken; D is half of the
-staleness bound. That program takes nothing older, so a site always behind D would train nothing. Here every
-`LATE_EVERY`-th group is from behind the window, the one that expires first, and each one while the window is empty.
+    oldest    the oldest policy first; with a share, sites below it first
+    fair      deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1
+    newest    as in arXiv 2508.17850: the first group of the newest version if it is newer than any taken before, else
+              the first to arrive of those at most D versions behind the newest taken; D is half of the staleness bound.
+              That program takes nothing older. Here every LATE_EVERY-th group is from behind the window, the one that
+              expires first, and each group while the window is empty.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from heterorl.coordinator.versions import published_variants
 
 Order = Literal["oldest", "fair", "newest"]
 LATE_EVERY = 4
-"""Under newest first, one group of so many is of those behind the window while there are any."""
+"""Under `newest`, one group of so many is from behind the window while there is one."""
 
 
 def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int, int, int]:
-    """Rank of a waiting group of a version under newest first: the smallest is next, its last number is `arrival`."""
+    """Rank of a waiting group under `newest`: the smallest is next; its last number is `arrival`."""
     return (0, -version, arrival) if version > newest_taken else (1, 0, arrival)
 
 
 def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
-    """The oldest version that is not late under newest first."""
+    """The oldest version in the window of `newest`."""
     return newest_taken - max_staleness_versions // 2
 
 
@@ -57,20 +56,20 @@ def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
 class Turns:
     """The order of sites between leases; `window` is the groups of a batch, `share` a site's largest part of it.
 
-    In memory: a restart begins a new round. Used by store operations only.
+    In memory: a restart begins a new round.
     """
 
     order: Order
     share: float
     window: int
     _ring: dict[str, None] = field(default_factory=dict)
-    """Sites by whose turn is next."""
+    """Sites, the next one first."""
     _recent: deque[str] = field(default_factory=deque)
     _num_passed: int = 0
-    """Groups that went before late ones since the last late one."""
+    """Groups taken from the window since the last one from behind it."""
 
     def is_late_next(self, *, has_late: bool, has_others: bool) -> bool:
-        """Whether the next group is of those behind the window of newest first; counts it."""
+        """Whether the next group is from behind the window of `newest`; counts the answer."""
         if not has_late:
             return False
         if has_others and self._num_passed < LATE_EVERY - 1:
@@ -81,7 +80,7 @@ class Turns:
 
     @property
     def is_plain(self) -> bool:
-        """Whether oldest policies go first, whose they are."""
+        """Whether the order is by policy only, not by site."""
         return self.order == "oldest" and self.share >= 1.0
 
     @property
@@ -90,12 +89,11 @@ class Turns:
         return max(1, math.floor(self.share * self.window))
 
     def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
-        """The site to serve next. Ranks are (policy version, arrival) of each site's first group, or those of
-        `newest_first`; the smallest goes first."""
+        """The site to serve next: of the smallest rank, (policy version, arrival) or from `newest_first`."""
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
         counts = {site: served[site] for site in ranks}
-        # Where all are at their share, those with the least of it: two sites under a share of a third get a half each.
+        # If all are at their share, those with the fewest groups: two sites with a share of a third get a half each.
         bound = max(self.cap, min(counts.values()) + 1)
         below = {site for site in ranks if counts[site] < bound}
         if self.order != "fair":
@@ -107,7 +105,7 @@ class Turns:
             del self._ring[chosen]
             self._ring[chosen] = None
             if len(self._ring) > max(1024, 2 * len(ranks)):
-                # Sites that left; those with groups keep their places, however many they are.
+                # Forget sites that left; sites with groups keep their places.
                 self._ring = {site: None for site in self._ring if site in ranks}
         self._recent.append(chosen)
         while len(self._recent) >= max(1, self.window):
@@ -116,11 +114,11 @@ class Turns:
 
 
 LEASE_BYTES = 4 << 20
-"""Leased by one operation, about: it ends with the step that reaches them."""
+"""Approximate bytes of one lease: it ends with the step that reaches them."""
 LEASE_STEP = 16
-"""Groups that are read at once: this bounds what is in memory above LEASE_BYTES."""
+"""Groups read at once, which bounds the memory above LEASE_BYTES."""
 DROPPED_AT_ONCE = 1000
-"""Groups that one statement gives up, and one lease: a transaction costs more the longer it is."""
+"""Groups dropped by one statement, and by one lease, so that transactions stay short."""
 _STALE = "SELECT arrival FROM groups WHERE state = 'pending' AND oldest_version < ?"
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)
@@ -128,7 +126,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Operations that share the run's bounds; `quotas` and `turns` are of this process, all else is in the store."""
+    """Store operations under the run's bounds; only `quotas` and `turns` are in memory."""
 
     config: CoordinatorConfig
     quotas: Quotas
@@ -137,7 +135,7 @@ class Queue:
 
     @classmethod
     def of(cls, config: CoordinatorConfig, ring: SampleRing) -> Queue:
-        """The queue of a configuration; what leaves it may go into the ring."""
+        """The queue of a configuration; groups that leave it may go into the ring."""
         turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
         return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
 
@@ -150,25 +148,25 @@ class Queue:
         return take_all(connection, groups, around)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
-        """Lease up to `count` groups in the run's order, fewer if they are large; drops some stale ones on the way.
-        `has_stale` says whether more are left."""
+        """Lease up to `count` groups in the run's order, fewer if they are large. Drops some stale groups; `has_stale`
+        tells whether more are left."""
         oldest = self._oldest_usable(connection, head=head, now=now)
         rows = connection.execute(f"{_STALE} LIMIT {DROPPED_AT_ONCE}", (oldest,)).fetchall()
         self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
         leased: list[LeasedGroup] = []
         num_bytes = 0
-        # Again while damaged groups leave room, since only arrivals wake the learner's stream.
+        # Go on while damaged groups leave room: only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
             rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head, oldest)
         ):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None or len(data) > self.config.max_group_bytes:
-                    _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
+                    _LOG.critical("dropped group %s: it fails its digest or is too large for a message", key)
                     group = None
                 reason = DropReason.INVALID
                 if group is not None and horizon.abandoned_span(connection, group.versions) is not None:
-                    # Its oldest token is of the lineage, a later one is not.
+                    # Its oldest version is in the lineage, a later one was abandoned.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:
                     self.drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
@@ -196,7 +194,7 @@ class Queue:
 
     def _next(self, connection: Connection, count: int, head: int, oldest: int) -> list[tuple[Any, ...]]:
         bound = self.config.max_staleness_versions
-        # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
+        # A group that would be too old at its step waits: its step may come sooner if groups before it are dropped.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
         if self.turns.is_plain or count < 1:
@@ -207,11 +205,9 @@ class Queue:
             site: (version, arrival)
             for site, version, arrival in connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
         }
-        return (
-            horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(heads))
-            if heads
-            else []
-        )
+        if not heads:
+            return []
+        return horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(heads))
 
     def _newest(self, connection: Connection, first_version: int) -> list[tuple[Any, ...]]:
         taken = horizon.newest_taken(connection)
@@ -270,8 +266,7 @@ class Queue:
         return [], ""
 
     def drop(self, connection: Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = "") -> int:
-        """Drop pending or leased groups; returns how many. Their prompts are reopened if the reason allows; samples
-        show `detail`."""
+        """Drop pending or leased groups; returns how many. Samples show `detail`. Some reasons reopen the prompts."""
         arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
@@ -279,7 +274,7 @@ class Queue:
         return self._drop_at(connection, arrivals, reason, detail=detail)
 
     def _drop_at(self, connection: Connection, arrivals: Sequence[int], reason: DropReason, *, detail: str = "") -> int:
-        """The same, by numbers of arrival: a few statements for each thousand, however many there are."""
+        """The same by arrival numbers, in a few statements for each thousand."""
         num_dropped = 0
         for first in range(0, len(arrivals), DROPPED_AT_ONCE):
             some = list(dict.fromkeys(arrivals[first : first + DROPPED_AT_ONCE]))
@@ -309,7 +304,7 @@ class Queue:
             yield connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()[0]
 
     def _content(self, connection: Connection, arrival: int, kind: SampleKind) -> SealedGroup | None:
-        """A group that is to be kept as a sample; None where it is not, or cannot be read."""
+        """A group to keep as a sample; None if it is not wanted or cannot be read."""
         if not self.ring.wants(kind, arrival):
             return None
         data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", (arrival,)).fetchone()
@@ -338,7 +333,7 @@ class Queue:
 
 
 def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
-    """Groups of abandoned versions were trained on for nothing: count them, hand their prompts out again."""
+    """Count the groups that abandoned versions consumed as dropped, and reopen their prompts."""
     for version in versions:
         rows = connection.execute(
             "UPDATE groups SET state = 'dropped', reason = ? WHERE version = ? AND state = 'consumed'"
@@ -351,7 +346,7 @@ def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
 
 
 def undo_lease(connection: Connection, ids: Iterable[GroupId]) -> None:
-    """Return groups that were leased and not sent."""
+    """Return leased groups that were not sent."""
     connection.executemany(
         f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",
         [_key(group_id) for group_id in ids],

@@ -6,9 +6,8 @@ store:
     prompts         prompt_index, mean (weighted to the newest groups), num_groups, band    a row for each prompt seen
     prompt_totals   name, count    prompts of each band, and assignments passed over
 
-An assignment's prompt follows from its number alone. A number whose prompt is outside the window is skipped for good. A
-mean counts each group once whose rewards the learner accepted. After MAX_PASSED skipped numbers the next one is handed
-out wherever its prompt lies.
+An assignment's number determines its prompt. A number whose prompt is outside the window is skipped for good; after
+MAX_PASSED skipped numbers the next one is handed out. A mean counts each group once whose rewards the learner accepted.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What pacing looks at: `outstanding` groups are with samplers, queued, or with the learner."""
+    """The load that pacing bounds: `outstanding` groups are with samplers, queued, or with the learner."""
 
     head_version: int
     policy_version: int
     outstanding: int
     held: int = 0
     coming: int = 0
-    """Versions that others make while the asking site makes a group, as its last groups and versions lasted."""
+    """Versions expected from others while the asking site makes a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +52,17 @@ class Pace:
 
 
 def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
-    """Grant as many groups as can still be trained in time; returns the number and its bound.
+    """Grant as many groups as can still be trained in time; returns the number and the reason.
 
     A group behind k outstanding ones is trained k // groups_per_version versions from now. It may be granted while head
-    + k // groups_per_version - policy_version <= max_staleness_versions. Beyond one version's worth, `coming` counts
-    too.
+    + k // groups_per_version - policy_version <= max_staleness_versions. After one version's groups, `coming` counts.
     """
     lag = load.head_version - load.policy_version
     if lag > pace.max_staleness_versions:
         needed = load.head_version - pace.max_staleness_versions
         return 0, f"policy {load.policy_version} is {lag} versions old; pull version {needed} or newer"
     if load.outstanding >= pace.groups_per_version and lag + load.coming > pace.max_staleness_versions:
-        # Of the next version's groups none is withheld: it cannot come without them.
+        # The groups of the next version are never withheld: without them it cannot come.
         return 0, (
             f"paced: {load.coming} versions come while the site makes a group, at {lag} behind;"
             f" max_staleness_versions is {pace.max_staleness_versions}"
@@ -109,7 +107,7 @@ def seed_of(assignment: int, *, seed: int) -> int:
 
 
 def draw_of(assignment: int, *, seed: int) -> float:
-    """A number in [0, 1) of an assignment, for decisions about it that a restart makes again."""
+    """A pseudo-random number in [0, 1) of an assignment, the same after a restart."""
     return _hash(f"explore/{seed}/{assignment}") / 2.0**64
 
 
@@ -120,7 +118,7 @@ def _hash(text: str) -> int:
 MAX_PASSED = 16
 """Assignments skipped before one is handed out regardless of its prompt."""
 NEWEST_WEIGHT = 0.25
-"""Of the newest group in a prompt's mean, once it has four: the policy changes, and with it what is hard."""
+"""Weight of the newest group in a prompt's mean from its fourth group on, since the policy changes."""
 TOO_HARD, IN_WINDOW, TOO_EASY, PASSED = "too hard", "in window", "too easy", "passed over"
 
 
@@ -130,7 +128,7 @@ def band_of(mean: float, config: DifficultyConfig) -> str:
 
 
 def decide_prompt(mean: float | None, config: DifficultyConfig, *, draw: float) -> tuple[bool, str]:
-    """Whether a prompt is handed out, and why; `draw` in [0, 1) is the assignment's, None the mean of an unseen one."""
+    """Whether a prompt is handed out, and why; `mean` is None for an unseen prompt, `draw` is the assignment's."""
     if mean is None:
         return True, "unseen"
     band = band_of(mean, config)
@@ -142,7 +140,7 @@ def decide_prompt(mean: float | None, config: DifficultyConfig, *, draw: float) 
 def choose_prompts(
     connection: Connection, first: int, count: int, *, num_prompts: int, seed: int, config: DifficultyConfig
 ) -> tuple[list[tuple[int, int]], int]:
-    """The next `count` assignments from `first` on with their prompts, and the number behind the last one."""
+    """The next `count` assignments from `first` on with their prompts, and the first number after them."""
     chosen: list[tuple[int, int]] = []
     number, passed, num_passed = first, 0, 0
     while len(chosen) < count:
@@ -164,7 +162,7 @@ def choose_prompts(
 
 
 def note_rewards(connection: Connection, contents: Iterable[bytes | None], config: DifficultyConfig) -> None:
-    """Set: count groups in the means of their prompts; those without content were counted before."""
+    """Count groups in the means of their prompts; a group without content was counted before."""
     if not config.is_on:
         return
     for data in contents:
@@ -172,7 +170,7 @@ def note_rewards(connection: Connection, contents: Iterable[bytes | None], confi
             try:
                 prompt, reward = read_sealed(data).prompt_index, outline(data).reward_mean
             except MalformedPayload:
-                # Damaged since it was leased: no reason to refuse a version.
+                # Damaged since its lease, which must not refuse a version.
                 continue
             if reward is not None:
                 _note(connection, prompt, reward, config)
@@ -203,7 +201,7 @@ def _add(connection: Connection, name: str, count: int) -> None:
 
 
 def prompt_counts(connection: Connection, config: DifficultyConfig, *, num_prompts: int) -> PromptCounts | None:
-    """Prompts by band, as their newest group found them; None where no window is kept."""
+    """Prompts by band; None if the window is off."""
     if not config.is_on:
         return None
     totals = dict(connection.execute("SELECT name, count FROM prompt_totals").fetchall())

@@ -1,7 +1,7 @@
 """Pure checks of a pushed group: accept it, or name the reason and the wrong field.
 
-Its numbers are checked column by column before the commit, its versions and assignment within it. `contract_problem`
-checks before a run begins that the largest group fits a message.
+Numbers are checked column by column before the commit, versions and assignment within it. `contract_problem` checks
+before a run begins that the largest group fits a message.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _EOS, _LENGTH = FINISH[FinishReason.EOS], FINISH[FinishReason.LENGTH]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the store knows about a group.
+    """Facts of the store about a group.
 
     `state_root` of its oldest version (None: no such version); `assignment_prompt` (None: not this site's);
     `is_answered`: the assignment has its group; `quarantine`: the reason, or empty; `abandoned_version` among its
-    versions (None: none); `policy_age_s` counts from the next version.
+    versions (None: none); `policy_age_s` since the next version.
     """
 
     head_version: int
@@ -42,12 +42,12 @@ class Facts:
 
 
 def counted_version(group: SealedGroup, *, mask_stale: bool) -> int:
-    """The version that a group's age counts from: its oldest token's, or its youngest's where stale ones are masked."""
+    """The version that a group's age counts from: of its oldest token, or of its youngest if stale ones are masked."""
     return max(group.versions) if mask_stale else group.oldest_version
 
 
 def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
-    """Accept (None) or name the reason; what is inside was judged before, so that bad senders are seen."""
+    """Accept (None) or name the reason. The content was judged before, so that bad senders are seen."""
     if facts.quarantine:
         return DropReason.QUARANTINED, f"the site is in quarantine: {facts.quarantine}"
     if group.oldest_version < 0 or facts.state_root is None:
@@ -75,18 +75,15 @@ def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
 
 
 def size_problem(num_bytes: int, max_group_bytes: int) -> str:
-    """What is wrong with a group's size; empty when nothing is."""
+    """The problem with a group's size, or empty."""
     if num_bytes <= max_group_bytes:
         return ""
-    # It came in, and would not fit the message that takes it to the learner.
+    # It arrived, but would not fit the message to the learner.
     return f"group: {num_bytes} bytes, at most {max_group_bytes} fit max_message_bytes"
 
 
 def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: int) -> str:
-    """The first problem in a group's numbers, or empty; its columns have consistent lengths.
-
-    One pass over each column; no rollout becomes an object.
-    """
+    """The first problem in a group's numbers, or empty; its columns have consistent lengths."""
     if group.prompt.size > max_prompt_tokens:
         return f"prompt: {group.prompt.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
     if group.lengths.size != contract.group_size:
@@ -166,7 +163,7 @@ def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Con
     """The first problem in the sequences of rollouts, or empty.
 
     A few bytes can repeat many tokens, and the learner pads all sequences of a rollout to the longest. So together they
-    may cost no more than one sequence of the largest allowed length.
+    may cost no more than one sequence of the largest length.
     """
     most = group.prompt.size + contract.max_rollout_tokens
     found: dict[int, tuple[int, int, int]] = {}
@@ -190,7 +187,7 @@ def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Con
 
 
 def _turn_starts(group: Columns) -> NDArray[np.bool_]:
-    """Which spans begin a turn: drawn ones behind given tokens, or at a rollout's start."""
+    """Which spans begin a turn: drawn ones after given tokens, or at a rollout's start."""
     drawn = group.span_versions != GIVEN
     starts: NDArray[np.bool_] = drawn.copy()
     starts[1:] &= ~drawn[:-1]
@@ -220,7 +217,7 @@ def ending_problem(group: Columns, contract: Contract) -> str:
     """
     is_start, is_drawn = _turn_starts(group), group.span_versions != GIVEN
     starts = np.flatnonzero(is_start)
-    # Spans of given tokens behind a turn count to it, and add nothing.
+    # Given tokens after a turn belong to it and add no length.
     lengths = np.add.reduceat(np.where(is_drawn, group.span_lengths, 0), starts)
     first = (np.cumsum(group.span_lengths) - group.span_lengths)[starts]
     last = first + lengths - 1
@@ -243,7 +240,7 @@ def ending_problem(group: Columns, contract: Contract) -> str:
         return f"token_ids: rollout {_rollout_of(group, at)} has end token {group.token_ids[at]} before its end"
     said = group.endings[owners]
     is_wrong = ((said == _EOS) & ~is_ended) | ((said == _LENGTH) & is_ended)
-    # Of a rollout's turns the last one ended as it says.
+    # Only the last turn of a rollout ends as the rollout states.
     is_wrong[:-1] &= owners[1:] != owners[:-1]
     if (wrong := _first(is_wrong)) is not None:
         token, owner = group.token_ids[last[wrong]], owners[wrong]
@@ -278,7 +275,7 @@ def _first(is_wrong: NDArray[np.bool_]) -> int | None:
 
 
 ROLLOUT_OVERHEAD_BYTES = 1024
-"""For spans, reward parts and the lengths of fields; a group that needs more is refused when it comes."""
+"""For spans, reward parts and the lengths of fields; a group that needs more is refused when it arrives."""
 LOGPROB_BYTES = 4
 MAX_GROUP_SIZE = 4096
 SIZE_ACTION = (
@@ -291,13 +288,13 @@ def worst_bytes(contract: Contract, *, max_prompt_tokens: int) -> int:
     """Bytes of the largest group that the contract allows."""
     token_bytes = max(1, -(-max(0, contract.vocab_size - 1).bit_length() // 8))
     rollout = contract.max_rollout_tokens * (token_bytes + LOGPROB_BYTES) + ROLLOUT_OVERHEAD_BYTES
-    # Every rollout has the experts of its prompt's tokens, too.
+    # Each rollout also has the experts of its prompt's tokens.
     rollout += (max_prompt_tokens + contract.max_rollout_tokens) * contract.routed_token_bytes
     return contract.group_size * rollout + max_prompt_tokens * token_bytes
 
 
 def contract_problem(contract: Contract, config: CoordinatorConfig) -> str:
-    """Why groups of this contract may not fit; empty when all do."""
+    """Why a group of this contract may not fit a message, or empty."""
     if contract.group_size > MAX_GROUP_SIZE:
         return f"contract.group_size: {contract.group_size}, at most {MAX_GROUP_SIZE} rollouts travel as one group"
     worst = worst_bytes(contract, max_prompt_tokens=config.max_prompt_tokens)

@@ -1,21 +1,20 @@
 """Assignments: prompts handed out to sites, and prompts that come back without a group. Store operations.
 
-    work        holders, returned (JSON: counted returns by site), open_from (no new assignment below it: others first)
+    work        holders, returned (JSON: counted returns by site), open_from (assignments below it are new ones first)
     returners   site, accepted (its groups at its newest counted return), num_returns (counted since such a group)
     ledger      closed/<reason>    assignments closed without a group
 
 An assignment is a row until its group is accepted, so no prompt is lost. Expired or returned ones are handed out first,
 with the same prompt and seed. The newest MAX_HOLDERS holders may still answer, once.
 
-A row that gives no group waits for one version's worth of assignments, twice as many after the next return, and so on.
+A row that gives no group waits for one version's assignments, for twice as many after the next return, and so on.
 After MAX_RETURNS counted returns it is closed, and a late group is dropped as surplus.
 
 A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
 site gets those of others; the first answer counts.
 
-A hostile site could close prompts by returning them. So only the newest holder's return counts, and only MAX_IN_ROW
-times until a group of that site is taken. While several sites want work, two must have returned a prompt. Each closing
-is logged with site and reason.
+A hostile site could close prompts by returning them. So only the newest holder's return counts, at most MAX_IN_ROW
+times until a group of that site is taken. While several sites want work, two must have returned a prompt.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ REOPENED = frozenset(
         *quarantine.REJECTABLE,
     }
 )
-"""Drops after which the prompt is handed out again. Not those of the learner (too long, not finite, equal rewards): the
-same prompt and seed would fail again."""
+"""Drops after which the prompt is handed out again. After a drop of the learner (too long, not finite, equal rewards)
+the same prompt and seed would fail again."""
 MAX_HOLDERS = 3
-"""Sites that may answer an assignment: the holder and the two before. Otherwise an earlier holder could wait and answer
-before the current one."""
+"""Sites that may answer an assignment: the holder and the two before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +66,7 @@ class Handed:
 
 
 def hand_out(
-    connection: Connection,
-    *,
-    site: SiteId,
-    incarnation: str,
-    count: int,
-    num_prompts: int,
-    config: CoordinatorConfig,
-    request_id: str = "",
+    connection: Connection, holder: Holder, *, count: int, num_prompts: int, config: CoordinatorConfig, request_id: str
 ) -> list[Handed]:
     """Lease `count` assignments to a site under a request's id: open ones first, then new ones of the window."""
     first = int(get_meta(connection, "next_assignment") or 0)
@@ -84,7 +75,7 @@ def hand_out(
         " AND assignment < ? ORDER BY assignment LIMIT ?",
         (first, HELD_OUT, count),
     ).fetchall()
-    handed = _lease(connection, rows, (site, incarnation), request_id)
+    handed = _lease(connection, rows, holder, request_id)
     chosen, last = schedule.choose_prompts(
         connection, first, count - len(handed), num_prompts=num_prompts, seed=config.seed, config=config.difficulty
     )
@@ -92,11 +83,11 @@ def hand_out(
         Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
         for assignment, prompt in chosen
     ]
-    names = json.dumps([_holder(site, incarnation)])
+    names = json.dumps([_holder(*holder)])
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
         " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
-        [(each.assignment, each.prompt_index, each.seed, site, incarnation, names, request_id) for each in new],
+        [(each.assignment, each.prompt_index, each.seed, *holder, names, request_id) for each in new],
     )
     if new:
         set_meta(connection, "next_assignment", str(last))
@@ -104,7 +95,7 @@ def hand_out(
 
 
 def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
-    """Make work of the held-out prompts of an evaluation."""
+    """Open an assignment for each held-out prompt of an evaluation."""
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
         " VALUES (?, ?, ?, '', '', 0, '[]')",
@@ -115,7 +106,7 @@ def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
 def hand_out_held_out(
     connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
 ) -> list[Handed]:
-    """Lease held-out prompts of an evaluation: open ones, else such as other sites have, to at most MAX_HOLDERS."""
+    """Lease held-out prompts of an evaluation: open ones, else those that fewer than MAX_HOLDERS other sites had."""
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
         " AND assignment < ? ORDER BY assignment LIMIT ?",
@@ -133,7 +124,7 @@ def hand_out_held_out(
 
 
 def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
-    """(prompt of a held-out assignment if this site ever held it, whether it is answered or over)."""
+    """The prompt of a held-out assignment if the site held it, and whether the assignment is answered or over."""
     row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
     if row is None:
         return None, True
@@ -141,7 +132,7 @@ def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tupl
 
 
 def has_any(connection: Connection, numbers: range) -> bool:
-    """Whether an assignment of these is not answered."""
+    """Whether one of these assignments is unanswered."""
     row = connection.execute(
         "SELECT 1 FROM work WHERE assignment >= ? AND assignment < ? LIMIT 1", (numbers.start, numbers.stop)
     ).fetchone()
@@ -153,20 +144,20 @@ def forget(connection: Connection, numbers: range) -> None:
     connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))
 
 
-def handed_before(connection: Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
+def handed_before(connection: Connection, holder: Holder, request_id: str) -> list[Handed]:
     """The assignments of a request whose answer was lost, if the site still holds them."""
     if not request_id:
         return []
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed FROM temp.out_work o JOIN work USING (assignment)"
         " WHERE o.site = ? AND o.incarnation = ? AND o.request_id = ? ORDER BY assignment",
-        (site, incarnation, request_id),
+        (*holder, request_id),
     )
     return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
 
 
 def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
-    """For each assignment, named with one group: its prompt if this site ever held it, and whether it has its group."""
+    """For each assignment, named with a group: its prompt if the group's site held it, and whether it has its group."""
     following = int(get_meta(connection, "next_assignment") or 0)
     numbers = json.dumps([assignment for assignment, _ in wanted])
     rows = {
@@ -187,7 +178,7 @@ def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dic
 
 
 def answer(connection: Connection, assignments: Sequence[int]) -> None:
-    """The assignments have their groups; each is named once."""
+    """Remove assignments that have their groups; each is named once."""
     cursor = connection.execute(f"DELETE FROM work WHERE assignment IN {NUMBERS}", (json.dumps(assignments),))
     assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
 
@@ -202,14 +193,8 @@ def reopen(connection: Connection, assignments: Sequence[int]) -> None:
     )
 
 
-def reopen_held(connection: Connection, assignment: int, group_id: GroupId) -> None:
-    """Take an assignment back from the site whose answer was refused; others' assignments stay."""
-    give_back(connection, site=group_id.site, incarnation=group_id.incarnation, assignments=[assignment])
-
-
 def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:
-    """Put an open assignment behind as many new ones as came after it, so that a failing row returns ever more
-    rarely."""
+    """Put an open assignment behind as many new ones as came after it, so that a failing row comes ever more rarely."""
     following = int(get_meta(connection, "next_assignment") or 0)
     connection.execute(
         "UPDATE work SET open_from = ? WHERE assignment = ? AND is_leased = 0",
@@ -217,51 +202,49 @@ def put_behind(connection: Connection, assignment: int, *, at_least: int) -> Non
     )
 
 
-def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
-    """Open assignments that the site holds and gives up, so that it may not answer them any more."""
-    holder = _holder(site, incarnation)
+def give_back(connection: Connection, holder: Holder, assignments: Sequence[int]) -> None:
+    """Open assignments that the holder has; it may not answer them any more."""
     wanted = json.dumps([assignment for assignment in assignments if assignment < 2**63])
     rows = connection.execute(
         "SELECT assignment, holders FROM work WHERE site = ? AND incarnation = ? AND is_leased = 1"
         f" AND assignment IN {NUMBERS}",
-        (site, incarnation, wanted),
+        (*holder, wanted),
     ).fetchall()
+    own = _holder(*holder)
     connection.executemany(
         "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?",
-        [(json.dumps([name for name in json.loads(names) if name != holder]), each) for each, names in rows],
+        [(json.dumps([name for name in json.loads(names) if name != own]), each) for each, names in rows],
     )
 
 
-def held_by(
-    connection: Connection, assignment: int, *, site: SiteId, incarnation: str
-) -> tuple[int, dict[str, int]] | None:
-    """(prompt, counted returns by site) of an assignment that a site holds; None where it does not."""
+def held_by(connection: Connection, assignment: int, holder: Holder) -> tuple[int, dict[str, int]] | None:
+    """The prompt of an assignment and its counted returns by site; None if the holder does not have it."""
     row = connection.execute(
         "SELECT prompt_index, returned FROM work WHERE assignment = ? AND site = ? AND incarnation = ?"
         " AND is_leased = 1",
-        (min(assignment, 2**63 - 1), site, incarnation),
+        (min(assignment, 2**63 - 1), *holder),
     ).fetchone()
     return None if row is None else (int(row[0]), json.loads(row[1]))
 
 
-def keep_only(connection: Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
-    """Open the incarnation's assignments that are not in `held`: its restarted process lost them."""
+def keep_only(connection: Connection, held: Collection[int], holder: Holder) -> None:
+    """Open the holder's assignments that are not in `held`: its restarted process lost them."""
     rows = connection.execute(
-        "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", (site, incarnation)
+        "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", holder
     ).fetchall()
     kept = set(held)
     lost = [assignment for (assignment,) in rows if assignment not in kept]
-    give_back(connection, site=site, incarnation=incarnation, assignments=lost)
+    give_back(connection, holder, lost)
 
 
 def open_held(connection: Connection, site: SiteId) -> None:
-    """Open all assignments that a site holds, which it may still answer."""
+    """Open all assignments of a site; it may still answer them."""
     rows = connection.execute("SELECT assignment FROM temp.out_work WHERE site = ?", (site,)).fetchall()
     expire(connection, [assignment for (assignment,) in rows])
 
 
 def expire(connection: Connection, assignments: Sequence[int]) -> None:
-    """Open assignments whose lease ran out; their holders may still answer."""
+    """Open assignments whose lease expired; their holders may still answer them."""
     connection.execute(
         f"UPDATE work SET is_leased = 0 WHERE is_leased = 1 AND assignment IN {NUMBERS}", (json.dumps(assignments),)
     )
@@ -288,7 +271,7 @@ def _lease(
 _LOG = logging.getLogger(__name__)
 MAX_RETURNS = 3
 MAX_IN_ROW = 32
-"""Returns of a site that count before a group of it is taken."""
+"""Returns of a site that count until a group of it is taken."""
 _MAX_DOUBLINGS = 16
 
 
@@ -303,7 +286,7 @@ class Closed:
 
 
 def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
-    """Whether so many counted returns by site close an assignment; `is_shared` while several sites want work."""
+    """Whether counted returns by site close an assignment; `is_shared` while several sites want work."""
     return sum(returned.values()) >= MAX_RETURNS and (len(returned) > 1 or not is_shared)
 
 
@@ -315,12 +298,13 @@ def take_back(
     *,
     config: CoordinatorConfig,
 ) -> list[Closed]:
-    """Take assignments back from their holder; returns the ones that this closes. `reason` says why their rows give no
-    group; None counts nothing."""
-    site, incarnation = SiteId(holder[0]), holder[1]
+    """Take assignments back from their holder; returns those that this closes.
+
+    `reason` is why their rows give no group; None counts nothing.
+    """
+    site = SiteId(holder[0])
     # A held-out prompt that cannot be drawn is answered without a score.
-    uncounted = [each for each in assignments if reason is None or each >= HELD_OUT]
-    give_back(connection, site=site, incarnation=incarnation, assignments=uncounted)
+    give_back(connection, holder, [each for each in assignments if reason is None or each >= HELD_OUT])
     if reason is None:
         return []
     is_shared = tallies.read(connection, "wanting") > 1
@@ -330,7 +314,7 @@ def take_back(
     for assignment in assignments:
         if assignment >= HELD_OUT:
             continue
-        row = held_by(connection, assignment, site=site, incarnation=incarnation)
+        row = held_by(connection, assignment, holder)
         if row is None:
             continue
         prompt, returned = row
@@ -342,7 +326,7 @@ def take_back(
                 ledger.add(connection, ledger.closed_account_of(reason), 1)
                 closed.append(Closed(assignment=assignment, prompt_index=prompt, site=site, reason=reason))
                 continue
-        give_back(connection, site=site, incarnation=incarnation, assignments=[assignment])
+        give_back(connection, holder, [assignment])
         doublings = min(max(0, sum(returned.values()) - 1), _MAX_DOUBLINGS)
         connection.execute(
             "UPDATE work SET returned = ?, open_from = ? WHERE assignment = ?",
@@ -357,10 +341,10 @@ def take_back(
 
 
 def say_closed(closed: Sequence[Closed]) -> None:
-    """Log what was closed."""
+    """Log closed assignments."""
     for each in closed:
         _LOG.warning(
-            "assignment %d is closed without a group: prompt %d gave none %d times or more, the last at site %s: %s",
+            "closed assignment %d: prompt %d gave no group %d times or more (last site=%s, reason=%s)",
             each.assignment, each.prompt_index, MAX_RETURNS, each.site, each.reason.value,
         )  # fmt: skip
 

@@ -28,9 +28,8 @@ from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Roles that may call an rpc; `site` is the path of a field that must be the caller's own site; `of_learner` is a
-    field that a learner must set; `at_once` bounds one certificate's concurrent calls (0: only the bound on all its
-    calls)."""
+    """Roles that may call an rpc. The field at `site` must be the caller's own site; a learner must set `of_learner`;
+    `at_once` bounds one certificate's concurrent calls (0: only the bound on all its calls)."""
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
@@ -39,7 +38,7 @@ class Rule:
 
 
 def _pushes_metrics(role: Role) -> Rule:
-    # A second one while the broken link of the first has not timed out.
+    # Two: the broken link of the first may not have timed out yet.
     return Rule(frozenset({role}), site=("site",), at_once=2)
 
 
@@ -47,7 +46,7 @@ _LEARNER = Rule(frozenset({Role.LEARNER}))
 _OPERATOR = Rule(frozenset({Role.OPERATOR}))
 # A relay reads for all samplers of its site; its other calls are forwarded with a sampler's rights.
 _READERS = frozenset({Role.LEARNER, Role.SAMPLER, Role.RELAY})
-# Twice what one node needs: streams of a link that broke live on until their pings fail.
+# Twice what one node needs: streams of a broken link live until their pings fail.
 _WATCHES = Rule(_READERS, at_once=4)
 _READS_MANIFESTS = Rule(_READERS, at_once=4)
 _READS_PAYLOADS = Rule(_READERS, at_once=24)
@@ -72,7 +71,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/PushGroups": Rule(frozenset({Role.SAMPLER}), site=("id", "site"), at_once=4),
-        # The learner names groups of all sites: it holds their lease.
+        # The learner names groups of all sites.
         "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
         "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
         "/heterorl.v1.RolloutService/RejectGroups": _LEARNER,
@@ -121,7 +120,7 @@ def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
     """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
     rule = RULES[method]
     is_learner = isinstance(peer, Identity) and peer.role is Role.LEARNER
-    # Without it an earlier learner would speak for the one that has the lease now.
+    # Without it an earlier learner could speak for the one that has the lease now.
     if rule.of_learner and is_learner and not request.HasField(rule.of_learner):  # type: ignore[attr-defined]
         return Refusal(reason=RefusalReason.ROLE, message=f"a learner states {rule.of_learner} with {method}")
     if not rule.site or not isinstance(peer, Identity):
@@ -145,8 +144,8 @@ _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SIT
 class CallAuthorizer:
     """Authorizes calls of one run.
 
-    `is_plaintext`: loopback without certificates, every caller is local. `revoked` serials are refused. `authorities`
-    gives the PEM of those whose certificates a relay may forward.
+    `is_plaintext`: loopback without certificates, every caller is local. `authorities` gives the PEM of those whose
+    certificates a relay may forward.
     """
 
     def __init__(
@@ -171,8 +170,8 @@ class CallAuthorizer:
     def admit(
         self, method: str, auth: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> Peer:
-        """Authorize a call by its connection, and by the node that a relay forwards.
-        Raises Unauthenticated, PermissionDenied."""
+        """Authorize a call by its connection, or by the node that a relay forwards. Raises Unauthenticated,
+        PermissionDenied."""
         peer = LocalPeer() if self._is_plaintext else identify(auth)
         if isinstance(peer, Identity):
             shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
@@ -198,7 +197,7 @@ class CallAuthorizer:
                 _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {each.serial:x} is revoked"))
 
     def revoked_sites(self) -> dict[str, int]:
-        """Samplers' sites whose newest certificate is revoked, and its serial."""
+        """Sampler sites whose newest certificate is revoked, with its serial."""
         return {site: serial for site, serial in self._serials.items() if serial in self._revoked}
 
     def _note(self, peer: Peer, *, is_admitted: bool) -> None:

@@ -2,7 +2,7 @@
 
 A field without a row has the bound of its type, so a new field is bounded from the start. No honest program reaches
 these bounds; contract and quotas are checked later. A message's length is checked before it is parsed, its fields
-before any handler runs. Do not widen a bound for one caller: it can send several messages.
+before a handler runs. Do not widen a bound for one caller: it can send several messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from heterorl.v1.rollout_pb2 import Group
 
 
 class Text(enum.Enum):
-    """What a text may be."""
+    """The kinds of text."""
 
     NAME = "name"
     """Of a site, an incarnation or a run: letters, digits, `.`, `_` and `-`."""
@@ -54,14 +54,14 @@ _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
 _TOKENS = Bound(count=MAX_TOKENS)
 _COLUMN = Bound(length=512 << 20)
-"""The message's own length is the bound."""
+"""Bounded by the message's own length."""
 _EVALUATION_TEXT = Bound(length=MAX_TEXT, text=Text.PROSE)
 _TEXTS = Bound(length=MAX_TOKENS, text=Text.PROSE)
-"""Prompts and completions; the message's own limit applies."""
+"""Prompts and completions, bounded by the message's own length."""
 _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
 MAX_FIELDS = 1 << 16
-"""Fields of all kinds in one message, those inside others included."""
+"""Fields of one message, nested ones included."""
 FIELDS: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(
         (
@@ -75,7 +75,7 @@ FIELDS: Mapping[str, int] = MappingProxyType(
     )
 )
 SMALL_BYTES = 1 << 20
-"""Of a request without a row below. Parsed, a request of many small entries takes some 50 times its bytes."""
+"""Bytes of a request that is not in LONG. Parsed, a request of many small entries takes about 50 times its bytes."""
 LONG = frozenset(
     {
         "PushGroupsRequest",
@@ -94,11 +94,22 @@ LONG = frozenset(
 
 BOUNDS: Mapping[str, Bound] = MappingProxyType(
     {
-        "GroupId.site": _NAME,
-        "GroupId.incarnation": _NAME,
+        # Fields of this name in any message.
+        "site": _NAME,
+        "incarnation": _NAME,
+        "digest": _DIGEST,
+        "state_root": _DIGEST,
+        "task_digest": _DIGEST,
+        "reason": _PROSE,
+        "prompt": _TEXTS,
+        "answer": _TEXTS,
+        "completion": _TEXTS,
+        "manifest": Bound(length=MANIFEST_BYTES),
+        "variants": Bound(count=16),
+        "canary_logprobs": _OF_LEARNER,
+        # Fields of one message, which go before those by name.
         "Contract.tokenizer_digest": _DIGEST,
         "Contract.chat_template_digest": _DIGEST,
-        "Contract.task_digest": _DIGEST,
         "Contract.layout_id": _DIGEST,
         "Contract.end_token_ids": Bound(count=MAX_END_TOKENS),
         "StepReport.sources": Bound(count=256),
@@ -108,101 +119,59 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "DiagnoseRequest.padding": Bound(length=512 << 20),
         "AcquireLeaseRequest.holder": _NAME,
         "AcquireLeaseRequest.statement": Bound(length=MAX_STATEMENT_BYTES),
-        "AcquireLeaseRequest.variants": Bound(count=16),
-        "QueryUploadRequest.digest": _DIGEST,
-        "UploadHeader.digest": _DIGEST,
         "UploadPayloadRequest.frame": Bound(length=FRAME_BYTES),
-        "PublishVersionRequest.manifest": Bound(length=MANIFEST_BYTES),
         "PublishVersionRequest.consumed": _OF_LEARNER,
-        "PublishVersionRequest.canary_logprobs": _OF_LEARNER,
-        "PublishVersionRequest.variants": Bound(count=16),
-        "VariantVersion.manifest": Bound(length=MANIFEST_BYTES),
-        "VariantVersion.canary_logprobs": _OF_LEARNER,
-        "PushSamplerMetricsRequest.site": _NAME,
-        "PushLearnerMetricsRequest.site": _NAME,
-        "PushRelayMetricsRequest.site": _NAME,
         "MetricSeries.name": Bound(length=128),
         # A learner has the buckets of each site.
         "MetricSeries.labels": Bound(count=1 << 13, length=1024, text=Text.PROSE),
         "MetricSeries.values": Bound(count=1 << 13),
         "PlanPullRequest.have_root": _DIGEST,
         "PlanPullRequest.base_root": _DIGEST,
-        "ReadPayloadRequest.digest": _DIGEST,
-        "LeaseWorkRequest.site": _NAME,
-        "LeaseWorkRequest.incarnation": _NAME,
         "LeaseWorkRequest.sets": Bound(count=256),
-        "AbandonWorkRequest.site": _NAME,
-        "AbandonWorkRequest.incarnation": _NAME,
         "PushGroupsRequest.groups": _COLUMN,
         "PushGroupsRequest.sizes": _COLUMN,
         **{f"Group.{field.name}": _COLUMN for field in Group.DESCRIPTOR.fields if field.type == field.TYPE_BYTES},
         "Group.part_names": Bound(length=1 << 20, text=Text.PROSE),
         "StreamGroupsRequest.held": _OF_LEARNER,
         "AbandonGroupsRequest.ids": _OF_LEARNER,
-        "AbandonGroupsRequest.reason": _PROSE,
         "RejectGroupsRequest.rejections": _OF_LEARNER,
         "Rejection.detail": _PROSE,
-        "RegisterRequest.site": _NAME,
-        "RegisterRequest.incarnation": _NAME,
         "HeldWork.assignments": Bound(count=1 << 16),
-        "HeartbeatRequest.site": _NAME,
-        "HeartbeatRequest.incarnation": _NAME,
-        "HeartbeatRequest.state_root": _DIGEST,
         "HeartbeatRequest.problem": _PROSE,
-        "ReportCanaryRequest.site": _NAME,
-        "ReportCanaryRequest.incarnation": _NAME,
         "ReportCanaryRequest.logprobs": Bound(count=1 << 16),
         "DescribeRunRequest.facts": Bound(count=64),
         "FactsEntry.key": Bound(length=64),
         "FactsEntry.value": Bound(length=300),
-        "ListSamplesRequest.site": _NAME,
         "ListSamplesRequest.kept_because": _NAME,
         "NoteSamplesRequest.notes": Bound(count=256),
         "NoteSamplesRequest.evaluations": Bound(count=256),
-        "SampleNote.prompt": _TEXTS,
-        "SampleNote.answer": _TEXTS,
-        "RolloutNote.completion": _TEXTS,
         "RolloutNote.reward_parts": Bound(count=256),
         "RolloutNote.log_ratios": _TOKENS,
         "RolloutNote.token_ends": _TOKENS,
-        "EvaluationSample.site": _NAME,
-        "EvaluationSample.prompt": _TEXTS,
-        "EvaluationSample.answer": _TEXTS,
-        "EvaluatedRollout.completion": _TEXTS,
         "EvaluatedRollout.reward_parts": Bound(count=256),
         "EvaluatedRollout.token_ids": _TOKENS,
         "EvaluatedRollout.logprobs": _TOKENS,
         "BackupRequest.name": _NAME,
         "EvaluationSet.name": _NAME,
-        "EvaluationSet.task_digest": _DIGEST,
-        "PushEvaluationRequest.site": _NAME,
-        "PushEvaluationRequest.incarnation": _NAME,
-        "PushEvaluationRequest.state_root": _DIGEST,
         "PushEvaluationRequest.results": Bound(count=MAX_RESULTS),
         "PromptResult.samples": Bound(count=MAX_SAMPLES),
         "PromptResult.prompt": _EVALUATION_TEXT,
         "PromptResult.answer": _EVALUATION_TEXT,
         "ScoredSample.text": _EVALUATION_TEXT,
         "ListEvaluationsRequest.task_set": _NAME,
-        "DrainRequest.reason": _PROSE,
-        "ReleaseSiteRequest.site": _NAME,
-        "ReleaseSiteRequest.reason": _PROSE,
     }
 )
 
 
 def bound_of(message: str, field: str) -> Bound:
     """The bound of a field of a message (its name without the package)."""
-    return BOUNDS.get(f"{message}.{field}", DEFAULT)
+    return BOUNDS.get(f"{message}.{field}") or BOUNDS.get(field, DEFAULT)
 
 
-def bytes_problem(data: bytes, bound: Bound) -> str:
-    """What is wrong with bytes; empty when nothing is."""
-    return f"{len(data)} bytes, at most {bound.length} are taken" if len(data) > bound.length else ""
-
-
-def text_problem(text: str, bound: Bound) -> str:
-    """What is wrong with a text; empty when nothing is."""
+def text_problem(text: str | bytes, bound: Bound) -> str:
+    """The problem with a text or bytes, or empty."""
+    if isinstance(text, bytes):
+        return f"{len(text)} bytes, at most {bound.length} are taken" if len(text) > bound.length else ""
     if len(text) > bound.length:
         return f"more than {bound.length} characters"
     if bound.text is Text.NAME and text and not is_name(text):
@@ -213,7 +182,7 @@ def text_problem(text: str, bound: Bound) -> str:
 
 
 def parse(data: bytes, descriptor: Descriptor) -> Message:
-    """Parse a message and check its bounds. Raises InvalidRequest: names the field."""
+    """Parse a message and check it. Raises InvalidRequest: names the field."""
     name = descriptor.name
     if len(data) > SMALL_BYTES and name not in LONG:
         raise InvalidRequest(f"{name}: {len(data)} bytes, at most {SMALL_BYTES} are taken")
@@ -226,7 +195,7 @@ def parse(data: bytes, descriptor: Descriptor) -> Message:
 
 
 def check(message: Message) -> None:
-    """Hold a message against the bounds. Raises InvalidRequest: a field is over its bound; it names the field."""
+    """Check a message against the bounds. Raises InvalidRequest: names the field."""
     left = FIELDS.get(message.DESCRIPTOR.name, MAX_FIELDS)
     if _count(message, left, "") > left:
         raise InvalidRequest(f"{message.DESCRIPTOR.name}: more than {left} fields in one message")
@@ -234,7 +203,7 @@ def check(message: Message) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field that has something to check."""
+    """A field to check."""
 
     name: str
     bound: Bound
@@ -260,7 +229,7 @@ def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
 
 
 def _count(message: Message, left: int, path: str) -> int:
-    """Hold the fields of one message against their bounds; how many entries there are, or more than `left`."""
+    """Check the fields of one message; returns how many there are, or more than `left`."""
     number = 1
     for field in _fields(message.DESCRIPTOR):
         value = getattr(message, field.name)
@@ -280,10 +249,7 @@ def _count(message: Message, left: int, path: str) -> int:
         elif field.is_text:
             number += len(entries)
             for entry in entries:
-                problem = (
-                    text_problem(entry, field.bound) if isinstance(entry, str) else bytes_problem(entry, field.bound)
-                )
-                if problem:
+                if problem := text_problem(entry, field.bound):
                     raise InvalidRequest(f"{path}{field.name}: {problem}")
         elif field.of_map is not None:
             number += len(entries)
@@ -295,8 +261,7 @@ def _count(message: Message, left: int, path: str) -> int:
 
 
 def is_repeated(field: FieldDescriptor) -> bool:
-    """Whether a field is repeated; protobuf 6.31 has `is_repeated` and warns of `label`, earlier ones have only
-    that."""
+    """Whether a field is repeated. Protobuf 6.31 warns of `label`; earlier ones have only that."""
     known = getattr(field, "is_repeated", None)
     return bool(getattr(field, "label", 0) == FieldDescriptor.LABEL_REPEATED) if known is None else bool(known)
 

@@ -1,13 +1,12 @@
 """Admission control: a call needs an admitted certificate and a place, a message needs room in memory.
 
-gRPC parses the message of a unary call before any handler runs. So every handler is installed as a stream, and messages
+gRPC parses the message of a unary call before a handler runs. So every handler is installed as a stream, and messages
 are read here: authorized, counted, parsed (long ones on a thread), checked field by field. Long answers are streamed
 too, so that a call keeps its place until the answer has left.
 
 No byte of a request is read before its caller is admitted. A revoked or expired certificate ends its streams at their
-next message in either direction. A part of the places is reserved for learner and operator. One certificate gets no
-more than its share on all its connections, and a site at most three quarters of the samplers' places. A refusal for
-lack of a place is retryable and carries a delay.
+next message in either direction. Some places are reserved for learner and operator. One certificate gets its share on
+all its connections, and a site three quarters of the samplers' places. A refusal for lack of a place is retryable.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Shares:
     def __init__(self, *, places: int, per_site: int) -> None:
         self._places = places
         self._open = places - max(2, places // RESERVED_PART)
-        # Half of what is open at most, so that one never takes all; at least one, so that a small server serves.
+        # At most half of the open places, so that one certificate never takes all.
         self._per_site = max(1, min(per_site, self._open // 2))
         self._per_connection = max(1, self._open // 2)
         self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
@@ -65,7 +64,7 @@ class Shares:
 
     @contextlib.contextmanager
     def place(self, holder: Caller, method: str) -> Iterator[None]:
-        """Hold a place for one call. Raises QuotaExceeded: none is free; retryable."""
+        """Hold a place for one call. Raises QuotaExceeded: none is free."""
         problem = self._problem(holder, method)
         if problem:
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
@@ -78,21 +77,21 @@ class Shares:
     def _problem(self, holder: Caller, method: str) -> str:
         at_once = RULES[method].at_once
         if at_once and holder.is_proven and self._of_rpc[holder, method] >= at_once:
-            return f"{holder.name} has {at_once} calls of {method} under way; that is the share of one certificate"
+            return f"{holder.name} has {at_once} concurrent calls of {method}, the share of one certificate"
         share = self._share(holder)
         if self._of_holder[holder] >= share:
-            return f"{holder.name} has {share} calls under way, its share (site_concurrent_rpcs, max_concurrent_rpcs)"
+            return f"{holder.name} has {share} concurrent calls, its share (site_concurrent_rpcs, max_concurrent_rpcs)"
         if self._num_all >= self._places:
-            return f"{self._places} calls are under way (max_concurrent_rpcs)"
+            return f"the coordinator has {self._places} concurrent calls (max_concurrent_rpcs)"
         if not holder.is_privileged and self._num_open >= self._open:
-            return f"samplers have {self._open} calls under way; the rest of max_concurrent_rpcs is the learner's"
+            return f"samplers have {self._open} concurrent calls; the rest of max_concurrent_rpcs is the learner's"
         if not holder.is_privileged and self._of_site[holder.owner] >= self._of_site_most:
-            return f"{holder.owner} has {self._of_site_most} calls under way, a site's share (max_concurrent_rpcs)"
+            return f"{holder.owner} has {self._of_site_most} concurrent calls, a site's share (max_concurrent_rpcs)"
         return ""
 
     def _share(self, holder: Caller) -> int:
         if holder.is_privileged:
-            # Two of them, a learner and an operator, always find a place.
+            # A learner and an operator together always find a place.
             return max(self._per_site, self._places // RESERVED_PART // 2)
         return self._per_site if holder.is_proven else self._per_connection
 
@@ -105,7 +104,7 @@ class Shares:
         ):  # fmt: skip
             counts[key] += number  # type: ignore[index]
             if not counts[key]:  # type: ignore[index]
-                # Names of connections are ever new.
+                # Each connection has a new name.
                 del counts[key]
 
 
@@ -115,7 +114,7 @@ PUSH_INLINE_BYTES = 1 << 22
 """The same for pushes, which parsing copies."""
 PUSH = "/heterorl.v1.RolloutService/PushGroups"
 PARSED_BYTES = 4
-"""Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
+"""Bytes of memory counted for one byte of a message, up to the room of the longest message: varints may grow."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -123,12 +122,11 @@ _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Caller:
-    """The holder of an admitted call: one for each certificate. Without certificates callers are local, and `address`
-    tells them apart."""
+    """The holder of an admitted call, one for each certificate; without certificates, one for each address."""
     if isinstance(peer, Identity):
         name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
         return Caller(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
-    # Anybody may call anything here: what only a learner or an operator calls is taken for theirs.
+    # A local caller may call anything; calls of learners and operators count as theirs.
     is_privileged = Role.SAMPLER not in RULES[method].roles
     kind = "learner or operator" if is_privileged else "node"
     return Caller(f"{kind} at {address}", is_privileged, is_proven=False)
@@ -168,7 +166,6 @@ class Requests:
     async def __anext__(self) -> Any:
         if not self._is_by_hand:
             self.close()
-        # Parsed, a number takes four or eight bytes where its varint may have one.
         room, data = await self._admission.budget.message(
             self._holder, self._method, self._context.read, times=PARSED_BYTES
         )
@@ -192,7 +189,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
         self.budget = budget
         self._authorizer = authorizer
         self.shares = shares
-        # One at a time: what parsing takes beyond the message's own bytes is taken once.
+        # One at a time, so that the extra memory of parsing is taken once.
         self._parsing = asyncio.Semaphore(1)
 
     async def message(self, method: str, peer: Peer, data: bytes) -> Any:
@@ -204,7 +201,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
             message: Any = read(data)
         else:
             async with self._parsing:
-                # To its end: a call that goes away keeps its room and the place while its thread runs.
+                # A cancelled call keeps its room and place until its thread ends.
                 message = await in_thread(read, data)
         self._authorizer.check_request(method, peer, message)
         return message
@@ -244,7 +241,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
                 inner = handler.stream_stream(requests, context)
             else:
                 request = await requests.single()
-                # Bounded, and the stream may last for days.
+                # The stream may last for days.
                 requests.settle(1)
                 inner = handler.unary_stream(request, context)
             async for answer in inner:
@@ -302,7 +299,7 @@ async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
         _LOG.debug("%s refused: %s", method, error)
         await context.abort(code, message, trailers)
     except Exception:
-        # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+        # A defect: gRPC answers UNKNOWN, and the call must still be counted.
         _observe(method, "internal", started)
         raise
     else:

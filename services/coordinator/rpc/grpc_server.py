@@ -63,7 +63,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8
-"""Calls that gRPC lets in for each place that admission control has; all but the placed ones are on their way out."""
+"""Calls that gRPC lets in for each place of admission control; those without a place are being refused."""
 
 
 class Server:
@@ -80,15 +80,14 @@ class Server:
         messages_in_flight_bytes: int = 1 << 30,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a server; `coordinator_config` explains the bounds.
-        Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
+        """Prepare a server. Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
             _check_own(self._files.current().identity, run_id=run_id)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
-            _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
+            _LOG.warning("tls.revoked is not set: revoked certificates stay valid")
         self._authorizer = CallAuthorizer(
             run_id=run_id,
             is_plaintext=tls.insecure,
@@ -104,7 +103,7 @@ class Server:
         self.grpc = grpc.aio.server(
             interceptors=[self.admission],
             options=server_options(max_message_bytes),
-            # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
+            # gRPC counts calls of all callers alike, so its own bound only limits calls that are being refused.
             maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
         )
         self._health = HealthServicer()
@@ -114,7 +113,7 @@ class Server:
         return frozenset() if self._revoked is None else self._revoked.current()
 
     def revoked_sites(self) -> dict[str, int]:
-        """Sites of samplers that are refused because their certificate is revoked, and its serial."""
+        """Sampler sites whose certificate is revoked, with its serial."""
         return self._authorizer.revoked_sites()
 
     async def start(self, address: str) -> int:
@@ -140,4 +139,4 @@ class Server:
 
 def _check_own(identity: Identity, *, run_id: str) -> None:
     if identity.role is not Role.COORDINATOR or identity.run != run_id:
-        raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")
+        raise ConfigError("tls.cert", f"names {identity.uri}; this is the coordinator of run {run_id}")

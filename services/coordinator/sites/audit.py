@@ -1,7 +1,7 @@
 """The audit log: refusals, quarantines, releases and orders, in rows chained by digests.
 
-Rows are appended in the transaction of the event. Each names the digest of the row before, so a changed, removed or
-inserted row breaks the chain; the newest digest, noted elsewhere, proves that no row was cut off. It never holds a
+Rows are appended in the transaction of the event. Each has the digest of the row before, so a changed, removed or
+inserted row breaks the chain; the newest digest, noted elsewhere, proves that no row was cut off. It never has a
 prompt, a token or a key.
 
 A row's digest is blake3 of "heterorl-audit-1\n" and its fields in order: previous digest, sequence, time in
@@ -42,7 +42,7 @@ class AuditKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """One row as it is stored; nothing of it is checked."""
+    """One stored row, not checked."""
 
     sequence: int
     at_us: int
@@ -54,7 +54,7 @@ class AuditRow:
 
 
 def row_digest(row: AuditRow) -> str:
-    """Digest that the row should have."""
+    """The digest that a row should have."""
     hasher = blake3.blake3(_HEADER)
     for value in (row.previous, str(row.sequence), str(row.at_us), row.kind, row.subject, row.detail):
         data = value.encode()
@@ -64,8 +64,7 @@ def row_digest(row: AuditRow) -> str:
 
 
 def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
-    """Add a row in the transaction of its event; returns its digest. `subject` is a site, serial number or holder,
-    `detail` the reason with numbers, `now` seconds since the epoch."""
+    """Add a row in the transaction of its event; returns its digest. `now` is in seconds since the epoch."""
     last = connection.execute("SELECT sequence, digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
     sequence, previous = (last[0] + 1, last[1]) if last else (1, "")
     row = AuditRow(
@@ -95,7 +94,7 @@ def read(connection: Connection) -> list[AuditRow]:
 
 
 def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
-    """Problems of a log; empty when every link holds. `expected` is a digest noted earlier (empty: none)."""
+    """Problems of a log. `expected` is a digest noted earlier (empty: none)."""
     faults: list[str] = []
     previous, following, is_found = "", 1, not expected
     for row in rows:
@@ -113,7 +112,7 @@ def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
 
 
 def note_refusals(connection: Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
-    """Set: add a row for each site with what its quotas refused since the last one."""
+    """Add a row for each site with the refusals of its quotas since the last one."""
     sites: dict[str, list[str]] = {}
     for (site, quota), count in sorted(counts.items()):
         sites.setdefault(site, []).append(f"{count} pushes over the quota of {quota}")

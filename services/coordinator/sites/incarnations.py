@@ -1,8 +1,8 @@
 """Incarnations of a site: known group ids, and which incarnations are kept and shown.
 
-An incarnation is one sampler's outbox. Its groups are known by a watermark and the few sequences beyond it, so an id
-takes effect once. Of incarnations that never pushed a group only the newest KEPT stay. One that pushed stays for its
-watermark; beyond the newest ones it is shown in one sum row of its site.
+An incarnation is one sampler's outbox. A watermark and the few sequences beyond it tell which of its groups are known,
+so an id takes effect once. An incarnation that pushed stays for its watermark, and older ones are shown as one sum. Of
+the others only the newest KEPT stay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import NAMES, Connection
 
 MAX_GAP = 100_000
-"""Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
+"""Most sequences beyond the first missing one, which bounds the rows of duplicates."""
 
 
 def watermark_of(connection: Connection, group_id: GroupId) -> int:
-    """Highest sequence below which nothing is missing, of the group's incarnation."""
+    """Highest sequence of the group's incarnation up to which none is missing."""
     row = connection.execute(
         "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", (group_id.site, group_id.incarnation)
     ).fetchone()
@@ -29,7 +29,7 @@ def watermark_of(connection: Connection, group_id: GroupId) -> int:
 
 
 def dense_watermark(connection: Connection, site: str, incarnation: str) -> int | None:
-    """The watermark of an incarnation of which nothing is known beyond it; None of one with a gap."""
+    """The watermark of an incarnation without known sequences beyond it, else None."""
     row = connection.execute(
         "SELECT watermark FROM sites WHERE site = ? AND incarnation = ? AND NOT EXISTS"
         " (SELECT 1 FROM beyond_watermark WHERE site = ? AND incarnation = ?)",
@@ -59,8 +59,7 @@ def remember(connection: Connection, group_id: GroupId) -> None:
 
 
 def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: int) -> int:
-    """Raise the watermark to `lowest` - 1, which the site states for itself; returns how many missing groups it passes.
-    A lie costs the site its own groups."""
+    """Raise the watermark to `lowest` - 1 as the site states; returns the number of missing groups below."""
     row = connection.execute(
         "SELECT watermark, (SELECT count(*) FROM beyond_watermark b WHERE b.site = sites.site"
         " AND b.incarnation = sites.incarnation AND sequence < ?) FROM sites WHERE site = ? AND incarnation = ?",
@@ -75,7 +74,7 @@ def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: in
 
 def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
     """For registered holders, whether half of MAX_GAP is used, so that the site should register again."""
-    # No name has a NUL, and PostgreSQL's lists cannot have one.
+    # PostgreSQL's lists cannot hold a NUL, and no name has one.
     asked = {holder for holder in holders if "\0" not in "".join(holder)}
     sites, incarnations = ([*{holder[place] for holder in asked}] for place in (0, 1))
     rows = connection.execute(
@@ -89,7 +88,7 @@ def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dic
 
 
 def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
-    """Raise the watermark from `start` to `reached` and over what is dense behind it."""
+    """Raise the watermark from `start` to `reached` and over the dense sequences behind it."""
     key = (site, incarnation)
     for (sequence,) in connection.execute(
         "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence > ? ORDER BY sequence",
@@ -106,9 +105,9 @@ def _rise(connection: Connection, site: str, incarnation: str, *, start: int, re
 
 
 KEPT = 8
-"""Newest incarnations of a site that are always kept and shown singly."""
+"""Newest incarnations of a site, which are always kept and shown one by one."""
 SHOWN = 16
-"""Incarnations of a site that are shown one by one while there are no more."""
+"""Most incarnations of a site for which all are shown one by one."""
 EARLIER = "earlier"
 _COLUMNS = "site, incarnation, accepted, dropped, variant, work_ahead_s"
 
@@ -126,7 +125,7 @@ class Row:
 
 
 def note(connection: Connection, site: str, incarnation: str) -> list[str]:
-    """Make a registered incarnation its site's newest; returns those that are forgotten for it."""
+    """Make a registered incarnation its site's newest; returns the ones deleted for it."""
     key = f"incarnations/{site}"
     known = json.loads(get_meta(connection, key) or "[]")
     newest = [incarnation, *(each for each in known if each != incarnation)]
@@ -156,14 +155,14 @@ def _has_pushed(connection: Connection, site: str, incarnation: str) -> bool:
 
 
 def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[Row]:
-    """Rows of all sites: the newest incarnations and those in `active`, one more for each site's others."""
+    """Rows of all sites: the newest incarnations, those in `active`, and a sum of each site's others."""
     rows: list[Row] = []
     totals = connection.execute(
         "SELECT site, count(*), sum(accepted), sum(dropped) FROM sites GROUP BY site"
     ).fetchall()
     few: defaultdict[str, list[Row]] = defaultdict(list)
     for row in connection.execute(
-        # Of a thousand sites by one statement: others wait meanwhile.
+        # One statement for all sites, of which there may be a thousand.
         f"SELECT {_COLUMNS} FROM sites WHERE site IN (SELECT site FROM sites GROUP BY site HAVING count(*) <= ?)"
         " ORDER BY site, incarnation",
         (SHOWN,),
@@ -175,7 +174,7 @@ def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[R
             continue
         newest = json.loads(get_meta(connection, f"incarnations/{site}") or "[]")
         names = sorted({*newest, *(incarnation for each, incarnation in active if each == site)})
-        # One value, however many they are: SQLite takes so many and no more.
+        # One value: SQLite bounds the number of values.
         found = connection.execute(
             f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN {NAMES} ORDER BY incarnation",
             (site, json.dumps(names)),

@@ -1,10 +1,9 @@
 """Metrics that nodes push, and the port that serves them with the coordinator's own.
 
-A node has one entry that expires after KEPT_S without a push. Nothing is durable. A node may push twice a second and
-state a bounded number of different series an hour, since Prometheus keeps each for hours.
+A node's entry expires after KEPT_S without a push. Nothing is durable. A node may push twice a second, with a bounded
+number of different series an hour, since Prometheus keeps each for hours.
 
-Gauges that only the active coordinator knows would read 0 on a standby and raise alerts. So a standby shows only that
-it stands by and when its certificate expires.
+Most gauges of a standby would read 0 and raise alerts. So it shows only that it stands by and its certificate's expiry.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from heterorl.common.types.common import Series
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
 KEPT_S = 60.0
-"""From a push until its numbers are no longer shown; longer than the interval of any node that is to be watched."""
+"""Seconds for which a push is shown; longer than a node's interval."""
 BETWEEN_S = 0.5
 VARIETY_S = 3600.0
 VARIETY = 2
-"""How many times the numbers of its largest push a node may state under different labels in VARIETY_S."""
+"""Different series that a node may push in VARIETY_S, in multiples of its largest push."""
 _REMEMBERED = 4
-"""Nodes that are known for VARIETY_S, in those that are shown at once; only without certificates there can be more."""
+"""Nodes remembered for VARIETY_S, in multiples of the nodes shown."""
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class NodeMetrics:
 
     def page(self) -> bytes:
         now = self._clock.monotonic()
-        # Copied: the loop may add one meanwhile.
+        # Copied: the event loop may add a node.
         return pushed_metrics.page(node.lines for node in [*self._nodes.values()] if now - node.at <= KEPT_S)
 
     def _admitted(self, key: tuple[Service, str], now: float) -> _Node | None:
@@ -107,7 +106,7 @@ OF_STANDBY = frozenset({"heterorl_coordinator_standing_by", "heterorl_certificat
 
 
 class MetricsPage:
-    """One port for both times."""
+    """The metrics port, of a standby and then of the active coordinator."""
 
     def __init__(self, config: CoordinatorConfig, reported: NodeMetrics) -> None:
         self._config = config
@@ -117,16 +116,14 @@ class MetricsPage:
         self._is_whole = False
 
     def stand_by(self) -> int:
-        """Serve a standby's metrics; returns the port. Raises PortInUse, ConfigError: as `metrics.serve`, or bad
-        certificates."""
+        """Serve a standby's metrics; returns the port. Raises as `metrics.serve`, or ConfigError: bad certificates."""
         if self._config.tls.cert:
             self._files = MaterialFiles(self._config.tls)
         metrics.STANDING_BY.set(1)
         return self._open()
 
     def serve(self) -> int:
-        """Serve all metrics on the same port, once they are known; returns it. Raises PortInUse, ConfigError: as
-        `metrics.serve`."""
+        """Serve all metrics, on a standby's port if there is one; returns it. Raises as `metrics.serve`."""
         metrics.STANDING_BY.set(0)
         self._is_whole = True
         return self._open()
@@ -147,6 +144,6 @@ class MetricsPage:
         if self._is_whole:
             return None
         if self._files is not None:
-            # Renewed ones are taken up when the metrics are asked for.
+            # A scrape reloads renewed certificates.
             self._files.current()
         return OF_STANDBY

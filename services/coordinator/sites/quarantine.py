@@ -1,13 +1,11 @@
 """Quarantine of sites: by canary, by the learner's checks, by lost members. Store operations.
 
-    canary     the median difference of log-probs from the learner's exceeds the threshold: no work until a version of
-               the site is right or an operator releases it
-    checks     too many of its newest groups failed the learner's checks: its pending groups are dropped and its work
-               reopened in the same transaction; only an operator ends it
-    lost       lost_shares: site, share of lost members, decayed over WINDOW_GROUPS. A site that chooses lost members
-               chooses its rewards: above `max_lost_share` groups with lost members are dropped, complete ones are taken
-
-All of it is durable. A site in quarantine gets no work.
+canary     the median difference of log-probs from the learner's exceeds the threshold: no work until a version of
+           the site is right or an operator releases it
+checks     too many of its newest groups failed the learner's checks: its pending groups are dropped and its work
+           reopened in the same transaction; only an operator ends it
+lost       lost_shares: site, share of lost members, decayed over WINDOW_GROUPS. A site that chooses lost members
+           chooses its rewards: above `max_lost_share` groups with lost members are dropped, complete ones are taken
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from heterorl.coordinator.store.database_engine import Connection
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096
-"""Versions whose canary is kept; no sampler may be so far behind."""
+"""Newest versions whose canary is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a canary means: the new reason of the quarantine (empty: none), or None to leave things as they are."""
+    """The outcome of a canary: the reason of the quarantine, empty to end it, None to change nothing."""
 
     difference: float | None
     quarantine: str | None
@@ -56,8 +54,7 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 
 
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
-    """Record the learner's canary of a version and of its variants.
-    Raises InvalidRequest: too many log-probs, or one is not finite."""
+    """Record the learner's canaries of a version. Raises InvalidRequest: too many log-probs, or one is not finite."""
     canaries = {"": request.canary, **{entry.variant: entry.canary for entry in request.variants}}
     for variant, stated in canaries.items():
         if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
@@ -74,7 +71,7 @@ def write_canary(connection: Connection, version: int, request: PublishRequest) 
 
 
 def read_canary(connection: Connection, version: int, variant: str = "") -> tuple[float, ...]:
-    """The learner's canary of a version; empty when it stated none."""
+    """The learner's canary of a version, or empty."""
     row = connection.execute(
         "SELECT logprobs FROM canaries WHERE variant = ? AND version = ?", (variant, version)
     ).fetchone()
@@ -84,7 +81,7 @@ def read_canary(connection: Connection, version: int, variant: str = "") -> tupl
 def compare_canary(
     connection: Connection, report: CanaryReport, *, threshold: float, variant: str = ""
 ) -> CanaryVerdict:
-    """Set: judge a site's canary by what the learner computes with the same weights, and keep the outcome."""
+    """Judge a site's canary by the learner's of the same weights, and store the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
     judgement = judge_canary(report, read_canary(connection, report.version, variant), threshold=threshold)
@@ -102,47 +99,35 @@ def compare_canary(
 
 
 def read_canary_reasons(connection: Connection) -> dict[str, str]:
-    """Reasons by site."""
+    """Reasons of quarantines by canary, by site."""
     return dict(connection.execute("SELECT site, reason FROM quarantines"))
 
 
-def check_canary(connection: Connection, site: str) -> None:
-    """Refuse a site in quarantine. Raises Quarantined: with the reason."""
-    row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
-    if row is not None:
-        raise Quarantined(
-            f"site {site} is in quarantine: {row[0]}",
-            action="reload the weights or correct the engine's settings; a version that scores right ends the"
-            f" quarantine, and so does an operator: heterorl sites release {site} HOST:PORT --reason TEXT",
-            retry_after_s=5.0,
-        )
-
-
 WINDOW_GROUPS = 50
-"""A share moves by so small a part of the difference with each group: an outage of 20 groups is seen, one group not."""
+"""Groups over which a share decays: an outage of 20 groups is seen, of one group not."""
 _SHARES = "SELECT site, share FROM lost_shares"
 
 
 def moved_share(share: float, lost: float) -> float:
-    """A site's share after a group that lost `lost` of its members, 0 to 1."""
+    """A site's share after a group that lost `lost` of its members, from 0 to 1."""
     return share + (lost - share) / WINDOW_GROUPS
 
 
 def lost_problem(share: float, bound: float) -> str:
-    """The problem with such a share; empty within the bound."""
+    """The problem with a share, or empty within the bound."""
     if share <= bound:
         return ""
     return (
         f"it loses {share:.1%} of the members of its groups, and max_lost_share is {bound:.1%}: groups with lost"
-        " members are dropped. Its log says why it loses them; whole groups are taken, and the share falls with each"
+        " members are dropped. Its log has the reasons; each whole group is taken and lowers the share"
     )
 
 
 def note_lost(connection: Connection, site: SiteId, lost: float, *, groups: int = 1) -> float:
-    """Move a site's share by so many groups that lost `lost` of their members each; returns it."""
+    """Move a site's share by `groups` groups that lost `lost` of their members each; returns it."""
     row = connection.execute(f"{_SHARES} WHERE site = ?", (site,)).fetchone()
     if row is None and not lost:
-        # A site that lost no member yet, as all of single completions, costs no row.
+        # No row for a site that never lost a member.
         return 0.0
     share = 0.0 if row is None else float(row[1])
     for _ in range(groups):
@@ -162,15 +147,14 @@ def lost_problems(connection: Connection, bound: float) -> dict[str, str]:
 REJECTABLE = frozenset(
     {DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH, DropReason.CODE_MISMATCH}
 )
-"""Reasons that a check of the learner may give."""
+"""Reasons of the learner's checks."""
 CODE_MISMATCHES = 10
-"""Code mismatches that count as one failure: random code may match by chance, and such groups are never trained on."""
+"""Code mismatches that count as one failure, since random code may differ by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0: never. CODE_MISMATCHES
-    groups that failed by CODE_MISMATCH count as one."""
+    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0: never."""
 
     failures: int
     window_groups: int
@@ -182,21 +166,20 @@ def rule_of(config: CoordinatorConfig) -> Rule:
 
 
 def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
-    """Whether a site's failures are too many. Each is given by the groups delivered at that time; CODE_MISMATCH ones
-    apart."""
+    """Whether a site has too many failures. Each is given by the number of groups accepted before it."""
     recent, by_code = (
         sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
     )
     text = f"{recent + by_code} of its last {min(accepted, rule.window_groups)} groups failed a check"
     if by_code:
-        text += f", {by_code} by the result of a completion's code alone, of which {CODE_MISMATCHES} count as one"
+        text += f", {by_code} by the result of a completion's code, of which {CODE_MISMATCHES} count as one"
     return 0 < rule.failures <= recent + by_code // CODE_MISMATCHES, text
 
 
 def note_failure(
     connection: Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
 ) -> str:
-    """Set: count one failed group; returns why the site goes into quarantine with it, empty when it does not."""
+    """Count one failed group; returns why the site goes into quarantine, or empty."""
     (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
     connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (site, accepted, reason.value, detail[:500]))
     connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, accepted - rule.window_groups))
@@ -216,22 +199,22 @@ def note_failure(
 
 
 def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
-    """End a site's quarantine, forget its failures and lost members; returns the reason of the quarantine.
+    """End a site's quarantine, forget its failures and lost members; returns why it was there.
     Raises InvalidRequest: no reason was given, or the site is unknown."""
     if not reason.strip():
-        raise InvalidRequest("reason: must not be empty; it is kept in the log of audit")
+        raise InvalidRequest("reason: must not be empty; the audit log keeps it")
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
         raise InvalidRequest(f"site: {site[:64]} never registered")
     before = read_reasons(connection).get(site, "")
     for table in ("convictions", "failures", "quarantines", "lost_shares"):
         connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))
-    audit.append(connection, AuditKind.RELEASE, subject=site, detail=f"{reason}; it was there because {before}"
-                 if before else f"{reason}; it was not in quarantine", now=now)  # fmt: skip
+    was = f"it was there because {before}" if before else "it was not in quarantine"
+    audit.append(connection, AuditKind.RELEASE, subject=site, detail=f"{reason}; {was}", now=now)
     return before
 
 
 def conviction_of(connection: Connection, site: SiteId) -> str:
-    """Why the learner's checks put a site into quarantine; empty when they did not."""
+    """Why the learner's checks put a site into quarantine, or empty."""
     row = connection.execute("SELECT reason FROM convictions WHERE site = ?", (site,)).fetchone()
     return str(row[0]) if row else ""
 
@@ -242,7 +225,7 @@ def read_reasons(connection: Connection) -> dict[str, str]:
 
 
 def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
-    """Failures that still count, by site: those among the newest groups that the rule looks at."""
+    """Failures among the newest `window_groups` groups, by site."""
     rows = connection.execute(
         "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site) t"
         " USING (site) WHERE f.accepted > total - ? GROUP BY f.site",
@@ -252,15 +235,17 @@ def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
 
 
 def check_site(connection: Connection, site: SiteId) -> None:
-    """Refuse a site in quarantine of either kind. Raises Quarantined: with the reason."""
-    reason = conviction_of(connection, site)
-    if reason:
-        raise Quarantined(
-            f"site {site} is in quarantine: {reason}",
-            action=f"an operator ends it: heterorl sites release {site} HOST:PORT --reason TEXT",
-            retry_after_s=5.0,
+    """Refuse a site in quarantine. Raises Quarantined: with the reason."""
+    release_command = f"heterorl sites release {site} HOST:PORT --reason TEXT"
+    reason, action = conviction_of(connection, site), f"an operator ends it: {release_command}"
+    if not reason:
+        reason = read_canary_reasons(connection).get(site, "")
+        action = (
+            "reload the weights or correct the engine's settings; a version that scores right ends the quarantine,"
+            f" and so does an operator: {release_command}"
         )
-    check_canary(connection, site)
+    if reason:
+        raise Quarantined(f"site {site} is in quarantine: {reason}", action=action, retry_after_s=5.0)
 
 
 def convicted_sites(connection: Connection) -> list[SiteId]:
@@ -269,7 +254,7 @@ def convicted_sites(connection: Connection) -> list[SiteId]:
 
 
 def _trained(connection: Connection, site: str) -> str:
-    """Which versions hold groups of the site: what an operator may want to go back from."""
+    """The versions with groups of the site, which an operator may want to roll back."""
     count, first, last = connection.execute(
         "SELECT count(*), min(version), max(version) FROM groups WHERE site = ? AND state = 'consumed'", (site,)
     ).fetchone()

@@ -2,10 +2,8 @@
 
 Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that answers
 nothing sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all away
-takes no share. A restart clears debts.
-
-Buckets: a refusal takes nothing and says when to retry. A group larger than the burst passes when the bucket is full.
-Buckets are full after a restart.
+takes no share. Buckets: a refusal charges nothing and says when to retry. A group larger than the burst passes when the
+bucket is full. A restart clears debts and fills buckets.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Connection
 
 ASKED_S = 60.0
-"""A site that asked for work so recently, or holds some that counts, is one of those that share."""
+"""A site shares the work if it asked within so many seconds, or holds assignments that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a site's share depends on."""
+    """The inputs of a site's share."""
 
     limit: int
     at_least: int
-    """One version's worth: the least a single site gets."""
+    """Groups of one version, the least a single site gets."""
     wanting: int
     """Sites that share, with this one."""
     owed: int
@@ -38,19 +36,19 @@ class Claim:
 
 
 def equal_share(limit: int, wanting: int) -> int:
-    """What each site gets while none owes anything."""
+    """The share of each site while none owes anything."""
     return -(-limit // wanting)
 
 
 def decide_share(claim: Claim) -> tuple[int, int]:
-    """(assignments that the site may hold, what it owes from now on)."""
+    """Assignments that the site may hold, and its debt from now on."""
     if claim.wanting == 1:
         # A single site delays only itself.
         ahead = min(claim.limit, max(claim.at_least, claim.limit - claim.limit // 4))
         return ahead if claim.works_ahead else claim.limit, claim.owed
     equal = equal_share(claim.limit, claim.wanting)
     share = equal if claim.owed >= equal else -(-claim.limit // (claim.wanting - claim.debtors))
-    # No debt is larger than the share: so many groups at most win it back.
+    # A debt is at most the share, so that as many groups win it back.
     owed = min(claim.owed, share)
     return max(1, share - owed), owed
 
@@ -62,13 +60,12 @@ def note_asked(connection: Connection, site: str, now: float) -> None:
 
 
 def note_expired(connection: Connection, site: str, count: int) -> None:
-    """Count assignments that ran out unanswered; what is taken of the site counts them down (store/tallies.py)."""
+    """Count expired assignments as debt; each accepted group of the site lowers it (store/tallies.py)."""
     connection.execute("UPDATE temp.sharer SET owed = owed + ? WHERE site = ?", (count, site))
 
 
 def allowance(connection: Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float) -> int:
     """Assignments that a site may hold; see `Claim`."""
-    # Of one age, oldest first: each is forgotten once.
     connection.execute("UPDATE temp.sharer SET asked = NULL WHERE asked < ?", (now - ASKED_S,))
     row = connection.execute(
         "SELECT owed, counted > 0 OR asked IS NOT NULL FROM temp.sharer WHERE site = ?", (site,)
@@ -94,14 +91,14 @@ def allowance(connection: Connection, site: str, *, limit: int, at_least: int, w
 
 
 MAX_WAIT_S = 60.0
-"""Longest delay that is asked for; a site asks again, since its bucket may fill faster after a restart."""
+"""Longest delay asked for, seconds."""
 SUMMARY_S = 60.0
-"""Seconds between two summaries of refusals, so that no site can fill the log of audit."""
+"""Seconds between two summaries of refusals, so that no site can fill the audit log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A level that rises with time; below 0 after something larger than the rest. Instants are monotonic seconds."""
+    """A token bucket; its level is below 0 after a charge larger than the rest. Times are monotonic seconds."""
 
     level: float
     at: float
@@ -109,7 +106,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What a bucket fills by, per second, and what it holds."""
+    """A bucket's fill rate and capacity."""
 
     per_s: float
     burst: float
@@ -123,7 +120,7 @@ def filled(bucket: Bucket | None, rate: Rate, now: float) -> Bucket:
 
 
 def wait_s(bucket: Bucket, rate: Rate, amount: float) -> float:
-    """Seconds until the amount may be taken; 0 when it may now."""
+    """Seconds until the amount may be taken; 0 for now."""
     needed = min(amount, rate.burst)
     return 0.0 if bucket.level >= needed else min(MAX_WAIT_S, (needed - bucket.level) / rate.per_s)
 
@@ -135,10 +132,11 @@ class Quotas:
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        rates = {"groups": (config.site_groups_per_s, 1.0), "bytes": (config.site_bytes_per_s, 1.0)}
+        self._pending_limit = config.site_pending_bytes
+        rates = {"groups": config.site_groups_per_s, "bytes": config.site_bytes_per_s}
         self._rates = {
-            name: Rate(per_s=per_s, burst=max(least, per_s * config.site_burst_s))
-            for name, (per_s, least) in rates.items()
+            name: Rate(per_s=per_s, burst=max(1.0, per_s * config.site_burst_s))
+            for name, per_s in rates.items()
             if per_s > 0
         }
         self._buckets: dict[tuple[str, str], Bucket] = {}
@@ -149,14 +147,12 @@ class Quotas:
         self._summed: Counter[tuple[str, str]] = Counter()
         self._summary_time = -math.inf
 
-    def take(
-        self, site: str, *, num_bytes: int, pending_bytes: int, pending_limit: int, now: float
-    ) -> tuple[float, str]:
-        """Take one group of a site; (0, "") or how long it is to wait, and why: nothing is taken then."""
-        self._used[site, "pending_bytes"] = pending_bytes / pending_limit
-        if pending_bytes + num_bytes > pending_limit:
+    def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
+        """Charge one group to a site; (0, ""), or seconds to wait and the reason: then nothing is charged."""
+        self._used[site, "pending_bytes"] = pending_bytes / self._pending_limit
+        if pending_bytes + num_bytes > self._pending_limit:
             self._refuse(site, "pending_bytes")
-            return 1.0, (f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {pending_limit}")
+            return 1.0, f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {self._pending_limit}"
         amounts = {"groups": 1.0, "bytes": float(num_bytes)}
         buckets = {name: filled(self._buckets.get((site, name)), rate, now) for name, rate in self._rates.items()}
         for name, rate in self._rates.items():
@@ -190,7 +186,7 @@ class Quotas:
         return new
 
     def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
-        """Refusals since the last summary, by site and quota; empty where none is due."""
+        """Refusals since the last summary, by site and quota; empty if no summary is due."""
         if now - self._summary_time < SUMMARY_S:
             return Counter()
         refused = self.refused.copy()

@@ -17,10 +17,10 @@ from heterorl.coordinator.store.database_engine import Connection
 
 _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16
-"""Incarnations of a site whose last sign of life is remembered, those seen most recently."""
+"""Incarnations of a site whose last sign of life is remembered, the most recent ones."""
 Holder = tuple[str, str]
 GROUPS_TIMED = 20
-"""Over so many groups of a site the mean of its durations decays."""
+"""Groups over which the mean duration of a site's groups decays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Sites:
         self.revoked: Mapping[str, int] = {}
 
     def seen_at(self, holder: Holder) -> float | None:
-        """Instant of a site's last sign of life; None when this process saw none."""
+        """Instant of a holder's last sign of life; None if this process saw none."""
         seen = self._seen.get(holder)
         return None if seen is None else seen.at
 
@@ -90,11 +90,11 @@ class Sites:
         self._noted(report.site, report.incarnation, now).canary_difference = difference
 
     def _noted(self, site: str, incarnation: str, now: float) -> _Seen:
-        """What is known of an incarnation; a new one takes the place of its site's that was silent for longest."""
+        """The entry of an incarnation; a new one replaces the one of its site that was silent for longest."""
         seen = self._seen.get((site, incarnation))
         if seen is None:
             seen = _Seen(at=now)
-            # Less what a registration forgot.
+            # A registration may have removed some.
             own = {each for each in self._seen_of.get(site, ()) if (site, each) in self._seen}
             while len(own) >= MAX_SEEN:
                 longest = min(own, key=lambda each: self._last(site, each))
@@ -110,11 +110,11 @@ class Sites:
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""
-        # Copied at once: a registration on the store's thread may forget one meanwhile.
+        # Copied: a registration on the store's thread may remove one.
         return frozenset(seen.policy_version for seen in [*self._seen.values()] if seen.at >= since)
 
     def register(self, connection: Connection, registration: Registration) -> int:
-        """Make a registration durable; returns the highest sequence known of the incarnation."""
+        """Store a registration; returns the highest known sequence of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
             "INSERT INTO sites (site, incarnation, engine, dtype, variant, max_delay_s, work_ahead_s)"
@@ -149,7 +149,7 @@ class Sites:
         return row.fetchone() is not None
 
     def require(self, connection: Connection, site: str, incarnation: str) -> None:
-        """Refuse an incarnation that is not registered. Raises NotRegistered: it is to register first."""
+        """Raises NotRegistered: the incarnation must register first."""
         if not self.is_known(connection, site, incarnation):
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
@@ -169,7 +169,7 @@ class Sites:
     ) -> tuple[SiteStatus, ...]:
         """Statuses of all sites: the newest incarnations, and the sum of others.
 
-        `holdings` gives held and away assignments by holder; `problems` gives what the coordinator refuses from a site.
+        `holdings` gives held and away assignments by holder, `problems` the coordinator's own by site.
         """
         rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
         quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
@@ -206,12 +206,12 @@ class Sites:
     def _problem(self, site: str, seen: _Seen | None) -> str:
         serial = self.revoked.get(site)
         if serial is not None:
-            return f"its certificate {serial:x} is revoked: its calls are refused"
+            return f"its certificate {serial:x} is revoked, and its calls are refused"
         return seen.problem if seen else ""
 
 
 def declared(connection: Connection, holder: Holder) -> Declared:
-    """What a holder declared; nothing where it never registered."""
+    """The declaration of a holder; zeros if it never registered."""
     row = connection.execute(
         "SELECT max_delay_s, work_ahead_s FROM sites WHERE site = ? AND incarnation = ?", holder
     ).fetchone()

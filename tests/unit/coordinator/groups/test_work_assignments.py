@@ -108,7 +108,7 @@ async def test_however_much_is_opened_at_once_takes_three_statements(config, cor
 
     def given_back(connection):
         counted = Counted(connection)
-        give_back(counted, site=SITE, incarnation=INCARNATION, assignments=[*given[:count], 2**64 - 1])
+        give_back(counted, (SITE, INCARNATION), [*given[:count], 2**64 - 1])
         expire(counted, given[count:])
         return counted.num_calls, connection.execute("SELECT count(*), sum(is_leased) FROM work").fetchone()
 
@@ -116,9 +116,8 @@ async def test_however_much_is_opened_at_once_takes_three_statements(config, cor
 
 
 def _handed(connection, config, count):
-    handed = hand_out(
-        connection, site=SITE, incarnation=INCARNATION, count=count, num_prompts=4096, config=config
-    )  # fmt: skip
+    holder = SITE, INCARNATION
+    handed = hand_out(connection, holder, count=count, num_prompts=4096, config=config, request_id="")
     return [each.assignment for each in handed]
 
 

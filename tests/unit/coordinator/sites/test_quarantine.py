@@ -153,7 +153,7 @@ async def test_failures_by_code_are_counted_apart(core, tmp_path, monkeypatch):
 
     (site,) = (await core.get_status()).sites
     assert site.quarantine.startswith(
-        "4 of its last 4 groups failed a check, 3 by the result of a completion's code alone, of which 2 count as one;"
+        "4 of its last 4 groups failed a check, 3 by the result of a completion's code, of which 2 count as one;"
     )
     assert (await accounts(core)).dropped == {code: 3, DropReason.REWARD_MISMATCH: 1}
 
@@ -192,7 +192,7 @@ async def test_rejections_are_the_current_learners_and_of_its_checks(core, tmp_p
 
     with pytest.raises(StaleEpoch):
         await core.reject_groups(epoch=run.epoch - 1, rejections=[rejection(group_id)])
-    with pytest.raises(InvalidRequest, match="stale_at_lease is no check"):
+    with pytest.raises(InvalidRequest, match="stale_at_lease is not a check"):
         await core.reject_groups(epoch=run.epoch, rejections=[rejection(group_id, DropReason.STALE_AT_LEASE)])
     stranger = GroupId(site=SITE, incarnation=INCARNATION, sequence=99)
     await core.reject_groups(epoch=run.epoch, rejections=[rejection(stranger)])

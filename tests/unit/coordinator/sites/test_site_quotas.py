@@ -17,15 +17,13 @@ from heterorl.sampler.outbox.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 
-PLENTY = 1 << 40
-
 
 def quotas(tmp_path, **changes):
     return Quotas(CoordinatorConfig(data_dir=tmp_path, **changes))
 
 
 def take(quotas, now, *, site="a", num_bytes=100):
-    return quotas.take(site, num_bytes=num_bytes, pending_bytes=0, pending_limit=PLENTY, now=now)[0]
+    return quotas.take(site, num_bytes=num_bytes, pending_bytes=0, now=now)[0]
 
 
 def test_bucket_gives_its_burst_at_once_and_its_rate_after_that(tmp_path):

@@ -1,7 +1,7 @@
-"""Signing of certificates: the authority's own, and one per node. Pure except for fresh keys and serials.
+"""Certificates of an authority: its own, and one for each node.
 
-A node's certificate holds exactly one URI. Only a coordinator's or relay's proves a server, so no sampler can pose as
-one. None outlives the authority. Keys are ECDSA P-256.
+A node's certificate has exactly one URI. Only a coordinator's or relay's is for servers, so no sampler can pose as one.
+None outlives the authority. Keys are ECDSA P-256.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri
 
 SKEW = datetime.timedelta(minutes=5)
-"""How far ahead of the others the authority's clock may be."""
+"""How far the authority's clock may be ahead of the nodes' clocks."""
 SERVING = frozenset({Role.COORDINATOR, Role.RELAY})
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 ENROLMENT_NAME = "enrolment.heterorl.invalid"
-"""Server name for joining nodes: not a coordinator's, and impossible in DNS."""
+"""Server name for joining nodes; it is not a coordinator's and cannot exist in DNS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Pair:
 
 
 def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
-    """Make a self-signed authority that may sign nodes only. Raises ConfigError: the run's name is not allowed."""
+    """Make a self-signed authority that may only sign nodes. Raises ConfigError: the run's name is not allowed."""
     _check_name("RUN", run)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"heterorl {run}"[:64])])
@@ -60,10 +60,7 @@ def issue_node(
     now: datetime.datetime,
     lifetime: datetime.timedelta,
 ) -> Pair:
-    """Issue a certificate and its key, valid from `now` to the authority's end at most; `hosts` are names it is dialled
-    by.
-    Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the
-    role."""
+    """Make a key and sign its certificate; arguments and errors as of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = sign_node(
         authority, public_key=key.public_key(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
@@ -83,7 +80,11 @@ def sign_node(
     lifetime: datetime.timedelta,
     serial: int = 0,
 ) -> x509.Certificate:
-    """Sign a certificate for a node's own key; arguments and errors as of `issue_node`, serial 0 draws one."""
+    """Sign a certificate for a node's own key, valid until the authority's end at most; serial 0 draws one.
+
+    `hosts` are the names and addresses that the node is dialled by.
+    Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or the role has no hosts.
+    """
     _check_name("RUN", run)
     _check_name("SITE", site)
     if hosts and role not in SERVING:
@@ -100,8 +101,7 @@ def sign_node(
 
 
 def issue_enrolment_server(authority: Pair, *, now: datetime.datetime) -> Pair:
-    """Issue the enrolment server's certificate, which proves ENROLMENT_NAME only.
-    Raises ConfigError: the authority has expired or cannot be read."""
+    """Issue the enrolment server's certificate, for ENROLMENT_NAME only. Raises ConfigError: as of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(
         authority, subject=ENROLMENT_NAME, public_key=key.public_key(), names=[x509.DNSName(ENROLMENT_NAME)],
@@ -121,7 +121,7 @@ def _signed(
     until: datetime.datetime | None = None,
     serial: int = 0,
 ) -> x509.Certificate:
-    """A certificate under the authority, at the longest until the authority's own end."""
+    """A certificate under the authority, until the authority's end at most."""
     try:
         issuer = x509.load_pem_x509_certificate(authority.cert)
         issuer_key = load_pem_private_key(authority.key, password=None)
@@ -146,7 +146,7 @@ def _signed(
 
 
 def hosts_of(pem: bytes) -> tuple[str, ...]:
-    """DNS names and IP addresses of a certificate, as `issue_node` takes them."""
+    """DNS names and IP addresses of a certificate."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

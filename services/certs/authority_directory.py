@@ -1,6 +1,6 @@
 """The authority's directory: issued and revoked certificates, tokens.
 
-    ca.crt ca.key        the authority; ca.key stays here
+    ca.crt ca.key        the authority; ca.key never leaves the directory
     issued/SERIAL.crt    every certificate that it issued
     tokens/NUMBER.json   tokens by which nodes join, without their secrets
     revoked              serial numbers that are no longer accepted; the coordinator's `tls.revoked`
@@ -34,16 +34,16 @@ PUBLIC = 0o644
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """One certificate in the authority's book; `expires` is an aware instant."""
+    """An issued certificate; `expires` is an aware instant."""
 
     identity: Identity
     hosts: tuple[str, ...]
-    """Names and addresses that it proves, without the local machine's."""
+    """Its names and addresses, without the local machine's."""
     expires: datetime.datetime
     is_revoked: bool
 
     def state(self, now: datetime.datetime) -> str:
-        """Valid, expired or revoked, for people."""
+        """The state as a word for tables."""
         if self.is_revoked:
             return "revoked"
         return "valid" if now < self.expires else "expired"
@@ -71,7 +71,7 @@ class Authority:
             write_file(self.revoked_path, b"# Serial numbers, hexadecimal, one a line.\n", mode=PUBLIC)
             write_file(self._directory / "run", f"{run}\n".encode("ascii"), mode=PUBLIC)
             write_file(self._directory / "ca.crt", pair.cert, mode=PUBLIC)
-            # Last: its presence says that everything else is there.
+            # Last: with the key the directory is complete.
             write_file(self._directory / "ca.key", pair.key, mode=SECRET)
 
     def issue(
@@ -84,8 +84,7 @@ class Authority:
         now: datetime.datetime,
         lifetime: datetime.timedelta,
     ) -> Path:
-        """Issue a node's files; returns their directory.
-        Raises ConfigError: a name is not allowed, or the node already has a certificate there."""
+        """Issue a node's files; returns their directory. Raises ConfigError: a bad name, or it has a certificate."""
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
             if (target / "node.key").exists():
@@ -102,8 +101,8 @@ class Authority:
     def renew(
         self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
     ) -> Identity:
-        """Replace certificate and key of a node's directory; returns the replaced identity. Without `hosts` they stay.
-        Raises ConfigError: no certificate of this authority is there, it is revoked, or hosts do not fit the role."""
+        """Replace certificate and key of a node's directory; returns the replaced identity. Empty `hosts` keep theirs.
+        Raises ConfigError: there is no certificate of this authority, or it is revoked; else as `sign_node`."""
         with locked(self._existing()):
             if not (target / "node.crt").exists():
                 raise ConfigError(
@@ -130,9 +129,8 @@ class Authority:
             return identity
 
     def revoke(self, what: str) -> list[Identity]:
-        """Revoke certificates; returns them. A serial number or file names one; a node's directory means all of its
-        role and site.
-        Raises ConfigError: this authority issued no such certificate."""
+        """Revoke a serial number, a certificate's file, or a node's directory (all of its role and site); returns the
+        revoked certificates. Raises ConfigError: this authority issued no such certificate."""
         with locked(self._existing()):
             path = Path(what)
             if path.is_dir():
@@ -153,7 +151,7 @@ class Authority:
             return self._refuse(found)
 
     def copies(self) -> list[Path]:
-        """Lists in directories of coordinators and relays under this one, which `revoke` keeps equal to the list."""
+        """Copies of the list in directories of coordinators and relays, which `revoke` updates."""
         paths = [path for role in sorted(SERVING) for path in self._directory.glob(f"{role}-*/{REVOKED}")]
         return sorted(path for path in paths if path.is_file())
 
@@ -172,23 +170,23 @@ class Authority:
         return list(identities)
 
     def run(self) -> str:
-        """Name of the run that it issues for. Raises ConfigError: there is no authority."""
+        """The authority's run. Raises ConfigError: there is no authority."""
         return (self._existing() / "run").read_text(encoding="ascii").strip()
 
     def pair(self) -> Pair:
-        """Certificate and key of the authority itself. Raises ConfigError: there is none."""
+        """The authority's certificate and key. Raises ConfigError: there is no authority."""
         directory = self._existing()
         return Pair(cert=(directory / "ca.crt").read_bytes(), key=(directory / "ca.key").read_bytes())
 
     def path_of(self, serial: int) -> Path:
-        """Where the book keeps a certificate."""
+        """The file of an issued certificate."""
         return self._directory / "issued" / f"{serial:x}.crt"
 
     def is_revoked(self, serial: int) -> bool:
         return serial in self._revoked()
 
     def list(self) -> list[Issued]:
-        """Every certificate that was issued, the one that expires first on top."""
+        """All issued certificates, the first to expire first."""
         book = self._existing() / "issued"
         revoked = self._revoked()
         identities = {path: self._read(path) for path in book.glob("*.crt")}
@@ -225,7 +223,7 @@ class Authority:
     def _hand_out(self, pair: Pair, target: Path) -> None:
         identity = read_identity(pair.cert)
         assert isinstance(identity, Identity)
-        # Into the book first: what a node holds can always be found and revoked.
+        # Before the node gets it, so that it can always be found and revoked.
         write_file(self.path_of(identity.serial), pair.cert, mode=PUBLIC)
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(target / "ca.crt", (self._directory / "ca.crt").read_bytes(), mode=PUBLIC)
@@ -248,7 +246,7 @@ def write_file(path: Path, data: bytes, *, mode: int) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Let one process at a time change an authority's directory."""
+    """Lock an authority's directory against other processes."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

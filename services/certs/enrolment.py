@@ -1,10 +1,8 @@
-"""Join tokens and the certificates they become, in an authority's directory.
+"""Join tokens in an authority's directory, and the certificates that nodes get for them.
 
-A token becomes exactly one certificate, also under concurrent requests and crashes: key and serial number are written
-to its row before anything is signed, and the same key gets the same certificate again. Only the secret's digest is on
-disk.
-
-Rows: tokens/NUMBER.json, mode 0600, the fields of `Kept`.
+A token gives exactly one certificate, also under concurrent requests and crashes: key and serial number are written to
+its row (tokens/NUMBER.json, the fields of `Kept`) before anything is signed, and the same key gets the same certificate
+again. Only the secret's digest is on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri, split_uri
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A verified signing request: the requested URI and the public key."""
+    """A verified signing request."""
 
     public_key: ec.EllipticCurvePublicKey
     uri: str
@@ -83,7 +81,7 @@ class Enrolment:
         return token
 
     def list(self) -> list[tuple[str, Kept]]:
-        """Every token by its number, the one that expires first on top."""
+        """All tokens by number, the first to expire first."""
         self._authority.run()
         paths = (self._directory / "tokens").glob("*.json")
         rows = [(path.stem, self._read(path)) for path in paths]
@@ -99,14 +97,14 @@ class Enrolment:
     def redeem(
         self, *, number: bytes, secret: bytes, request: Request, wall_time: Callable[[], float]
     ) -> x509.Certificate:
-        """Turn a token into a certificate for the caller's key.
-        Raises JoinRefused: the token does not count for this request; ConfigError: the authority cannot sign."""
+        """Redeem a token for a certificate of the caller's key.
+        Raises JoinRefused: the token is not valid for this request; ConfigError: the authority cannot sign."""
         with locked(self._directory):
             now = wall_time()
             kept = self._read(self._path(number))
             kept = check_token(kept, secret=secret, uri=request.uri, key=request.key, now=now)
             if not kept.key:
-                # First, and durably: a crash must not give this token to another key.
+                # Before signing: after a crash no other key may use the token.
                 kept = dataclasses.replace(kept, key=request.key, serial=x509.random_serial_number())
                 self._write(number, kept)
             elif self._authority.is_revoked(kept.serial):
@@ -127,7 +125,7 @@ class Enrolment:
                 lifetime=datetime.timedelta(days=kept.days),
                 serial=kept.serial,
             )
-            # Into the book before anybody holds it: what a node holds can always be found and revoked.
+            # Before the node gets it, so that it can always be found and revoked.
             write_file(path, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
         return certificate
 
@@ -148,7 +146,7 @@ class Enrolment:
 
 def read_request(der: bytes) -> Request:
     """Read a signing request (PKCS #10, DER) and check that its sender holds the key.
-    Raises JoinRefused: it is damaged, not signed by its key, of another kind of key, or names not exactly one URI."""
+    Raises JoinRefused: it is damaged, not signed by its key, of another kind of key, or has not one URI."""
     try:
         csr = x509.load_der_x509_csr(der)
         is_signed = csr.is_signature_valid

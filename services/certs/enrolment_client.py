@@ -1,7 +1,7 @@
-"""A node's side of joining: makes its key and fetches its certificate.
+"""The node's side of enrolment: makes its key and fetches its certificate.
 
-Before the server has proved the token's authority, only a TLS handshake is sent. The key is on disk before it is used,
-so a lost answer can be requested again.
+Until the server has proved the token's authority, the node sends only a TLS handshake. The key is on disk before it is
+used, so the node can ask again after a lost answer.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _ACTIONS = {
 
 
 class WrongAuthority(OperatorError):
-    """What answered is not the authority that made the token; nothing was sent to it."""
+    """The server is not of the token's authority; nothing was sent to it."""
 
-    action = "compare the address with the operator's; if it is right, somebody is in between"
+    action = "compare the address with the operator's; if it is right, the connection is intercepted"
 
 
 async def join(
     token: Token, *, address: str, out: Path, timeout_s: float = JOIN_S, wall_time: Callable[[], float] = time.time
 ) -> None:
     """Get a certificate; write ca.crt, node.crt and node.key into `out`. An existing node.key is used again.
-    Raises ConfigError: `out` has a certificate or an unreadable key; WrongAuthority: the server is not of the token's
-    authority; JoinRefused: the server refused; OperatorError: it cannot be reached."""
+    Raises ConfigError: `out` has a certificate or an unreadable key; WrongAuthority; JoinRefused: the server refused;
+    OperatorError: it cannot be reached."""
     if (out / "node.crt").exists():
         raise ConfigError("--out", f"{out} holds a certificate", action="name another directory, or delete it")
     key = _own_key(out)
@@ -67,16 +67,16 @@ async def join(
     except (OSError, BrokenFrame) as error:
         raise _unreachable(address, str(error)) from error
     write_file(out / "ca.crt", authority.public_bytes(Encoding.PEM), mode=PUBLIC)
-    # Last: its presence says that the node has joined.
+    # Last: with the certificate the node has joined.
     write_file(out / "node.crt", certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
 
 
 async def ask(
     token: Token, *, address: str, key: ec.EllipticCurvePrivateKey, now: float
 ) -> tuple[x509.Certificate, x509.Certificate]:
-    """The authority's certificate and the key's own; arguments and errors of `join`, the caller bounds the time."""
+    """The authority's certificate and the node's; arguments and errors of `join`. The caller bounds the time."""
     host, _, port = address.rpartition(":")
-    # The server proves itself by the pin, not by a name and this machine's trusted authorities.
+    # The pin of the token proves the server, not this machine's trusted authorities.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -103,7 +103,7 @@ async def ask(
     if not _issued(certificate, authority) or certificate.public_key().public_bytes(*form) != (
         key.public_key().public_bytes(*form)
     ):
-        raise WrongAuthority("the certificate that came is not this key's, or not the authority's")
+        raise WrongAuthority("the server's answer is not a certificate of this key by the authority")
     return authority, certificate
 
 
@@ -125,7 +125,7 @@ def _check_server(token: Token, *, greeting: bytes, server: bytes, now: float) -
     except (ValueError, x509.ExtensionNotFound) as error:
         raise WrongAuthority(f"the server's certificate cannot be read: {error}") from error
     if not _issued(certificate, authority) or hosts != [ENROLMENT_NAME]:
-        raise WrongAuthority("what answers has no certificate of the authority for this")
+        raise WrongAuthority("the server has no enrolment certificate of the authority")
     instant = datetime.datetime.fromtimestamp(now, datetime.UTC)
     if not certificate.not_valid_before_utc <= instant <= certificate.not_valid_after_utc:
         raise WrongAuthority("the server's certificate is not valid now", action="set this machine's clock")
@@ -147,7 +147,7 @@ def _own_key(out: Path) -> ec.EllipticCurvePrivateKey:
         if path.exists():
             key = load_pem_private_key(path.read_bytes(), password=None)
             if not isinstance(key, ec.EllipticCurvePrivateKey):
-                raise ConfigError("--out", f"{path} is no ECDSA key", action="delete it")
+                raise ConfigError("--out", f"{path} is not an ECDSA key", action="delete it")
             return key
         key = ec.generate_private_key(ec.SECP256R1())
         write_file(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), mode=SECRET)
@@ -161,7 +161,7 @@ def _refused(reply: bytes) -> JoinRefused:
         reason = Refused(reply[0])
     except (IndexError, ValueError):
         reason = Refused.FAULT
-    # Another machine's words: printable, and not many.
+    # Text of another machine: printable and short.
     words = "".join(c for c in reply[1:].decode("utf-8", "replace") if c.isprintable())[:300]
     return JoinRefused(reason, words or "the server refused", action=_ACTIONS.get(reason))
 

@@ -4,9 +4,9 @@
     accept      a connection                            the kernel; the end of the process
     answer      two frames of a node, the directory     the node; SPEAK_S, ANSWER_S; the lock's holder
 
-It runs where the authority's key is. A connection lasts ANSWER_S at most, and SPEAK_S before its token. OF_ADDRESS
-connections of one address are open at once, MAX_CONNECTIONS in all. At the limit, the oldest silent connection of the
-busiest address ends.
+It runs where the authority's key is. A connection lasts ANSWER_S at most, and SPEAK_S before its token. At most
+OF_ADDRESS connections of one address are open, MAX_CONNECTIONS in all. At the limit, the oldest silent connection of
+the busiest address ends.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from heterorl.common.errors import HeterorlError, PortInUse
 _LOG = logging.getLogger(__name__)
 ANSWER_S = 10.0
 SPEAK_S = 3.0
-"""For the handshake, the token and the signing request."""
+"""Limit of the handshake, the token and the signing request."""
 MAX_CONNECTIONS, OF_ADDRESS = 64, 8
 
 
 class _Unread(asyncio.StreamReaderProtocol):
-    """A connection of which nothing is read before its handshake begins: its first bytes are the handshake's."""
+    """A connection that is not read before `start_tls`: its first bytes are the handshake's."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -54,7 +54,7 @@ class EnrolmentServer:
     def __init__(
         self, directory: Path, *, wall_time: Callable[[], float] = time.time, limit: GuessLimit | None = None
     ) -> None:
-        """Prepare to answer for the authority of a directory. Raises ConfigError: there is none, or it has expired."""
+        """Prepare for the authority of a directory. Raises ConfigError: there is no authority, or it has expired."""
         authority = Authority(directory)
         pair = authority.pair()
         self._enrolment = Enrolment(directory)
@@ -64,7 +64,7 @@ class EnrolmentServer:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_3
         with tempfile.TemporaryDirectory(prefix="heterorl-enrolment-") as place:
-            # The only way to hand a key to OpenSSL; the directory is this user's alone and goes at once.
+            # OpenSSL reads keys only from files; only this user can read the directory.
             path = Path(place) / "server.pem"
             write_file(path, own.key + own.cert, mode=SECRET)
             self._tls.load_cert_chain(path)
@@ -107,12 +107,12 @@ class EnrolmentServer:
                 await writer.wait_closed()
 
     def _has_room(self, address: str) -> bool:
-        """Whether one more connection of an address, which is counted, may stay; makes room where none is left."""
+        """Whether a counted connection of an address may stay; at the limit, ends a silent one."""
         if self._open[address] > OF_ADDRESS:
             return False
         if self._open.total() <= MAX_CONNECTIONS:
             return True
-        # Of equals the first, which is the oldest.
+        # `max` takes the first of equals, which is the oldest.
         oldest = max(self._silent, key=lambda silent: self._open[self._silent[silent]], default=None)
         if oldest is None:
             return False
@@ -125,7 +125,7 @@ class EnrolmentServer:
         async with asyncio.timeout(SPEAK_S) as silent:
             self._silent[silent] = network_of(peer)
             try:
-                # Counted before the handshake: a connection that never begins one is a connection.
+                # Counted before the handshake, which may never begin.
                 await writer.start_tls(self._tls, ssl_handshake_timeout=SPEAK_S)
                 writer.write(frame(self._greeting))
                 await writer.drain()
@@ -140,11 +140,11 @@ class EnrolmentServer:
                 certificate = await self._answer(token, csr, peer)
             reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
         except JoinRefused as error:
-            _LOG.warning("%s gets no certificate: %s", peer, error)
+            _LOG.warning("refused a certificate to %s: %s", peer, error)
             reply = bytes([error.reason]) + str(error).encode()[:1024]
         except HeterorlError as error:
-            # The operator's to know; the caller learns that it was not its fault.
-            _LOG.error("%s gets no certificate: %s", peer, error)
+            # Only the operator gets the reason.
+            _LOG.error("cannot issue a certificate to %s: %s", peer, error)
             reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"
         writer.write(frame(reply))
         await writer.drain()
@@ -168,12 +168,12 @@ class EnrolmentServer:
         except JoinRefused:
             self._limit.note(peer, number, now=self._wall_time())
             raise
-        _LOG.info("%s is %s, certificate %x", peer, request.uri, certificate.serial_number)
+        _LOG.info("issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
         return certificate
 
 
 class GuessLimit:
-    """Failed attempts by token and address; bounded, the oldest entry is evicted first.
+    """Failed attempts by token and address; the oldest entry is evicted first.
 
     Each token has its own limit, so nodes behind one address do not block each other; an address has a larger one. An
     IPv6 address counts as its /64.
@@ -189,7 +189,7 @@ class GuessLimit:
         self._failures: OrderedDict[tuple[str, bytes], deque[float]] = OrderedDict()
 
     def wait_s(self, address: str, number: bytes, *, now: float) -> float:
-        """Seconds until an address may try the token of a number again; 0 is now."""
+        """Seconds until an address may try a token again; 0 for now."""
         waits = [0.0]
         for key in _keys(address, number):
             times = self._failures.get(key)
@@ -198,7 +198,7 @@ class GuessLimit:
         return max(waits)
 
     def note(self, address: str, number: bytes, *, now: float) -> None:
-        """An address failed with the token of a number."""
+        """Count a failure of an address with a token."""
         for key, most in zip(_keys(address, number), (self._max_failures, self._max_of_address), strict=True):
             self._failures.setdefault(key, deque(maxlen=most)).append(now)
             self._failures.move_to_end(key)
@@ -212,7 +212,7 @@ def _keys(address: str, number: bytes) -> tuple[tuple[str, bytes], tuple[str, by
 
 
 def network_of(address: str) -> str:
-    """The address, or its /64: what one machine has."""
+    """An IPv4 address, or the /64 of an IPv6 address, which one machine may have."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""Join tokens, and the frames in which a node shows one to the enrolment server.
+"""Join tokens, and the frames of enrolment.
 
 A token is the text `hrl1.` and base64url without padding of:
 
-    8 bytes     its number in the authority's book
+    8 bytes     its number in the authority's directory
     32 bytes    secret
     32 bytes    SHA-256 of the authority's certificate (DER): the pin
     2 bytes     length of the next field, big-endian
@@ -10,14 +10,14 @@ A token is the text `hrl1.` and base64url without padding of:
     m bytes     host:port of the enrolment server (ASCII); may be empty
     4 bytes     first bytes of SHA-256 of all of the above, against typing errors
 
-Frames travel over TLS 1.3; the server speaks first, so the node knows it before it sends the token:
+Frames travel over TLS 1.3; the server sends first, so the node has checked it before it sends the token:
 
     frame       4 bytes length, big-endian, at most MAX_FRAME; then that many bytes
     server      1 frame: the authority's certificate, DER
     node        2 frames: number and secret of the token (40 bytes); signing request, DER
     server      1 frame: a byte of 0 and the certificate, DER; or a byte of `Refused` and a sentence, UTF-8
 
-The authority keeps only the secret's digest. A token counts once, for one key and one identity.
+The authority keeps only the secret's digest. A token is valid once, for one key and one identity.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_FRAME = 16 << 10
 
 
 class Refused(enum.IntEnum):
-    """Why the enrolment server issued nothing; the number travels."""
+    """Reasons of a refusal; the numbers are on the wire."""
 
     REQUEST = 1
     TOKEN = 2
@@ -81,7 +81,7 @@ class Token:
         return names
 
     def text(self) -> str:
-        """The token as one word."""
+        """The token as text."""
         uri = self.uri.encode("ascii")
         body = self.id + self.secret + self.pin + struct.pack(">H", len(uri)) + uri + self.address.encode("ascii")
         return PREFIX + base64.urlsafe_b64encode(body + _sum(body)).rstrip(b"=").decode("ascii")
@@ -103,7 +103,7 @@ class Kept:
 
 
 def parse_token(text: str) -> Token:
-    """Read a token. Raises ConfigError: it is damaged or none."""
+    """Read a token. Raises ConfigError: it is damaged or not a token."""
     action = "copy the whole token, or ask for a new one"
     text = "".join(text.split())
     if not text.startswith(PREFIX) or not text.isascii():
@@ -132,7 +132,7 @@ def parse_token(text: str) -> Token:
 
 
 def secret_digest(secret: bytes) -> str:
-    """What is kept of a secret: 256 random bits need no slow digest."""
+    """The stored digest of a secret; 256 random bits need no slow hash."""
     return blake3.blake3(secret).hexdigest()
 
 
@@ -142,19 +142,17 @@ def pin_of(certificate: bytes) -> bytes:
 
 
 def check_token(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> Kept:
-    """Check a token against its row (`kept`, None if unknown); a caller without the secret learns nothing about the
-    token.
+    """Check a token against its row (`kept`, None if unknown). Without the secret, a caller learns nothing about it.
 
-    `key` is the digest of the caller's public key, whose private key the caller has proved.
-    Raises JoinRefused: it does not count.
+    `key` is the digest of the caller's proved public key. Raises JoinRefused.
     """
     if kept is None or not hmac.compare_digest(kept.secret_digest, secret_digest(secret)):
         raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
     if uri != kept.uri:
         raise JoinRefused(Refused.IDENTITY, f"the token is for {kept.uri}, the request for {uri[:200]}")
-    # The same key asks again after a lost answer and gets the same certificate.
+    # The same key may ask again after a lost answer.
     if kept.key and not hmac.compare_digest(kept.key, key):
-        raise JoinRefused(Refused.USED, "the token was used, by another key")
+        raise JoinRefused(Refused.USED, "the token was used by another key")
     if not kept.key and now >= kept.expires:
         raise JoinRefused(Refused.EXPIRED, "the token has expired")
     return kept
@@ -165,11 +163,11 @@ def _sum(body: bytes) -> bytes:
 
 
 class BrokenFrame(Exception):
-    """The other end closed early, or announced more than a frame may hold."""
+    """The peer closed early, or announced too long a frame."""
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """One frame; the caller bounds the time. Raises BrokenFrame: it is incomplete or too long."""
+    """Read a frame; the caller bounds the time. Raises BrokenFrame: it is incomplete or too long."""
     try:
         (length,) = struct.unpack(">I", await reader.readexactly(4))
         if length > MAX_FRAME:

@@ -1,4 +1,4 @@
-"""What the columns of one coordinator share: store, payloads, sites, bells, clock."""
+"""The context that the columns of a coordinator share: store, payloads, sites, bells, clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorContext:
-    """One coordinator's parts, put together once. Times are instants of the monotonic clock."""
+    """The parts of one coordinator. Times are monotonic seconds."""
 
     config: CoordinatorConfig
     clock: Clock
@@ -51,16 +51,16 @@ class CoordinatorContext:
     sites: Sites
     deadlines: Deadlines
     bell: Bell
-    """Groups came or went, or the lease: for the learner's stream."""
+    """Rings when groups or the lease change: for the learner's stream."""
     head_bell: Bell
-    """A version was published: for every sampler, of which there may be a thousand."""
+    """Rings when a version is published: for all samplers, perhaps a thousand."""
     queue: Queue
     started: float
     standing: Standing = field(default_factory=Standing)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def change(self, operation: Callable[[Connection], ResultT], *, is_publication: bool = False) -> ResultT:
-        """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
+        """Run an operation, then wake the waiters, even if the caller is cancelled."""
         future = self.database.submit(operation)
         future.add_done_callback(lambda _: self.bell.ring())
         if is_publication:

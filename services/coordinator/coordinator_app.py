@@ -47,7 +47,7 @@ from heterorl.v1 import (
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
-"""How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
+"""Longest wait of the store's thread for the interpreter lock after a statement; a tenth of Python's default."""
 
 
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
@@ -73,7 +73,7 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
 async def _take_store(
     config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
 ) -> DatabaseEngine | None:
-    """Wait for the store in a database; None when a signal came first. A standby has a page meanwhile."""
+    """Wait for the store in a database; None if a signal comes first. A standby serves a page while it waits."""
     is_elsewhere = bool(config.payloads.bucket)
     standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
     if page is not None:
@@ -107,7 +107,7 @@ async def _serve(
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock, engine=engine)
-    # A hanging session or disk keeps the store from a standby.
+    # A session or disk that hangs keeps the store from a standby.
     watch.silent_s = core.database.silent_s
     server = Server(
         max_message_bytes=config.max_message_bytes,
@@ -129,7 +129,7 @@ async def _serve(
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)
-        # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
+        # Before the first scrape: an unset gauge reads 0, and an alert would take it for a broken ledger.
         await run_metrics.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
         metrics_port = page.serve()
@@ -155,12 +155,12 @@ async def _serve(
 
 
 def _take_descriptors(wanted: int) -> int:
-    """Raise the limit of file descriptors; returns how many calls it allows. Raises ConfigError: not even a few."""
+    """Raise the limit of file descriptors; returns the calls that it allows. Raises ConfigError: too few."""
     limit = server_limits.raise_limit(calls=wanted)
     calls = server_limits.calls_within(limit, wanted=wanted)
     if calls < wanted:
         _LOG.warning(
-            "%d file descriptors are enough for %d calls at once, not for max_concurrent_rpcs = %d:"
+            "%d file descriptors are enough for %d concurrent calls, not for max_concurrent_rpcs = %d:"
             " allow %d (ulimit -n, LimitNOFILE=) or lower it",
             limit, calls, wanted, server_limits.needed_for(wanted),
         )  # fmt: skip
@@ -175,8 +175,8 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
         with replacing(path, is_durable=False) as file:
             file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
-        # A convenience: on a full disk the coordinator serves all the same.
-        _LOG.warning("%s is not written: %s", path, error)
+        # The file is a convenience: the coordinator serves without it.
+        _LOG.warning("cannot write %s: %s", path, error)
 
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
@@ -192,5 +192,5 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
             await core.run.note_revoked(now)
             revoked = now
 
-    # The store's end is main's to notice.
+    # `main` notices the end of the store.
     await RetryingLoop("gauges", clock).repeat(look, every_s=GAUGE_INTERVAL_S)

@@ -48,7 +48,7 @@ class Coordinator:
         self.rollout = RolloutColumn(context, held_out=self.evaluation.lease)
         self.run = RunColumn(context)
         self.sample = SampleColumn(context)
-        # What runs beside the calls, and what is looked at from outside.
+        # Parts that run between the calls, or are read from outside.
         self.config = context.config
         self.clock = context.clock
         self.database = context.database
@@ -60,7 +60,7 @@ class Coordinator:
         self.collector = context.collector
         self.disk = context.disk
         self.backups = context.backups
-        # CoordinatorApi, call by call: for a caller in this process the columns are one.
+        # CoordinatorApi, call by call, for a caller in this process.
         self.acquire_lease = self.lease.acquire_lease
         self.renew_lease = self.lease.renew_lease
         self.release_lease = self.lease.release_lease
@@ -106,15 +106,15 @@ class Coordinator:
         store: type[Database] = Database,
         engine: DatabaseEngine | None = None,
     ) -> Coordinator:
-        """Open the data directory; errors as of `open_context`.
+        """Open the data directory; raises as `open_context`.
 
-        `store` runs the operations: on a thread, or inline under a virtual clock. `engine` is an already taken store.
+        `store` runs the operations: on a thread, or inline under a virtual clock. `engine` is a store already taken.
         """
         return cls(await open_context(config, clock, store=store, engine=engine))
 
     @property
     def on_fatal(self) -> asyncio.Future[None]:
-        """Resolves when the store failed and the process must end."""
+        """Resolves when the store has failed and the process must end."""
         return self.database.on_fatal
 
     async def end_streams(self) -> None:
@@ -132,9 +132,9 @@ class Coordinator:
 async def open_context(
     config: CoordinatorConfig, clock: Clock, *, store: type[Database], engine: DatabaseEngine | None = None
 ) -> CoordinatorContext:
-    """Open the data directory; every lease found there gets a fresh term.
-    Raises CorruptStore: the store fails its check or belongs to another run; OperatorError: the directory cannot be
-    used, or the disk is full at the first start; Busy: a bucket of payloads does not answer."""
+    """Open the data directory; each lease found there gets a fresh term.
+    Raises CorruptStore: the store fails its check; ContractMismatch: it is of another run or seed; OperatorError: the
+    directory cannot be used; Busy: the bucket does not answer."""
     disk = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
     database = await store.over(
         lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
@@ -155,7 +155,7 @@ async def open_context(
 
     try:
         await database.run(lambda connection: _start(connection, config))
-        # The bound may be smaller than it was; on a full disk the next sample that is kept sees to it.
+        # The bound may have shrunk. On a full disk the next kept sample trims.
         with contextlib.suppress(StoreFull):
             while not await database.run(ring.trim):
                 pass
@@ -165,7 +165,7 @@ async def open_context(
         merges = MergedDeltas(config.data_dir / "merged")
         await merges.open(database)
         sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
-        # Who reads from the bucket is not seen to read.
+        # The coordinator does not see reads from the bucket.
         lease_s = max(config.pull_lease_s, config.payloads.url_lifetime_s if config.payloads.bucket else 0.0)
         leases = PullLeases(term_s=lease_s, started=now)
         damage = Damage(database=database, blobs=blobs, cache=cache, merges=merges)
@@ -245,7 +245,7 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
     if seed is None:
-        # Only then: a start on a full disk writes nothing that it need not.
+        # Only once, so that a later start on a full disk needs no write.
         set_meta(connection, "seed", str(config.seed))
     contract = lineage.read_contract(connection)
     problem = "" if contract is None else validation.contract_problem(contract, config)

@@ -21,7 +21,7 @@ from heterorl.coordinator.versions import lineage
 
 RETRY_AFTER_S = 2.0
 NEVER_RETRY_S = 60.0
-"""When a site asks again that may not evaluate, or whose form of the weights is not evaluated."""
+"""Seconds until a site asks again that may not evaluate, or that pulls a variant."""
 
 
 class EvaluationColumn:
@@ -45,7 +45,7 @@ class EvaluationColumn:
             if config.evaluation_sites and site not in config.evaluation_sites:
                 refusal = "evaluation_sites does not name this site"
             elif self._context.sites.variant(connection, site, incarnation):
-                refusal = "the weights are evaluated as they are trained, and this site pulls a variant"
+                refusal = "only the trained weights are evaluated, and this site pulls a variant"
             if refusal:
                 return WorkGrant(assignments=(), reason=refusal, retry_after_s=0.0 if is_ending else NEVER_RETRY_S)
             self._context.deadlines.look(connection, now)
@@ -65,7 +65,7 @@ class EvaluationColumn:
             assignments = self._context.deadlines.begin(connection, handed, holder, now)
             return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0, evaluation=job.spec)
 
-        # Also what a process that died had not summed up.
+        # An earlier process may have left evaluations to sum up.
         await self._end_over()
         grant = await self._context.database.run(operation)
         self._context.sites.see(site, incarnation, now, policy_version=policy_version)
@@ -89,16 +89,16 @@ class EvaluationColumn:
 
         num_new, is_over = await self._context.database.run(operation)
         if is_over:
-            # Before the answer: a site that hears none says it again, and it is ended then.
+            # Before the answer: a site that gets none pushes again, which ends it then.
             await self._end_over()
         self._context.sites.see(site, incarnation, self._context.clock.monotonic())
         metrics.EVALUATED_PROMPTS.labels(metrics.SITES.of(site)).inc(num_new)
         return num_new
 
     async def _end_over(self) -> None:
-        """End what is over; statistics are computed without the store."""
+        """End the evaluations that are over; statistics are computed off the store's thread."""
         clock, since = self._context.clock, self._context.clock.monotonic() - self._context.config.work_lease_s
-        # A coordinator that has just started has not heard yet which versions sites have.
+        # After a start the versions of sites are unknown for one lease.
         in_use = self._context.sites.versions_in_use(since) if since >= self._context.started else None
         over = await self._context.database.run(
             lambda connection: jobs.over(connection, in_use=in_use, is_ending=self._is_ending(connection))

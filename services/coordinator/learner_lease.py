@@ -1,4 +1,4 @@
-"""The learner's lease: acquire, renew, release; one store operation each. See heterorl.common.api."""
+"""The learner's lease: acquire, renew and release, one store operation each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LearnerLease:
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
         self._expires = context.started + context.config.learner_lease_s
-        """Monotonic instant; used by store operations only. A lease found at a start gets a fresh term."""
+        """Monotonic instant, used by store operations only; a lease found at a start gets a fresh term."""
 
     async def acquire_lease(
         self,
@@ -85,16 +85,14 @@ class LearnerLease:
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._context.clock.wall()
                 )
                 offer(connection, variants)
-            # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
+            # Inside the operation: the next request may be in the same commit, and must see this one.
             self._expires = now + self._context.config.learner_lease_s
             return decision.epoch, lineage.head_version(connection), reason, other
 
         epoch, head, reason, other = await self._context.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
         if other:
-            _LOG.warning(
-                "sites go on joining with what was stated first, learner %s states otherwise: %s", holder, other
-            )
+            _LOG.warning("kept the first statement for joining sites; learner %s differs: %s", holder, other)
         return self._grant(epoch, holder, head)
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
@@ -115,7 +113,7 @@ class LearnerLease:
 
         def operation(connection: Connection) -> None:
             if get_meta(connection, "epoch") == str(epoch) and get_meta(connection, "lease_released") == "1":
-                # The first answer was lost.
+                # A repeat: the first answer was lost.
                 return
             lineage.check_epoch(connection, epoch)
             set_meta(connection, "lease_released", "1")

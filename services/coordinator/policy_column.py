@@ -1,4 +1,4 @@
-"""Versions: publication, upload of payloads, pull plans, downloads. See heterorl.common.api for each call."""
+"""Versions: publication, payload uploads, pull plans, downloads. heterorl.common.api describes the calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PolicyColumn:
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
 
-    # the learner's side
+    # for the learner
 
     async def query_upload(self, *, digest: Digest) -> int:
         return self._context.blobs.query(digest)
@@ -70,7 +70,7 @@ class PolicyColumn:
             raise
 
     async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
-        """Where the epoch's learner may put the next piece of a payload; nowhere where it is to be streamed."""
+        """The place for the next piece of a payload in the bucket; NO_PLACE if the learner must stream it."""
         await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         if self._context.blobs.query(digest):
             return NO_PLACE
@@ -80,11 +80,11 @@ class PolicyColumn:
             return NO_PLACE
 
     async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:  # noqa: ARG002 - see heterorl.common.api
-        """Nothing is put from within this process: its caller streams."""
+        """False: a caller in this process streams."""
         return False
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Verify what was put and make it a payload, as if it had been streamed, from where an earlier call ended."""
+        """Read the pieces in the bucket as an upload, from where an earlier call ended, and verify them."""
         have = self._context.blobs.query(digest)
         frames = self._context.direct_uploads.frames(digest, num_bytes, offset=have)
         try:
@@ -132,7 +132,7 @@ class PolicyColumn:
                 connection, request.consumed, version=manifest.version, parent=request.parent_version
             )
             if refused:
-                # Returned, not raised: the drops of stale groups must be committed.
+                # Not raised: the drops of stale groups must be committed.
                 return None, why
             abandoned = lineage.abandon_versions(connection, request)
             queue.abandon_consumed(connection, abandoned)
@@ -164,7 +164,7 @@ class PolicyColumn:
     async def get_step(self, *, step_id: str) -> int | None:
         return await self._context.database.run(lambda connection: lineage.version_of_step(connection, step_id))
 
-    # everybody's side
+    # for all
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         while not self._context.closing.is_set():
@@ -181,11 +181,9 @@ class PolicyColumn:
         return await self._context.database.run(lambda connection: Chain(connection, variant).signed_manifest(version))
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-
-        def operation(connection: Connection) -> tuple[bytes, ...]:
-            return Chain(connection, variant).manifests(first=first_version, last=last_version)
-
-        return await self._context.database.run(operation)
+        return await self._context.database.run(
+            lambda connection: Chain(connection, variant).manifests(first=first_version, last=last_version)
+        )
 
     async def plan_pull(
         self,
@@ -198,7 +196,7 @@ class PolicyColumn:
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
+        """Plan the cheapest pull; a merged delta that would be cheaper is requested for later callers."""
         merges, have = self._context.merges, version_or_none(have_version)
         merged_into = functools.partial(merges.into, variant=variant) if accept_merged else pull_plans.no_merged
 
@@ -225,25 +223,25 @@ class PolicyColumn:
         return plan
 
     async def payload_urls(self, plan: PullPlan) -> list[str]:
-        """For each payload of a plan an address from which its caller may read it for a while; empty where none is."""
+        """A presigned URL for each payload of a plan, empty if it has none."""
         try:
             return await self._context.storage.urls([payload.digest for payload in plan.payloads])
         except Busy:
-            # The coordinator has them too.
+            # The caller reads from the coordinator.
             return []
 
     async def _leased(
         self, operation: Callable[[Connection], tuple[PullPlan, int | None]], have_version: int | None
     ) -> tuple[PullPlan, int | None]:
         plan, head = await self._context.database.run(operation)
-        # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.
+        # No await before the grant: a deletion that is decided after the plan sees its lease.
         self._context.leases.grant(
             have_version=have_version, payloads=plan.payloads, now=self._context.clock.monotonic()
         )
         return plan, head
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload that still has the bytes of its name."""
+        """Yield frames of a payload; damage is found and reported."""
         merged = self._context.merges.find(digest)
         path = self._context.blobs.path(digest) if merged is None else merged
         with self._context.leases.reading(digest):

@@ -1,6 +1,6 @@
-"""Prometheus metrics of the run, read from the store once a second and from passing groups.
+"""Prometheus metrics of the run, from the store and from passing groups.
 
-Never changes the store. Each label has a closed set of values or a bounded label of a site.
+Each label has a closed set of values, or is the bounded label of a site.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SITE_GAUGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What is in the store: waiting bytes by site, bytes of samples, times of the oldest waiting group and the head."""
+    """Waiting bytes by site, bytes of samples, times of the oldest waiting group and of the head."""
 
     bytes_by_site: dict[str, int]
     sample_bytes: dict[SampleKind, int]
@@ -45,7 +45,7 @@ class Waiting:
 
 
 def read_waiting(connection: Connection) -> Waiting:
-    """One look at the store, as a store operation."""
+    """Read them, as a store operation."""
     rows = connection.execute(
         "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
     )
@@ -60,7 +60,7 @@ def read_waiting(connection: Connection) -> Waiting:
 
 
 async def observe_run(core: Coordinator) -> None:
-    """Show the run as it is now."""
+    """Set all gauges of the run."""
     status = await core.run.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
@@ -99,7 +99,7 @@ async def observe_run(core: Coordinator) -> None:
 def _observe_variants(status: RunStatus) -> None:
     trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
     others = [(each.variant, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.variants]
-    # What is published no more is shown no more.
+    # A variant that is not published any more has no series.
     metrics.VARIANT_BYTES.clear()
     for variant, *sizes in (trained, *others):
         for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
@@ -123,7 +123,7 @@ def _observe_ledger(counts: LedgerCounts) -> None:
 
 
 def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
-    """Show each site by its incarnation seen last."""
+    """Set each site's gauges by its incarnation seen last."""
     newest: dict[str, SiteStatus] = {}
     work: defaultdict[str, int] = defaultdict(int)
     away: defaultdict[str, int] = defaultdict(int)
@@ -162,7 +162,7 @@ def observe_push(outcome: PushOutcome) -> None:
 
 
 def observe_lease(leased: LeasedGroup) -> None:
-    """Note the ages of a group that goes to the learner."""
+    """Observe the ages of a group that goes to the learner."""
     site = metrics.SITES.of(leased.sealed.id.site)
     metrics.QUEUE_AGE_SECONDS.labels(site).observe(leased.queue_age_s)
     metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(leased.policy_age_s)

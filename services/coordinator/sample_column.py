@@ -1,4 +1,4 @@
-"""Samples: the learner's notes on kept groups, and pages for operators. See heterorl.common.api."""
+"""Samples: the learner's notes on kept groups, and pages for operators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63
 LOOKS = 20
-"""Operations that one page may take; others' come between them."""
+"""Store operations of one page at most; others run between them."""
 
 
 class SampleColumn:
@@ -44,7 +44,7 @@ class SampleColumn:
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
         kept = self._context.queue.ring
-        # Beside the store's thread, which others wait for.
+        # Not on the store's thread, which others wait for.
         packed = await in_thread(lambda: [(note, note_to_bytes(note)) for note in notes])
         held_out = await in_thread(lambda: [(sample, evaluation_to_bytes(sample)) for sample in evaluations])
 
@@ -58,11 +58,11 @@ class SampleColumn:
         await self._context.database.run(operation)
 
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
-        """One page; short where much had to be looked through."""
+        """One page; short if many rows did not match."""
         check_limit(page.limit)
         for name, number in (("after", page.after), ("before", page.before)):
             if not 0 <= number < END_OF_IDS:
-                raise InvalidRequest(f"{name}: {number} is no id of a sample")
+                raise InvalidRequest(f"{name}: {number} is not an id of a sample")
         found: list[SampleSummary] = []
         rest: SamplePage | None = page
         for _ in range(LOOKS):

@@ -1,16 +1,13 @@
-"""The ring of kept samples as store operations: which groups are kept, which are evicted, pages to read.
+"""The ring of kept samples: which groups are kept and evicted, and pages to read. Store operations.
 
     consumed    every k-th group that a version consumed    half of the bytes
     rejected    every group that failed a check             a quarter
     dropped     every k-th that was dropped otherwise       an eighth
     evaluation  all                                         an eighth
 
-A part may use what the others leave free. When the ring is full, the part farthest above its share loses its oldest
-sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. While the disk is full,
-nothing is kept.
-
-Pages are read along an index. Filters without an index are checked row by row, at most ROWS_AT_ONCE rows in one
-operation; a short page says how far it came.
+A part may use the bytes that the others leave free. When the ring is full, the part farthest above its share loses its
+oldest sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. While the disk
+is full, nothing is kept. Pages are read along an index; other filters look at ROWS_AT_ONCE rows in one operation.
 """
 
 from __future__ import annotations
@@ -47,9 +44,9 @@ from heterorl.coordinator.store.database_engine import Connection
 SHARES = {SampleKind.CONSUMED: 0.5, SampleKind.REJECTED: 0.25, SampleKind.DROPPED: 0.125, SampleKind.EVALUATION: 0.125}
 MAX_DETAIL = 300
 TRIM_ROWS = 256
-"""Samples that make room in one operation at a start with a smaller bound."""
+"""Samples evicted in one operation, at a start with a smaller bound."""
 _PAGE_BYTES, _ROW_BYTES = 4096, 2048
-"""SQLite's overhead of a payload and of a row with its indexes, at most."""
+"""Largest overhead of SQLite for a payload, and for a row with its indexes."""
 _INSERT = (
     "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
     " prompt_index, num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, num_bytes,"
@@ -61,18 +58,18 @@ _INSERT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRing:
-    """The rule of keeping; all else is in the store. `wall` gives seconds since the epoch."""
+    """The rule of keeping; samples are in the store. `wall` gives seconds since the epoch."""
 
     limit_bytes: int
     every: int
-    """k: of groups that were trained on, and of those that were dropped for no fault."""
+    """k, for groups that were trained on, and for those dropped without a fault."""
     max_sample_bytes: int
-    """Of a group with its note: what one message takes to a reader."""
+    """Of a group with its note, which one message must hold."""
     wall: Callable[[], float]
     may_write: Callable[[], bool] = lambda: True
 
     def wants(self, kind: SampleKind, arrival: int) -> bool:
-        """Whether a group is kept that arrived with this number; the same answer at its lease and at its end."""
+        """Whether a group with this arrival number is kept; the same at its lease and at its end."""
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
     def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
@@ -83,8 +80,8 @@ class SampleRing:
         self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
 
     def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
-        """Keep a held-out prompt with its completions; `data` are the bytes of its message, where they are made."""
-        # As the key of a group has none of it: said again because an answer was lost, it is kept once.
+        """Keep a held-out prompt with its completions; `data` is its message, if it was serialized already."""
+        # A repeat after a lost answer is kept once, under the key of a group that cannot exist.
         name, number = f"{sample.version}/{one_line(sample.task_set)}", sample.prompt_index + 1
         if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
             return
@@ -99,7 +96,7 @@ class SampleRing:
         )
 
     def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
-        """Give a kept group its texts, in place of earlier ones; returns whether it is kept and has room for them."""
+        """Replace the texts of a kept group; returns whether it is kept and they fit."""
         row = connection.execute(
             "SELECT s.id, kind, num_bytes, num_rollouts, length(content) FROM samples s JOIN sample_payloads p"
             " ON p.id = s.id WHERE site = ? AND incarnation = ? AND sequence = ? AND kind != 'evaluation'",
@@ -121,7 +118,7 @@ class SampleRing:
         return True
 
     def trim(self, connection: Connection) -> bool:
-        """Make room for what is there, some of it at once; returns whether all is within the bound."""
+        """Evict up to TRIM_ROWS samples; returns whether the ring is within its bound."""
         return self._make_room(connection, most=TRIM_ROWS)
 
     def _keep_group(
@@ -201,7 +198,7 @@ def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:
 
 
 def one_line(text: str, limit: int = MAX_DETAIL) -> str:
-    """The beginning of a foreign text as one line."""
+    """The beginning of an untrusted text as one line."""
     return "".join(c if c.isprintable() else " " for c in text[:limit])
 
 
@@ -224,7 +221,7 @@ def _stored_bytes(num_content: int, num_note: int) -> int:
 
 
 ROWS_AT_ONCE = 1000
-"""Rows that one operation looks at: some milliseconds of the store's only thread."""
+"""Rows that one operation reads: some milliseconds of the store's thread."""
 _MAX_ID = 2**62
 _COLUMNS = (
     "id, kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
@@ -234,7 +231,7 @@ _COLUMNS = (
 
 
 def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
-    """Up to `page.limit` samples, and the id up to which it was looked; None at the end."""
+    """Up to `page.limit` samples, and the id of the last row read; None at the end."""
     found: list[SampleSummary] = []
     number = 0
     for number, summary in enumerate(_along(connection, wanted, page), start=1):
@@ -257,7 +254,7 @@ def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> It
 
 
 def _driving(wanted: SampleFilter) -> tuple[str, object]:
-    """The column whose index leads to fewest rows, of those that must equal something."""
+    """The column with an equality filter whose index should give the fewest rows."""
     if wanted.kept_because:
         return "kept_because", wanted.kept_because
     if wanted.first_version is not None and wanted.first_version == wanted.last_version:
@@ -270,7 +267,7 @@ def _driving(wanted: SampleFilter) -> tuple[str, object]:
 
 
 def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
-    """Whether a sample meets all that is asked for; one with a reward that is not finite is in no range of rewards."""
+    """Whether a sample matches; one with a reward that is not finite is in no range of rewards."""
     best, worst = summary.reward_max, summary.reward_min
     return (
         wanted.site in ("", summary.site)
@@ -285,7 +282,7 @@ def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
 
 
 def read_sample(connection: Connection, number: int) -> StoredSample:
-    """One sample. Raises UnknownSample: it is kept no more, or never was."""
+    """One sample. Raises UnknownSample: it is not kept."""
     row = connection.execute(f"SELECT {_COLUMNS} FROM samples WHERE id = ?", (number,)).fetchone()
     if row is None:
         raise UnknownSample(f"sample {number} is not kept")

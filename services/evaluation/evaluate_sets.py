@@ -1,7 +1,7 @@
-"""Evaluates sets on subjects with an idle engine, by the same code as sites in a run.
+"""Evaluation of sets on subjects with an idle engine.
 
-The engine always has a little more than it computes at once. As many processes as the task has compute rewards during
-generation. A reward that fails is counted and left out, as are completions of a refused prompt.
+Prompts are drawn and scored by the code of samplers. Rewards are computed in the task's processes during generation. A
+reward that fails is counted and left out, as are completions of a refused prompt.
 
 Results are tables for people and JSON values for programs.
 """
@@ -42,19 +42,13 @@ def evaluate_set(
     max_trajectory_tokens: int,
     on_prompt: Callable[[PromptResult], None] = lambda _: None,
 ) -> list[PromptResult]:
-    """Draw and score held-out prompts with the engine's weights; nothing else may be in flight in it.
-
-    `on_prompt` is called as each prompt ends, in that order.
-
-    Raises:
-        PromptRefused: all of the prompts are refused.
-        ConfigError: the engine has no room for such completions.
-        EngineError: not all completions ended.
-    """
+    """Draw and score held-out prompts with the weights of an idle engine; `on_prompt` is called as each prompt ends.
+    Raises PromptRefused: all prompts are refused; ConfigError: the engine has no room for such completions;
+    EngineError: not all completions ended."""
     try:
         return asyncio.run(_evaluate(engine, of, prompter, draws, indices, max_trajectory_tokens, on_prompt))
     except BaseException:
-        # For requests that threads had not submitted at the failure.
+        # Threads may have submitted requests after the failure.
         engine.cancel()
         raise
 
@@ -107,11 +101,7 @@ async def _evaluate(
 
 
 async def _collect(engine: Engine, evaluation_requests: EvaluationRequests, news: Bell) -> list[PromptResult]:
-    """Hand over what ends, until cancelled.
-
-    Raises:
-        EngineError: the engine failed.
-    """
+    """Hand over ended completions until cancelled. Raises EngineError: the engine failed."""
     while True:
         ticket = news.ticket()
         ended = await asyncio.to_thread(engine.collect) if evaluation_requests.num_running else ()
@@ -142,12 +132,8 @@ def evaluate_all(
     on_begin: Callable[[str, OpenSet], None],
     on_prompt: Callable[[PromptResult], None],
 ) -> list[Row]:
-    """Draw and score every set with every subject, one after another; a subject is used before the next one is taken.
-
-    Raises:
-        ConfigError: a reward or an environment fails here, or no prompt of a set can be drawn.
-        EngineError: an engine gave up.
-    """
+    """Draw and score every set with every subject; a subject is used before the next one is taken.
+    Raises ConfigError: a reward or an environment fails here, or no prompt of a set can be drawn; EngineError."""
     rows = []
     for number, subject in enumerate(subjects):
         if not number:

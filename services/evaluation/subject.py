@@ -1,6 +1,4 @@
-"""Subjects of `heterorl evaluate`: the sets, and a model's files or pulled versions of a run. Loads tasks and
-models.
-"""
+"""Subjects of `heterorl evaluate`: the sets, and a model's files or pulled versions of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from heterorl.sampler.sampler_config import SamplerConfig
 FROM_TASK = "task"
 """Name of the set made from the run's own task if none is configured."""
 _OF_SAMPLING = ("temperature", "top_p", "max_new_tokens")
-"""Keys of [sampling] that this set takes if the file states them."""
+"""Keys of [sampling] that the task's own set takes if the file states them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +51,10 @@ class OpenSet(SiteSet):
 
 
 def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -> tuple[EvaluationSetConfig, ...]:
-    """The sets to evaluate, with `changes` of their keys (None: unchanged): those in `names`, by default all.
+    """The sets in `names` (empty: all), with `changes` of their keys (None: unchanged).
 
     Without configured sets, the task's own held-out prompts, drawn as [sampling] states.
-
-    Raises:
-        ConfigError: a name is unknown, or a change is invalid.
+    Raises ConfigError: a name is unknown, or a change is invalid.
     """
     sampling = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
     sets = config.evaluation or (EvaluationSetConfig(name=FROM_TASK, task=config.task, **sampling),)
@@ -76,10 +72,7 @@ def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -
 
 def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None) -> OpenSet:
     """Load a set's task, with its rewards in processes that can be killed.
-
-    Raises:
-        ConfigError: its data cannot be read, or has no held-out prompts.
-    """
+    Raises ConfigError: its data cannot be read, or has no held-out prompts."""
     found = open_site_set(config, measure=measure, notes=notes)
     num = min(config.num_prompts, found.task.num_evaluation_prompts)
     draws = dataclasses.replace(config.draws, num_prompts=num)
@@ -87,7 +80,7 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, not
 
 
 BUDGET_S = 30.0
-"""Time for which a call is retried over a broken link."""
+"""Seconds for which a call is retried over a broken link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +93,12 @@ class Subject:
     prompter: Prompter
     end_token_ids: tuple[int, ...]
     max_trajectory_tokens: int
-    """Of a completion of several turns."""
+    """Limit of a completion of several turns."""
 
 
 @contextmanager
 def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
-    """A model's files as they are, without a run's adapters or variant.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """A model's files, without a run's adapters or variant. Raises ConfigError: it cannot be loaded."""
     with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "variant": ""})) as opened:
         subject, _ = opened
         yield replace(subject, name=model_dir)
@@ -118,12 +107,8 @@ def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
 @contextmanager
 def open_versions(address: str, versions: list[int], config: SamplerConfig) -> Iterator[Iterator[Subject]]:
     """Versions of a run (-1: the newest), one after another, with the engine of the sampler's configuration.
-
-    Raises:
-        UntrustedVersion: no trusted key signed one of them.
-        UnknownVersion: a version does not exist, or no payloads lead to it any more.
-        Unreachable: the coordinator does not answer.
-    """
+    Raises UntrustedVersion: no trusted key signed one of them; UnknownVersion: it does not exist, or its payloads were
+    deleted; Unreachable: the coordinator does not answer."""
     with _engine(config) as (subject, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
 
         def each() -> Iterator[Subject]:
@@ -183,6 +168,6 @@ async def _pull(
             threads=num_threads(config.engine.threads),
             variant=config.variant,
         )
-        # Deltas lead forward only: an older version starts from a snapshot.
+        # Deltas lead only forward: an older version starts from a snapshot.
         is_ahead = held is not None and version != NO_VERSION and held.version > version
         return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)

@@ -1,17 +1,17 @@
-"""Bytes of a rank, seconds of a step and a publication, bytes on the WAN, GPUs of samplers.
+"""Costs of a run: memory, seconds, bytes on the WAN, GPUs of samplers.
 
 Memory of a rank while a step computes:
 
     torch           one rank with everything, the rounded stand-ins of its masters, and autocast's copies in bf16
-    fsdp2           rows of everything; two layers and what is outside of them are gathered in the type of the passes,
-                    and gradients of a layer and of what is outside in fp32 before they are divided
+    fsdp2           rows of everything; two layers and the parameters outside of layers are gathered in the type of the
+                    passes, and gradients of one layer and of the parameters outside in fp32 before they are divided
     zero-1, zero-2  masters and moments divided, whole weights in the type of the passes; 2 divides gradients too
     zero-3          as fsdp2, with rows of the weights in the type of the passes besides the masters
 
 Activations are those of checkpointed layers: the input of each layer, and one layer in full; attention keeps no matrix
 of scores. Logits are held a chunk at a time (`common/model/logprobs.py`).
 
-Seconds are products and transfers at stated speeds, nothing else:
+Seconds are only products and transfers at stated speeds:
 
 passes        t tokens of sequences of s tokens: 6 P t + 6 L s q t FLOPs, q = heads * head_dim, and a third more
               for layers that are computed again in the backward pass; arXiv 2204.02311, appendix B, causal
@@ -114,16 +114,16 @@ def host_memory(parameters: float) -> float:
 
 def _activations(shape: ModelShape, tokens: float, *, width: int) -> float:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two norms, two sums; queries, keys, values, what attention gives; gate, its sigmoid's product, up, their product.
+    # Two norms, two sums; queries, keys, values, output of attention; gate, its sigmoid's product, up, their product.
     layer = 4 * shape.hidden + 2 * queries + 2 * keys + 4 * shape.intermediate
     return tokens * width * (shape.layers * shape.hidden + layer)
 
 
 _GIGA = 1e9
 OPTIMIZER_BYTES = 28
-"""Read: gradient, master, two moments; written: master, two moments; all fp32."""
+"""Bytes read (gradient, master, two moments) and written (master, two moments) for a parameter, in fp32."""
 CHECKPOINT_BYTES = 14
-"""Master and two moments in fp32, published weights in bf16."""
+"""Bytes for a parameter: master and two moments in fp32, published weights in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The estimate of a run from a model, a number of GPUs and a link.
+"""The estimate of a run, from a model, GPUs and a link.
 
 It assumes fp32 masters, AdamW moments, and bf16 versions of all weights, which all ranks round, code and checkpoint.
 Samplers draw every token of a step on GPUs like the learner's.

@@ -1,13 +1,12 @@
-"""Follows a run until it ends and writes to each tracker what it lacks.
+"""The loop of `heterorl track`: follows a run, and writes missing rows to each tracker.
 
-A tracker is asked what it has before anything is sent, so that no row is missing or doubled after an interruption; no
-state is kept here. The run is only read. A tracker that fails does not delay the others.
+The newest row in the tracker is the only state, so that no row is missing or doubled after an interruption. A tracker
+that fails does not delay the others.
 
-Each report and evaluation is sent once, in order, also over rollbacks. ListSteps has a cursor of steps, and a
-rollback repeats steps under new versions, so new reports may lie behind the cursor. Abandoned reports are not listed.
-While the tracker's newest report is listed, new ones come after its step; otherwise the whole list is read.
+A rollback repeats steps under new versions, so new reports may lie behind ListSteps' cursor of steps. While the
+tracker's newest report is listed, new ones come after its step; otherwise the whole list is read.
 
-An evaluation in progress holds back later ones of its set, so that the newest version of a set says what a tracker has.
+An evaluation in progress holds back later ones of its set, so that a tracker has all up to its newest version.
 """
 
 from __future__ import annotations
@@ -123,17 +122,17 @@ class EvaluationFeed:
 ValueT = TypeVar("ValueT")
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 500
-"""Reports in one write."""
+"""Most reports in one write."""
 LINGER_S = 600.0
 """Longest wait for evaluations in progress after the run has ended."""
 
 Open = Callable[[RunStatus], Tracker]
-"""Opens the run in a tracker; Unreachable if it does not answer."""
+"""Opens the run in a tracker. Raises Unreachable: it does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds between two looks; prompts in a table of samples (0: none) and versions between two tables."""
+    """Seconds between two polls; prompts in a table of samples (0: none), versions between two tables."""
 
     every_s: float = 5.0
     is_once: bool = False
@@ -143,7 +142,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Sent:
-    """What one tracker got from this process, for a screen."""
+    """Rows that this process wrote to a tracker, for a screen."""
 
     name: str
     steps: int = 0
@@ -162,11 +161,8 @@ Show = Callable[[RunStatus | None, str, Sequence[Sent]], None]
 async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock, show: Show) -> None:
     """Write a run into trackers until the run has ended, or once with `is_once`.
 
-    Raises:
-        OperatorError: a tracker's run has another history than the coordinator's.
-        Unreachable: a tracker does not answer when it is first opened, so that a wrong key or directory is reported.
-            Later, and for the coordinator, only with `is_once`; otherwise the call is retried.
-        HeterorlError: the coordinator refuses.
+    Raises OperatorError: a tracker's run has another history than the coordinator's; Unreachable: a tracker does not
+    answer when it is first opened, so that a wrong key is reported. Later failures are retried, unless `is_once`.
     """
     slots = [_Slot(name, open_, api, pace) for name, open_ in opens.items()]
     sent = [slot.sent for slot in slots]
@@ -201,12 +197,12 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
 
 
 def has_ended(status: RunStatus) -> bool:
-    """Whether a run's learner ended it and has gone."""
+    """Whether a run's learner ended it and released its lease."""
     return status.is_draining and not status.learner
 
 
 class _First(Unreachable):
-    """A tracker did not answer when it was first opened: the user who started this can repair it."""
+    """A tracker did not answer when it was first opened, which the user can repair."""
 
     is_transient = False
 
@@ -254,7 +250,7 @@ class _Slot:
             await asyncio.to_thread(tracker.close)
 
     async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[StepFeed, EvaluationFeed]]:
-        # Packages of trackers block, and take seconds to import.
+        # Packages of trackers block, and their imports take seconds.
         try:
             tracker = self._tracker = await asyncio.to_thread(self._open, status)
         except Unreachable as error:
@@ -267,7 +263,7 @@ class _Slot:
             raise OperatorError(
                 f"{self.sent.name}: its run has version {had.steps.version}, the coordinator {status.head_version} "
                 "at most",
-                action="it is of another history of that name: choose another name by --run",
+                action="the tracker's run has another history: choose another name by --run",
             )
         self.sent.mark, self._table = had.steps, had.table
         return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
@@ -281,7 +277,7 @@ class _Slot:
         except Unreachable:
             raise
         except RemoteError as error:
-            # A coordinator of an earlier release keeps none.
+            # An earlier release keeps no samples.
             _LOG.debug("no samples: %s", error)
             return
         if table is not None:
@@ -305,7 +301,7 @@ async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
             raise error.__cause__ or error from None
         _LOG.warning("%s: %s", slot.sent.name, error)
         slot.sent.problem = str(error)
-        # The next open asks the tracker what it took.
+        # The next open reads what the tracker took.
         await slot.close()
         return False
     return True

@@ -23,7 +23,7 @@ _TAG, _SETS, _TABLE = "heterorl_run", "heterorl_evaluated", "heterorl_samples"
 class Mlflow:
     """The run with the tag `heterorl_run`, in the experiment of the project.
 
-    All metrics of a step have one timestamp, later than the step's before, and its marker `version` is written last. So
+    All metrics of a step have one timestamp, later than the last step's, and its marker `version` is written last. So
     metrics newer than the newest marker are of a batch that was cut.
     """
 
@@ -57,7 +57,7 @@ class Mlflow:
 
     @_reaching
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One batch an evaluation, at its version and end time: a second write gives the same row."""
+        """One batch an evaluation, at its version and end time, so that a repeat gives the same row."""
         for found in evaluations:
             time_ms = int(found.ended_time * 1000)
             row = {_name(name): float(value) for name, value in evaluation_row(found).items()}

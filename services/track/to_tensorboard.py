@@ -1,6 +1,6 @@
-"""TensorBoard: event files, one record a step; repeated steps hide earlier ones by the format's own purge.
+"""TensorBoard: event files, one record a step; a repeated step purges earlier ones.
 
-Evaluations and samples count versions, not steps, and a purge hides by that number. So they are runs of their own,
+Evaluations and samples count versions, not steps, so a purge would mix them up: they are runs of their own,
 `RUN/evaluation` and `RUN/samples`.
 """
 
@@ -115,7 +115,7 @@ class _Folder:
         """Append a record with a time, seconds since the epoch; 0 is now."""
         if self._writer is None:
             self._path.mkdir(parents=True, exist_ok=True)
-            # Files are read in the order of their names: this one must come last, also after a clock step.
+            # Files are read by name: this one must come last, even if the clock went back.
             newest = int(self._files[-1].name.split(".")[3]) if self._files else 0
             name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.heterorl"
             self._writer = RecordWriter((self._path / name).open("xb"))

@@ -1,7 +1,4 @@
-"""The Protocol of trackers, their rows of numbers and texts, their names.
-
-A package is imported when its tracker is opened.
-"""
+"""The Protocol of trackers, their rows of numbers and texts, and trackers by name."""
 
 from __future__ import annotations
 
@@ -163,7 +160,7 @@ def cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A report's place in the order of publication: versions only grow, steps go back with a rollback."""
+    """A report's place in the order of publication; a rollback repeats steps under new versions."""
 
     version: int
     step: int
@@ -171,7 +168,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Had:
-    """What the tracker has: the newest report, evaluation of each set, and table of samples."""
+    """The newest rows in a tracker: report, evaluation of each set, table of samples."""
 
     steps: Mark | None = None
     """None without steps."""
@@ -183,7 +180,7 @@ class Had:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tracker writes: a project and a run, a directory for local files; `facts` of the learner."""
+    """The target of a tracker: project, run, and a directory for local files; `facts` of the learner."""
 
     project: str
     run: str
@@ -195,19 +192,19 @@ class Tracker(Protocol):
     """One run in one tracker; all calls block. After Unreachable the tracker is opened again."""
 
     def had(self) -> Had:
-        """What it had when it was opened."""
+        """The newest rows at its opening."""
 
     def write(self, reports: Sequence[StepReport]) -> None:
-        """Append reports in order; a kill may leave only the first ones."""
+        """Append reports in order; after a kill only the first ones may be there."""
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
         """Append evaluations in order."""
 
     def write_table(self, table: TextTable) -> None:
-        """Show these samples as the newest ones."""
+        """Write the newest samples."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
 
 
 def mark_of(report: StepReport) -> Mark:
@@ -237,13 +234,9 @@ _CLASSES = {Kind.WANDB: "WandB", Kind.MLFLOW: "Mlflow", Kind.TENSORBOARD: "Tenso
 
 
 def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
-    """Open a run in a tracker, or create it; `run` empty: the run's own id.
-
-    Raises:
-        ConfigError: the directory cannot be made.
-        DependencyMissing: the tracker's package is not installed.
-        Unreachable: the tracker does not answer or its files cannot be written.
-    """
+    """Open or create a run in a tracker; `run` empty: the run's own id. Imports the tracker's package.
+    Raises ConfigError: the directory cannot be made; DependencyMissing; Unreachable: the tracker does not answer, or
+    its files cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Samples of an export file as a source: one JSON object or Parquet row for each completion.
+"""The source of an export file: one JSON object or Parquet row for each completion.
 
-Completions of one sample must follow each other, as `heterorl samples export` writes them. The file is not trusted:
-line size, types and bounds are checked, and errors name the row.
+Completions of one sample must follow each other. The file is not trusted: line size, types and bounds are checked, and
+errors name the row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from heterorl.view.sample_query import clean
 
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
-"""Samples added to the index in one transaction."""
+"""Samples in one transaction of the index."""
 _ROWS = 64
 """Parquet rows in memory."""
 Id = Annotated[int, Field(ge=1, le=(1 << 62))]
@@ -90,10 +90,7 @@ class _Row(BaseModel):
 
 
 class ExportedSamples:
-    """An export as a source; implements heterorl.view.sample_index.Source.
-
-    Raises ConfigError for a missing or foreign file, DependencyMissing for Parquet without pyarrow.
-    """
+    """A Source over an export. Raises ConfigError: a missing or foreign file; DependencyMissing: pyarrow."""
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
@@ -125,10 +122,7 @@ class ExportedSamples:
 
 
 def read_export(path: Path) -> Iterator[Sample]:
-    """The samples of a file, in its order.
-
-    Raises ConfigError that names the row, DependencyMissing for Parquet without pyarrow.
-    """
+    """The samples of a file, in its order. Raises ConfigError: names the row; DependencyMissing: pyarrow."""
     numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     seen: set[int] = set()
     for sample_id, rows in groupby(numbered, key=lambda pair: pair[1].id):
@@ -182,7 +176,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
 
 def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Row:
     try:
-        # Pydantic's own JSON reader refuses lone surrogates, which models write.
+        # Pydantic's JSON reader refuses lone surrogates, which models write.
         found = json.loads(row) if isinstance(row, bytes) else row
         return _Row.model_validate(found)
     except ValidationError as error:
@@ -239,7 +233,7 @@ def _rollout(row: _Row) -> SampleRollout:
         completion=clean(row.completion or ""),
         token_ids=np.array(row.token_ids, np.int32),
         sampler_logprobs=_numbers(row.sampler_logprobs),
-        # Without --tokens the file has only the mean, which colours no token.
+        # Without --tokens the file has only the mean.
         log_ratios=_numbers(row.log_ratios if row.token_ids or row.log_ratio_mean is None else [row.log_ratio_mean]),
         token_ends=np.array(row.token_ends, np.int32),
         spans=_spans(row),
@@ -254,13 +248,13 @@ def _rollout(row: _Row) -> SampleRollout:
 
 def _spans(row: _Row) -> tuple[Span, ...]:
     if not row.spans:
-        # An export of an earlier release names the versions of a completion, without their spans.
+        # An earlier release exported versions without spans.
         one = Span(version=row.versions[0], start=0, end=len(row.token_ids)) if len(row.versions) == 1 else None
         return () if one is None else (one,)
     ends = [0, *(span.end for span in row.spans)]
     is_even = all(span.start == end <= span.end for span, end in zip(row.spans, ends, strict=False))
     if not is_even or (row.token_ids and ends[-1] != len(row.token_ids)):
-        raise ValueError(f"spans: those of completion {row.index} do not cover its tokens")
+        raise ValueError(f"spans: completion {row.index} has tokens outside of its spans")
     return tuple(
         Span(version=GIVEN if one.version is None else one.version, start=one.start, end=one.end, keeps=one.keeps)
         for one in row.spans

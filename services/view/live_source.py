@@ -1,7 +1,7 @@
-"""Samples of a running coordinator as a source, read with read-only rpcs in its own thread.
+"""The source of a running coordinator's samples, read by a thread.
 
-It reads summaries first, the newest page before all others, then whole samples, newest first. If the coordinator is
-gone, it asks again; samples that were read stay, even after the coordinator dropped them.
+It reads summaries first, the newest page before all others, then whole samples, newest first. It retries while the
+coordinator is unreachable. Read samples stay, even after the coordinator dropped them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from heterorl.view.sample_index import SampleIndex, SourceProgress
 
 POLL_S = 2.0
 AT_ONCE = 16
-"""Concurrent requests for samples, to hide the round trip."""
+"""Concurrent requests for samples, which hide the round trip."""
 BATCH = 64
 """Samples read between two polls for new summaries."""
 FETCH_S = 5.0
@@ -34,7 +34,7 @@ Connect = Callable[[], AbstractAsyncContextManager[SamplesApi]]
 
 
 class LiveSamples:
-    """A coordinator's ring as a source; implements heterorl.view.sample_index.Source."""
+    """A Source over a coordinator's ring."""
 
     def __init__(self, name: str, index: SampleIndex, connect: Connect, clock: Clock) -> None:
         self.name, self._index, self._connect, self._clock = name, index, connect, clock
@@ -56,7 +56,7 @@ class LiveSamples:
         self._is_closed = True
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(task.cancel)
         if self._thread.is_alive():
             self._thread.join()
@@ -134,7 +134,7 @@ class LiveSamples:
         try:
             sample = await api.get_sample(sample_id=sample_id)
         except UnknownSample:
-            # The coordinator dropped it; the index forgets it unless it was read.
+            # The coordinator dropped it: remove it from the index unless it was read.
             if not isinstance(self._index.get(sample_id), Sample):
                 await asyncio.to_thread(self._index.forget, sample_id)
             return None

@@ -1,4 +1,4 @@
-"""The HTML pages, a list and one sample, and what serves them. The templates escape every text.
+"""The HTML pages: a list and one sample. The templates escape every text.
 
 source (its thread) -> index (on disk) -> pages <- threads of the HTTP server
 """
@@ -35,7 +35,7 @@ PAGE = 50
 MAX_TOKENS = 20_000
 """Tokens coloured on one page; the rest is plain text."""
 LIMIT_BYTES = 3 << 29
-"""Limit of texts and numbers; with the search index they take about 2.7 times as much disk. The oldest go first."""
+"""Limit of texts and numbers; with the search index they take about 2.7 times as much disk."""
 KEY_BYTES = 24
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir())}
@@ -177,7 +177,7 @@ def _static(name: str) -> Answer:
 
 
 def _places(found: Found, query: Query) -> dict[str, str]:
-    """URLs of the neighbouring pages; empty if there is none."""
+    """URLs of the neighbouring pages, or empty."""
     first, last = (found.summaries[0].id, found.summaries[-1].id) if found.summaries else (0, 0)
     newer = older = ""
     if found.has_newer:
@@ -217,10 +217,7 @@ def when(seconds: float) -> str:
 
 @contextlib.contextmanager
 def redirect_file(url: str) -> Iterator[Path]:
-    """A file that redirects a browser to a URL; only this user can read it, and it is deleted at the end.
-
-    A URL among a browser's arguments is visible in the process list, and this URL has a key.
-    """
+    """A file that redirects a browser to a URL with a key, which the process list must not show; deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory:
         path = Path(directory) / "open.html"
         place = html.escape(url, quote=True)

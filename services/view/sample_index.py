@@ -1,4 +1,4 @@
-"""Index of a source's samples on this machine's disk, for as long as the page is served.
+"""The index of a source's samples, on disk while the page is served.
 
 One thread writes; any thread reads and never waits for the writer.
 """
@@ -27,7 +27,7 @@ from heterorl.common.types.sample import Sample, SampleKind, SampleRollout, Samp
 from heterorl.view.sample_query import Query, folded, look_up
 
 _SEPARATOR = "\x1e"
-"""Separates the texts of a sample, so that no hit spans two."""
+"""Separates texts, so that no hit spans two."""
 _LEVEL = 1
 _SCHEMA = """
 CREATE TABLE samples (
@@ -43,15 +43,15 @@ CREATE VIRTUAL TABLE parts USING fts5(folded, tokenize='trigram case_sensitive 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProgress:
-    """Progress of a source; `total` is the number of samples that it stated, 0 if unknown."""
+    """Progress of a source; `total` is its stated number of samples, 0 if unknown."""
 
     total: int = 0
     is_done: bool = False
-    """Whether the index has everything that the source had at the last poll."""
+    """Whether the index has all samples of the last poll."""
     is_live: bool = False
     """Whether more may come later."""
     problem: str = ""
-    """Why nothing comes, as text for the reader; empty without a problem."""
+    """Why no samples come, as text for the page, or empty."""
 
 
 class Source(Protocol):
@@ -68,7 +68,7 @@ class Source(Protocol):
     def start(self) -> None: ...
 
     def fetch(self, sample_id: int) -> Sample | None:
-        """Get one sample whose texts the index lacks; None if the source has dropped it. Raises the source's error."""
+        """Get a sample whose texts the index lacks; None if the source dropped it. Raises the source's error."""
         ...
 
     def close(self) -> None:
@@ -80,8 +80,8 @@ class Source(Protocol):
 class Found:
     """One page of a query, largest id first.
 
-    `count` is the number of all hits, a lower bound if `is_more`. `looked_up_to` is the id at which the time limit
-    ended the search, None if it ended by itself.
+    `count` is the number of all hits, a lower bound if `is_more`. `looked_up_to` is the id at which the search reached
+    its time limit, or None.
     """
 
     summaries: tuple[SampleSummary, ...]
@@ -94,7 +94,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexState:
-    """Counts of the index: samples, those with texts, and those forgotten for room."""
+    """Counts of the index: all samples, read ones, and ones dropped for room."""
 
     num_samples: int
     num_read: int
@@ -113,7 +113,7 @@ class IndexFailed(OperatorError):
 
 
 class SampleIndex:
-    """Samples of one source by id; forgets the oldest when texts exceed `limit_bytes`."""
+    """Samples of one source by id; the oldest are dropped when texts exceed `limit_bytes`."""
 
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
@@ -135,7 +135,7 @@ class SampleIndex:
                 self._readers.pop().close()
 
     def _connect(self) -> sqlite3.Connection:
-        # The index does not outlive the process, so writes are not synced.
+        # The index ends with the process, so writes are not synced.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
         connection.executescript("PRAGMA synchronous=OFF; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY;")
         return connection
@@ -159,14 +159,14 @@ class SampleIndex:
             try:
                 yield self._writer
             except BaseException:
-                # SQLite rolls back by itself if the disk is full.
+                # On a full disk SQLite has rolled back.
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
             self._writer.execute("COMMIT")
 
     def add_summaries(self, summaries: Sequence[SampleSummary]) -> None:
-        """Add samples by their summaries; one whose texts arrived since is to be read again."""
+        """Add summaries; a sample whose texts arrived since is read again."""
         with self._transaction() as connection:
             for summary in summaries:
                 row = connection.execute("SELECT has_texts FROM samples WHERE id = ?", (summary.id,)).fetchone()
@@ -174,7 +174,7 @@ class SampleIndex:
                     self._put(connection, summary, is_read=False)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Add whole samples, or replace what is known of them."""
+        """Add or replace whole samples."""
         with self._transaction() as connection:
             for sample in samples:
                 self._drop_texts(connection, sample.summary.id)
@@ -194,13 +194,13 @@ class SampleIndex:
             self._drop(connection, sample_id)
 
     def unread(self, limit: int) -> tuple[int, ...]:
-        """Newest samples of which only the summary is known."""
+        """The newest samples with only a summary."""
         with self._reading() as connection:
             rows = connection.execute("SELECT id FROM samples WHERE is_read = 0 ORDER BY id DESC LIMIT ?", (limit,))
             return tuple(row[0] for row in rows)
 
     def first_without_texts(self, *, newest: int) -> int | None:
-        """The oldest of the `newest` samples without texts, which may still arrive; None if all have texts."""
+        """The oldest of the `newest` samples that has no texts yet, or None."""
         with self._reading() as connection:
             (found,) = connection.execute(
                 "SELECT min(id) FROM (SELECT id, has_texts FROM samples ORDER BY id DESC LIMIT ?) WHERE has_texts = 0",
@@ -209,7 +209,7 @@ class SampleIndex:
         return None if found is None else int(found)
 
     def get(self, sample_id: int) -> Sample | SampleSummary | None:
-        """A sample; its summary if it was not read yet."""
+        """A sample, its summary if it is not read, or None."""
         with self._reading() as connection:
             row = connection.execute(
                 "SELECT line, data FROM lines LEFT JOIN texts USING (id) WHERE id = ?", (sample_id,)
@@ -232,7 +232,7 @@ class SampleIndex:
         )
 
     def find(self, query: Query, *, limit: int, is_counted: bool = True) -> Found:
-        """The `limit` samples of a query that are next to its place."""
+        """The `limit` samples of a query next to its place."""
         with self._reading() as connection:
             hits = look_up(connection, query, limit=limit, is_counted=is_counted)
             ids = sorted(hits.ids[:limit], reverse=True)
@@ -263,7 +263,7 @@ class SampleIndex:
         self._num_samples += before is None
         self._num_read += is_read - (before[0] if before is not None else 0)
         self._newest = max(self._newest, summary.id)
-        # Sites and rewards only grow; a filter without hits does no harm.
+        # They only grow: a filter without hits does no harm.
         self._sites |= {str(summary.site)} - {""}
         if summary.reward_min is not None and summary.reward_max is not None:
             low, high = self._rewards
@@ -295,14 +295,14 @@ def _typed() -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError:
-        # The index is closed, so the caller is ending too.
+        # The index is closed: the caller is ending.
         raise
     except (sqlite3.Error, OverflowError) as error:
         raise IndexFailed(error) from error
 
 
 def _packed(value: Sample | SampleSummary) -> str:
-    """A value as JSON; digits of a number would take more room than base64 of its bytes."""
+    """A value as JSON; arrays as base64, which is shorter than digits."""
 
     def plain(other: Any) -> Any:
         if isinstance(other, np.ndarray):

@@ -1,4 +1,4 @@
-"""The query of a list: filters, a search text and a place, read from a URL and looked up in the index.
+"""The query of a list: filters, search text and place, from a URL to the index.
 
 SQLite's trigram index finds any part of a text, so formulas and languages without blanks work. A search that exceeds
 SEARCH_S returns its hits and the id to continue from.
@@ -33,7 +33,7 @@ SEARCH_S = 0.06
 COUNTED = 1000
 """Hits are counted up to this number."""
 _PART = 3
-"""Shortest text that the trigram index finds; for a shorter one the search reads all texts."""
+"""Shortest text in the trigram index; for a shorter one the search reads all texts."""
 BEFORE, AFTER = 50, 110
 """Characters shown before and after a hit."""
 _WORDS = {CONSUMED: "trained on", EVALUATED: "held-out", ANY_DROP: "dropped, any reason"}
@@ -159,7 +159,7 @@ def _number(fields: dict[str, str], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Ids next to a query's place, one more than the limit if there is one; see heterorl.view.sample_index.Found."""
+    """Ids next to a query's place, one more than the limit if there are more; see `sample_index.Found`."""
 
     ids: list[int]
     count: int
@@ -168,21 +168,18 @@ class Hits:
 
 
 def look_up(connection: sqlite3.Connection, query: Query, *, limit: int, is_counted: bool = True) -> Hits:
-    """Look up a query's ids from its place on.
-
-    Without `is_counted` a search ends with the page, and its count means nothing.
-    """
+    """Look up a query's ids from its place on. Without `is_counted` a search ends with the page."""
     most = COUNTED if is_counted else limit + 1
     return _search(connection, query, limit=limit, most=most) if query.text else _filter(connection, query, limit=limit)
 
 
 def clean(text: str) -> str:
-    """The text with each half of a surrogate pair as a question mark, because no encoding takes it."""
+    """The text with question marks for lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def folded(text: str) -> str:
-    """A text as it is compared: casefolded, and without NUL, at which SQLite ends a text."""
+    """A text for comparison: casefolded, and without NUL, which would end it in SQLite."""
     return clean(text).replace("\0", "\ufffd").casefold()
 
 
@@ -261,7 +258,7 @@ class Excerpt:
 
 
 def excerpt_of(sample: Sample, needle: str) -> Excerpt | None:
-    """The first hit, completions before the prompt; None if casefolding matched letters that IGNORECASE does not."""
+    """The first hit, completions before the prompt; None if only casefolding matches."""
     pattern = re.compile(re.escape(needle), re.IGNORECASE)
     texts = [(f"completion {i + 1}", rollout.completion) for i, rollout in enumerate(sample.rollouts)]
     for where, text in (*texts, ("prompt", sample.prompt)):

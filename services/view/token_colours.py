@@ -14,7 +14,7 @@ from heterorl.common.types.rollout import Span, spread
 from heterorl.common.types.sample import SampleRollout
 
 RATIO_EDGES = (0.05, 0.2, 0.5, 1.0)
-"""Log-ratios in nats at which the next stronger colour begins."""
+"""Log-ratios, nats, at which the next stronger colour begins."""
 PROBABILITY_EDGES = (0.9, 0.5, 0.1, 0.01)
 """Probabilities below which the next stronger colour begins."""
 _SIGNED = ("n4", "n3", "n2", "n1", "z", "p1", "p2", "p3", "p4")
@@ -72,8 +72,7 @@ GIVEN_WORD = "given"
 class Token(NamedTuple):
     """One token. `numbers` is "id log-prob log-ratio version", with "-" for unknown values.
 
-    `switch` is the new version if the version changes here, else empty. `head` is the writer of the turn that begins
-    here, else empty.
+    `switch` is the new version if it changes here, `head` the writer of a turn that begins here; else empty.
     """
 
     text: str
@@ -84,9 +83,9 @@ class Token(NamedTuple):
 
 
 def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
-    """The first `limit` tokens and the text after them; tokens show their ids if there is no text.
+    """The first `limit` tokens and the text after them; without a text, tokens show their ids.
 
-    If the character ends of the tokens are unknown, there are no tokens and the whole text follows.
+    Without valid character ends of tokens there are no tokens, and the whole text follows.
     """
     count = min(len(rollout.token_ids), limit)
     if rollout.completion:
@@ -123,7 +122,7 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
             kind += " line"
         elif not text:
             kind += " none"
-        # The head names the writer of a turn, so a switch is marked only within a turn.
+        # The head shows a turn's beginning, so a switch is marked only within a turn.
         head = heads.get(place, "")
         switch = "" if version == last or head else version
         last = version
@@ -133,7 +132,7 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
 
 
 def _pieces(text: str, ends: Int32Array, num_tokens: int) -> list[str] | None:
-    """The characters of each token, then the text after all; None if the ends do not fit the text."""
+    """The characters of each token, then the rest of the text; None if the ends do not fit the text."""
     if len(ends) != num_tokens or not num_tokens:
         return None
     places = [0, *ends.tolist()]

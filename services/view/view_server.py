@@ -1,7 +1,7 @@
-"""HTTP server for one user of this machine: GET and HEAD on 127.0.0.1, only with the key of the printed URL.
+"""The HTTP server for one user: GET and HEAD on 127.0.0.1, with a key.
 
-The Host check stops DNS rebinding by foreign pages; the key stops other users of this machine. The first visit moves
-the key from the URL into a cookie.
+The Host check stops DNS rebinding by foreign pages; the key of the printed URL stops other users of this machine. The
+first visit moves the key from the URL into a cookie.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_own_host(hosts: list[str]) -> bool:
 
 
 def cookie_name(port: int) -> str:
-    """Cookies of all ports share one store, so the name has the port."""
+    """The cookie's name, with the port since all ports share cookies."""
     return f"heterorl-view-{port}"
 
 
@@ -58,7 +58,7 @@ def has_key(cookies: str, *, port: int, key: str) -> bool:
 
 
 def take_key(query: str, *, key: str) -> str | None:
-    """The query without its key; None if the key is missing or wrong."""
+    """The query without the key; None if the key is missing or wrong."""
     try:
         fields = parse_qsl(query, max_num_fields=100)
     except ValueError:
@@ -89,7 +89,7 @@ class Answer:
 
 
 Respond = Callable[[str, str], Answer]
-"""From path and query of a URL to an answer."""
+"""Answers the path and query of a URL."""
 
 
 class ViewServer(ThreadingHTTPServer):

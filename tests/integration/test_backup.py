@@ -103,7 +103,7 @@ async def test_name_is_no_path(tmp_path, name):
 async def test_directory_that_is_no_backup_is_left_alone(tmp_path):
     core, _ = await begun(tmp_path)
     (tmp_path / "data" / "backups" / "mine").mkdir(parents=True)
-    with pytest.raises(InvalidRequest, match="is no backup"):
+    with pytest.raises(InvalidRequest, match="is not a backup"):
         await core.backups.make("mine")
     await core.close()
 

@@ -199,7 +199,7 @@ async def test_coordinator_without_the_files_has_no_right_to_the_prefix(bucket, 
     run = await begun(core, tmp_path / "run", versions=2)
     await core.close()
     copy_payloads(bucket, tmp_path / "a", prefix)
-    with pytest.raises(ConfigError, match="has not the payloads of this store"):
+    with pytest.raises(ConfigError, match="does not have the payloads of this store"):
         await Coordinator.open(config("b", url=url), SystemClock())
     for name in ("a", "b"):
         core = await Coordinator.open(config(name, url=url), SystemClock())

@@ -313,7 +313,7 @@ async def test_typed_refusals_arrive_typed(served, run):
         await client.get_signed_manifest(version=99)
     with pytest.raises(errors.UnknownVersion):
         await client.list_manifests(first_version=0, last_version=99)
-    with pytest.raises(errors.InvalidRequest, match="no range"):
+    with pytest.raises(errors.InvalidRequest, match="not a range"):
         await client.list_manifests(first_version=1, last_version=0)
     with pytest.raises(errors.InvalidRequest, match="digest"):
         await client.query_upload(digest="../../etc/passwd")

@@ -377,7 +377,7 @@ async def test_payloads_of_another_store_are_refused(url, tmp_path):
     await run.publish()
     await core.close()
 
-    with pytest.raises(ConfigError, match="has not the payloads of this store"):
+    with pytest.raises(ConfigError, match="does not have the payloads of this store"):
         open_engine(tmp_path / "elsewhere", url)
     with pytest.raises(ConfigError, match="payloads of a store in PostgreSQL"):
         open_engine(tmp_path / "data", "")

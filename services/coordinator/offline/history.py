@@ -1,7 +1,7 @@
 """Reads a data directory offline: changes, locks and repairs nothing.
 
-A closed store is one file and is read in place. After a kill a log lies next to it, which only a writer may fold in:
-such a store is copied to a temporary directory first.
+A closed store is one file and is read in place. After a kill it has a log that only a writer may fold in, so such a
+store is copied to a temporary directory first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLOCK = "hhqqi"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """A row of the store, as it is: nothing of it is checked yet."""
+    """A row of the store, not checked yet."""
 
     version: int
     epoch: int
@@ -48,7 +48,7 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one variant, by number. A variant (not empty) may lack versions."""
+    """All versions of a run in one variant, by number. A variant other than "" may lack versions."""
 
     run_id: str
     versions: tuple[StoredVersion, ...]
@@ -62,11 +62,9 @@ class History:
 
 
 def read_histories(directory: Path) -> tuple[History, ...]:
-    """Read a data directory: the trained weights first, then each variant.
-    Raises OperatorError: there is no store, or a coordinator runs on it; CorruptStore: it cannot be read or fails its
-    check."""
+    """Read a data directory: the trained weights first, then each variant. Raises as `open_store`."""
     with open_store(directory) as connection:
-        # All of it: a start of the coordinator leaves the history of a large store out.
+        # A coordinator's start skips the history of a large store.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
         rows = connection.execute("SELECT DISTINCT variant FROM variant_versions ORDER BY variant").fetchall()
@@ -76,12 +74,11 @@ def read_histories(directory: Path) -> tuple[History, ...]:
 @contextmanager
 def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection to the store of a data directory.
-    Raises OperatorError: there is no store, or a coordinator runs on it; CorruptStore: it cannot be read, or has
-    another schema."""
+    Raises OperatorError: there is no store, or it is in use; CorruptStore: it is unreadable, or of another schema."""
     path = directory / STORE_FILE
     if not path.is_file() and (directory / "postgres").is_file():
         raise OperatorError(
-            f"the store of {directory} is in PostgreSQL", action="make a backup (`heterorl backup`), and name that"
+            f"the store of {directory} is in PostgreSQL", action="make a backup (`heterorl backup`) and name it"
         )
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
@@ -114,7 +111,7 @@ def _is_locked(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     log = path.with_name(path.name + "-wal")
     if not log.exists() or log.stat().st_size == 0:
-        # Immutable: SQLite then neither locks the file nor looks for a log, which there is none of.
+        # `immutable`: SQLite neither locks the file nor looks for a log.
         connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
         try:
             yield connection

@@ -1,11 +1,11 @@
-"""Makes a run's new data directory (and database) from a backup or a stopped coordinator's data directory.
+"""Restores a run from a backup into a new data directory.
 
     DATA_DIR/.restoring    in progress; the next attempt removes it
     DATA_DIR               complete and durable once the store is there, which comes last
 
-Everything acknowledged after the backup is lost. So the audit log gets a row, and learners' epochs jump so far that no
-earlier lease holds. Payloads are files, without a bucket's prefix. Sites that saw newer versions refuse the run until a
-person there runs `heterorl accept-rewind`.
+Everything acknowledged after the backup is lost. So the audit log gets a row, and the epoch jumps beyond every earlier
+lease. Payloads are files, without a bucket's prefix. Sites that saw newer versions refuse the run until a person there
+runs `heterorl accept-rewind`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from heterorl.coordinator.store.database_engine import Cursor
 
 EPOCHS_BEYOND = 1 << 20
-"""More than the leases that were granted between a backup and its restoration."""
+"""More than the leases granted between a backup and its restoration."""
 _PARTIAL = ".restoring"
 Advance = Callable[[int, int], None]
 """Receives the payload bytes done, and all."""
@@ -47,7 +47,7 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What is in the new place; `missing` are payloads that the backup names and has not whole."""
+    """The restored run; `missing` are payloads that the backup names but does not hold whole."""
 
     run_id: str
     head_version: int
@@ -60,16 +60,16 @@ class Restored:
 def restore(
     source: Path, *, run_id: str, data_dir: Path, url: str, now: float, advance: Advance = lambda _done, _all: None
 ) -> Restored:
-    """Make the data directory, and the tables if `url` names a database without a store.
+    """Make the data directory, and the tables if `url` names a database.
 
-    `source` is a backup or a stopped coordinator's data directory with a store in SQLite; it is not changed. `run_id`
-    is the run to be served. `data_dir` must be empty or missing. `now` is in seconds since the epoch.
-    Raises ConfigError: it is another run's, or the new place is taken; OperatorError: there is no store, it is in use,
-    or PostgreSQL refuses; CorruptStore: the store fails its check, or has another schema.
+    `source` is a backup or a stopped coordinator's data directory with a store in SQLite; it is not changed.
+    `data_dir` must be empty or missing. `now` is in seconds since the epoch.
+    Raises ConfigError: another run, or the new place is taken; OperatorError: there is no store, it is in use, or
+    PostgreSQL refuses; CorruptStore: the store fails its check, or has another schema.
     """
     partial = data_dir / _PARTIAL
     try:
-        # In it, not beside it: a data_dir may be a mount of its own.
+        # Inside it, since a data_dir may be a mount of its own.
         make_directory(data_dir, mode=0o700)
         if {path.name for path in data_dir.iterdir()} - {_PARTIAL, "lost+found"}:
             raise ConfigError("data_dir", f"{data_dir} is not empty", action="choose a new directory")
@@ -97,7 +97,7 @@ def _restore(
             connection.backup(copy)
     store.chmod(0o600)
     with _target(url) as raw, contextlib.closing(connect_file(store)) as file:
-        found = _begin_anew(file, now=now)
+        found = _mark_restored(file, now=now)
         copied, missing = _copy_payloads(file, source / "blobs", partial / "blobs", advance)
         if raw is not None:
             _write(file, raw, partial)
@@ -110,8 +110,8 @@ def _restore(
     return Restored(run_id=run_id, num_payloads=copied, missing=missing, **found)
 
 
-def _begin_anew(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
-    """Note in the copy that the run went back here; returns what it holds."""
+def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
+    """Note the restoration in the copy; returns its head, number of groups and audit digest."""
     file.execute("BEGIN IMMEDIATE")
     head = stated_version(lineage.head_version(file))
     if get_meta(file, "epoch") is not None:
@@ -119,7 +119,7 @@ def _begin_anew(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
         set_meta(file, "lease_released", "1")
         set_meta(file, "lease_request_id", "")
         set_meta(file, "lease_incarnation", "")
-    # The copy is a store of its own: a bucket's prefix stays with the run that has it, which may go on.
+    # The bucket's prefix stays with the original run, which may go on.
     file.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
     detail = f"to version {head}" if head != NO_VERSION else "before its first version"
     digest = audit.append(file, AuditKind.RESTORED, subject=get_meta(file, "run_id") or "", detail=detail, now=now)
@@ -131,7 +131,7 @@ def _begin_anew(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
 def _copy_payloads(
     file: sqlite3.Connection, source: Path, target: Path, advance: Advance
 ) -> tuple[int, tuple[Digest, ...]]:
-    """Copy what the store names and is whole; a coordinator does without the others as without damaged ones."""
+    """Copy whole payloads that the store names; a coordinator treats the missing ones as damaged."""
     named = {Digest(row[0]): int(row[1]) for row in file.execute("SELECT digest, num_bytes FROM payloads")}
     done, total, missing = 0, sum(named.values()), []
     make_directory(target)
@@ -157,7 +157,7 @@ def _copy_payloads(
 
 @contextlib.contextmanager
 def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
-    """A transaction over tables that are made in it, or nothing; committed where the block ends well."""
+    """A transaction in which the tables are made, or None; committed if the block succeeds."""
     if not url:
         yield None
         return

@@ -9,8 +9,7 @@
     payloads     each is there, complete and right
     replay       each leads to the state that its manifest states
 
-A replay holds one chunk for each version with open children, so memory stays small for any model. Chunk sizes follow
-from the manifest (`weights.manifest.chunks_of`).
+A replay holds one chunk for each version with open children, so its memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from heterorl.coordinator.offline.history import History, StoredVersion
 
 
 class Check(enum.Enum):
-    """One kind of check; the value is what tables show."""
+    """A kind of check; its value is the text in tables."""
 
     NUMBERS = "numbers are dense"
     MANIFESTS = "manifests are as stored"
@@ -48,7 +47,7 @@ class Check(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that does not hold of a version."""
+    """A problem of a version."""
 
     check: Check
     version: int
@@ -57,7 +56,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """How much was checked of each kind, and what was found."""
+    """Counts of checks by kind, and their findings."""
 
     checked: dict[Check, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -76,8 +75,10 @@ class Report:
 def check_manifests(
     history: History, *, keys: Sequence[str], report: Report, trained: Mapping[int, Manifest] | None = None
 ) -> dict[int, Manifest]:
-    """Check everything that needs no payload; returns the readable manifests by version. `trained` are the trained
-    weights' manifests, for a variant's history. Raises ConfigError: one of `keys` is not a public key."""
+    """Check everything that needs no payload; returns the readable manifests by version.
+
+    `trained` are the trained weights' manifests, for a variant's history. Raises ConfigError: `keys` has a bad key.
+    """
     rows = {row.version: row for row in history.versions}
     if not rows:
         report.find(Check.NUMBERS, 0, "there is no version")
@@ -95,7 +96,7 @@ def check_manifests(
     for version, manifest in manifests.items():
         _check_parent(version, manifest, rows=rows, manifests=manifests, trained=trained, report=report)
     if trained is None:
-        # Which versions are abandoned is the trained weights' to say.
+        # Only the history of the trained weights abandons versions.
         _check_forks(rows, manifests, report=report)
     return manifests
 
@@ -166,7 +167,7 @@ def _check_parent(
 
 
 def _check_forks(rows: Mapping[int, StoredVersion], manifests: Mapping[int, Manifest], *, report: Report) -> None:
-    """Find two versions that follow the same version, and marks of abandonment without a manifest."""
+    """Find forks, and marks of abandonment that no manifest states."""
     abandoned_by: dict[int, int] = {}
     for version in sorted(manifests):
         report.count(Check.FORKS)
@@ -192,7 +193,7 @@ Advance = Callable[[int], None]
 def check_payloads(
     history: History, manifests: Mapping[int, Manifest], *, report: Report, advance: Advance
 ) -> dict[str, Path]:
-    """Hash every payload of these manifests; returns the right files by digest. `advance` gets the bytes checked."""
+    """Hash every payload of the manifests; returns the right files by digest. `advance` gets the bytes checked."""
     right: dict[str, Path] = {}
     for version, manifest in sorted(manifests.items()):
         for payload in manifest.payloads:
@@ -290,7 +291,7 @@ class _Replay:
     def _open(self, payload: PayloadRef) -> None:
         path = self._files.get(payload.digest)
         if path is None:
-            # Found by check_payloads already.
+            # `check_payloads` has reported it.
             self._failed.add(payload)
             return
         root = None
@@ -355,12 +356,12 @@ class _Replay:
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:
-    """Manifests with the payloads that the store offers: without deleted ones, with the coordinator's own snapshots."""
+    """Manifests with the payloads that the store offers: no deleted ones, but the coordinator's own snapshots."""
     offered = {(payload.to_version, payload.kind): payload for payload in history.offered}
     digests = {payload.digest for payload in history.offered}
     kept: dict[int, Manifest] = {}
     for version, manifest in manifests.items():
-        # Only the learner makes deltas: one offered under another name is a fault to report.
+        # Only the learner makes deltas: one offered under another name must be reported.
         payloads = [
             payload
             for payload in manifest.payloads
@@ -374,7 +375,7 @@ def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[in
 
 
 def rebuildable(manifests: Mapping[int, Manifest], kept: Mapping[int, Manifest]) -> dict[int, Manifest]:
-    """Of `kept`, the manifests without deltas from versions that deletion left without a way."""
+    """`kept` without the deltas from versions that no remaining payload leads to."""
     lost: set[int] = set()
     found: dict[int, Manifest] = {}
     for version, manifest in sorted(kept.items()):

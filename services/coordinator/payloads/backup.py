@@ -4,9 +4,9 @@
     backups/<name>            complete and durable: a data_dir from which a coordinator starts with payloads as files
 
 The store's thread copies SQLite between two transactions. PostgreSQL is read from one snapshot in a session of its own,
-into a SQLite file with the same tables. Deletion waits until the payloads are linked, or copied where they are on
-another disk. A link shares its bytes with the payload: copy the directory elsewhere against the loss of the disk.
-Uploads in progress and merged deltas are not included; a bucket's prefix stays with its run.
+into a SQLite file with the same tables. Deletion waits until the payloads are linked, or copied to another disk. A link
+shares its bytes with the payload: copy the directory elsewhere against the loss of the disk. Uploads in progress and
+merged deltas are not included; a bucket's prefix stays with its run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
 NOTE = "backup.json"
-"""Describes the copy; a restore does not need it."""
+"""File that describes the copy; a restore does not need it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTIAL = ".partial"
 _BUSY_S = 5.0
@@ -76,8 +76,8 @@ class Backups:
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
     async def make(self, name: str) -> Backup:
-        """Back up the run into a directory of this name, or return the one that exists.
-        Raises InvalidRequest: it is not a name; Busy: another backup runs, or the disk refuses; StoreFull: no room."""
+        """Back up the run into a directory of this name, or return the existing backup.
+        Raises InvalidRequest: not a name; Busy: another backup runs, or the disk refuses; StoreFull: no room."""
         if not _NAME.fullmatch(name) or name.endswith(_PARTIAL):
             raise InvalidRequest("name: not 1 to 64 letters, digits, dots, dashes and underscores")
         if self._making is None:
@@ -85,8 +85,8 @@ class Backups:
             self._making = (name, task)
             task.add_done_callback(self._made)
         if self._making[0] != name:
-            raise Busy(f"backup {self._making[0]} is being made", retry_after_s=_BUSY_S)
-        # Continues when the caller leaves; a repeated request waits for it or finds it.
+            raise Busy(f"backup {self._making[0]} is in progress", retry_after_s=_BUSY_S)
+        # It continues if the caller is cancelled; a repeated request waits for it or finds it.
         return await asyncio.shield(self._making[1])
 
     def _made(self, task: asyncio.Task[Backup]) -> None:
@@ -113,7 +113,7 @@ class Backups:
                 made_s = self._clock.wall()
                 num_bytes = await asyncio.to_thread(_take_store, copy)
                 for digest in digests:
-                    # One after another: together they may be more than there is room for here.
+                    # One after another: the cache may not have room for all.
                     num_bytes += await self._bring(digest, partial)
                 await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
@@ -142,10 +142,9 @@ class Backups:
                     raise
                 await self._clock.sleep(error.retry_after_s)
             except FileNotFoundError as error:
-                # This one alone: copies of others may be gone only because there was no room for them. The next backup
-                # is without it.
+                # Only this one: the cache may have evicted copies of others. The next backup is without it.
                 await self._damage.put_aside_missing([(digest, self._blobs.path(digest))])
-                raise Busy(f"payload {digest[:12]} of the run is gone", retry_after_s=_BUSY_S) from error
+                raise Busy(f"payload {digest[:12]} is missing", retry_after_s=_BUSY_S) from error
         raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:
@@ -156,11 +155,11 @@ class Backups:
 
 
 Named = tuple[list[Digest], int | None, str]
-"""What a copy names: its payloads, its head, the digest of its newest row of audit."""
+"""A copy's payloads, head, and digest of its newest audit row."""
 
 
 def _copy(connection: Connection, path: Path) -> Named:
-    """Store operation, outside any transaction: copy the file of SQLite's."""
+    """Copy the SQLite store, as a store operation outside transactions."""
     named = _named(connection)
     try:
         connection.execute("VACUUM INTO ?", (str(path),))
@@ -193,7 +192,7 @@ def _named(connection: Connection) -> Named:
 
 
 def _of_copy(error: sqlite3.Error) -> HeterorlError:
-    """The store itself is as it was: only its copy could not be written."""
+    """The typed error of a failed copy; the store itself is unchanged."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return StoreFull("there is no room for the backup", retry_after_s=_BUSY_S)
     return Busy(f"the copy of the store could not be written: {error}", retry_after_s=_BUSY_S)
@@ -210,7 +209,7 @@ def _begin(directory: Path, partial: Path) -> None:
 def _take_store(path: Path) -> int:
     try:
         with contextlib.closing(sqlite3.connect(path)) as copy:
-            # By this name the run has a bucket's prefix: who starts from the copy has no right to delete there.
+            # A run started from the copy must not delete below the original run's prefix.
             copy.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
             copy.commit()
     except sqlite3.Error as error:
@@ -258,4 +257,4 @@ def _read_note(directory: Path) -> Backup | None:
         note = json.loads((directory / NOTE).read_text(encoding="utf-8"))
         return Backup(**{name: note[name] for name in Backup.__slots__})
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidRequest(f"name: {directory} is there and is no backup", action="choose another") from error
+        raise InvalidRequest(f"name: {directory} exists and is not a backup", action="choose another name") from error

@@ -1,7 +1,7 @@
 """Handling of payloads that are missing or damaged on disk.
 
-Only two findings are damage: a file that the store offers is missing, or a digest check fails. All other I/O errors are
-transient: the caller gets Busy and retries. The same holds while the whole directory is gone, as after an unmount.
+Damage is a missing file that the store offers, or a failed digest check. All other I/O errors are transient: the caller
+gets Busy and retries. So is a missing directory, as after an unmount.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Damage:
         self._merges = merges
         self._told: set[Digest] = set()
         self._doubted: set[Digest] = set()
-        """Those that a proof refused once although their copies are right."""
+        """Payloads that failed a proof once although their copies are right."""
 
     async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
         """The error for the caller of a failed read; a damaged payload is not offered again.
@@ -45,7 +45,7 @@ class Damage:
         UnknownPayload: missing or damaged; the caller plans again. Busy: it cannot be read now.
         """
         if isinstance(error, FileNotFoundError | DamagedFile) and await self._cache.heal(digest) is not Repair.LOST:
-            # Also where it is right by now: who reads on in the file that was replaced still finds the old bytes.
+            # Even if the file is right by now: an open reader still reads the replaced file.
             return Busy(f"payload {digest[:12]} was fetched again", retry_after_s=BUSY_S)
         if isinstance(error, FileNotFoundError):
             self._check_is_there()
@@ -59,15 +59,15 @@ class Damage:
         return unreadable(error)
 
     def note_read(self, digest: Digest) -> None:
-        """A payload was read to its end: log its next failure again."""
+        """Note a payload that was read to its end: its next failure is logged again."""
         self._told.discard(digest)
 
     async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
-        """Put a payload aside that failed a proof, unless another copy of it is right; returns whether to prove it
+        """Put a payload aside that failed a proof, unless its copy is right or repaired; returns whether to prove it
         again at once, since a right copy may have replaced it during the proof."""
         cure = await self._cache.heal(digest)
         if cure is Repair.RIGHT and digest not in self._doubted:
-            _LOG.warning("payload %s is proved again: %s", digest[:12], problem)
+            _LOG.warning("verifying payload %s again: %s", digest[:12], problem)
             self._doubted.add(digest)
             return True
         self._doubted.discard(digest)
@@ -79,7 +79,7 @@ class Damage:
         self._doubted.difference_update(digests)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
-        """Offer a payload no longer, and move its file where a person finds it."""
+        """Stop offering a payload, and move its file to `damaged`."""
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use: %s", digest[:12], problem)
         await self._database.run(lambda connection: payload_index.strike_out(connection, digest))
@@ -107,7 +107,7 @@ class Damage:
             raise Busy("the directory of the payloads is gone: is its disk mounted?", retry_after_s=BUSY_S)
 
     def _tell(self, digest: Digest, error: OSError) -> None:
-        """Once for each payload until it can be read again: callers come back every few seconds."""
+        """Log a failure once until the payload can be read again: callers retry every few seconds."""
         UNREADABLE_PAYLOADS.inc()
         if digest not in self._told:
             self._told.add(digest)

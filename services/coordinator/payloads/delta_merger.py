@@ -1,7 +1,7 @@
-"""Background worker that merges deltas, one at a time, on one thread of the lowest priority.
+"""The background worker that merges deltas, one at a time.
 
-Requested spans come first, then the blocks that most pulls use. A new version or a plan pokes the worker. Memory is
-that of one composition. A failure harms no caller: plans use the payloads that exist.
+It has a thread of lowest priority. Requested spans come first, then the blocks that most pulls use. A new version or a
+plan pokes it. A failure harms no caller: plans use the payloads that exist.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What to do next, if anything; `skipped` are spans that no composition can serve."""
+    """The next job, if any; `skipped` are spans that no composition can serve."""
 
     job: _Job | None
     head: int
@@ -79,11 +79,11 @@ class DeltaMerger(BackgroundWorker):
         self._window = config.merge_window_versions
         self._requests: dict[Span, None] = {}
         self._skipped: frozenset[Span] = frozenset()
-        """Not to be tried (again): impossible, failed, or evicted to keep the budget."""
+        """Spans not to try: impossible, failed, or evicted to keep the budget."""
         self._current: Span | None = None
 
     def request(self, span: Span) -> None:
-        """Request one object over a span, unless it exists, is in progress, is impossible, or MAX_REQUESTS wait."""
+        """Request a merged delta over a span, unless it exists, is in progress or impossible, or MAX_REQUESTS wait."""
         is_known = span in self._requests or span in self._skipped or span in self._merges.spans
         if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
             self._requests[span] = None
@@ -114,7 +114,7 @@ class DeltaMerger(BackgroundWorker):
             span for span in self._skipped | choice.skipped if span.stop > choice.head - self._window
         )
         if choice.job is None:
-            # Nothing that is due would shorten the way of those that are left.
+            # No due block would shorten the paths of the remaining requests.
             for span in requests:
                 self._requests.pop(span, None)
             return False
@@ -125,7 +125,7 @@ class DeltaMerger(BackgroundWorker):
             async with self._cache.at_hand(stored):
                 payload = await self._in_thread(functools.partial(self._compose, choice.job))
         except CorruptData as error:
-            _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
+            _LOG.warning("cannot merge versions %d to %d: %s", self._current.start, self._current.stop, error)
             self._skipped |= {self._current}
             return True
         except OSError as error:
@@ -133,8 +133,8 @@ class DeltaMerger(BackgroundWorker):
         finally:
             self._current = None
         self._merges.add(payload, choice.job.span.variant)
-        _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
-        # What had to go for want of room would be due at once, for ever.
+        _LOG.debug("merged versions %d to %d", payload.from_version, payload.to_version)
+        # An evicted block would be due again at once.
         self._skipped |= set(
             await self._merges.evict(
                 head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self._leased
@@ -145,7 +145,7 @@ class DeltaMerger(BackgroundWorker):
     async def _after(self, error: OSError, span: Span) -> bool:
         if await self._merges.forget_missing():
             return True
-        _LOG.warning("merging versions %d to %d: %s", span.start, span.stop, error)
+        _LOG.warning("cannot merge versions %d to %d now: %s", span.start, span.stop, error)
         if isinstance(error, FileNotFoundError):
             self._skipped |= {span}
             return True
@@ -155,7 +155,7 @@ class DeltaMerger(BackgroundWorker):
     def _choose(
         self, connection: Connection, *, requests: tuple[Span, ...], skipped: frozenset[Span], have: frozenset[Span]
     ) -> _Choice | None:
-        """Choose the next job on the store's thread, read only. None while there is no version."""
+        """Choose the next job, as a read-only store operation. None while there is no version."""
         head = lineage.head_version(connection)
         if head is None:
             return None
@@ -175,7 +175,7 @@ class DeltaMerger(BackgroundWorker):
             elif len(path) <= MAX_PAYLOADS:
                 job = _Job(span=span, payloads=path, manifest=chain.manifest(span.stop))
                 return _Choice(job=job, head=head, skipped=frozenset(impossible))
-            # Else: shorter once the blocks are made.
+            # Else: the path gets shorter once the blocks are made.
         return _Choice(job=None, head=head, skipped=frozenset(impossible))
 
     def _compose(self, job: _Job) -> PayloadRef:

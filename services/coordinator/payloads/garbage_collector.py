@@ -1,4 +1,4 @@
-"""Background worker that verifies snapshots, writes due ones and deletes payloads that no sampler needs.
+"""The background worker that verifies and writes snapshots, and deletes unneeded payloads.
 
 Deletion survives a crash at any point. One transaction retires the rows and records the files; then the files go, then
 the record. So a plan never names a file that may go, and a start finishes an interrupted deletion. Before payloads are
@@ -37,9 +37,9 @@ from heterorl.coordinator.versions.chain import Chain
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 BATCHES = 8
-"""Versions of the window are given up an eighth of it at a time: each time costs a rebuild of the head."""
+"""Payloads are retired an eighth of the window at a time, since each time costs a rebuild of the head."""
 UNPUBLISHED_VERSIONS = 2
-"""An upload that no version named while the head moved on so far is given up."""
+"""Versions after which an upload that no version names is deleted."""
 
 
 class GarbageCollector(BackgroundWorker):
@@ -80,20 +80,20 @@ class GarbageCollector(BackgroundWorker):
         try:
             await self._sweep()
         except (StoreFull, Busy) as error:
-            _LOG.warning("deletion goes on later: %s", error)
+            _LOG.warning("postponed deletion of payloads: %s", error)
 
     async def run(self) -> None:
         """Verify, write and delete what is due until cancelled; returns when the store ends."""
         await self._loop(self.work)
 
     async def work(self) -> None:
-        """Verify, write and delete what is due now; on a full disk delete all that may go, and write nothing."""
+        """Verify, write and delete what is due; on a full disk write nothing and delete all that may go."""
         is_pressed = not self._may_write()
         for variant in await self._database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
                 pass
         if is_pressed:
-            # They are a cache.
+            # Merged deltas are a cache.
             leased = self._leases.payloads(self._clock.monotonic())
             await self._merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
         await self.collect(missing_bytes=int(is_pressed))
@@ -101,20 +101,20 @@ class GarbageCollector(BackgroundWorker):
     # snapshots
 
     async def _verify_newest(self, variant: str) -> bool:
-        """Verify the newest snapshot that is not; returns whether there was one."""
+        """Verify the newest snapshot if it is not; returns whether to look for another."""
         work = await self._ask(variant, payload_index.unverified_snapshot)
         if work is None:
             return False
         if not await self._is_proved(work):
-            # Put aside, and another one is the newest; or unreadable for now.
+            # It was put aside, so another is the newest; or it is unreadable now.
             return await self._ask(variant, payload_index.unverified_snapshot) != work
         await self._ask(variant, lambda chain: chain.note_verified(work.payloads[0]))
         where = f" in variant {variant}" if variant else ""
-        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
+        _LOG.info("verified the snapshot of version %d%s", work.payloads[0].to_version, where)
         return True
 
     async def _write_due(self, variant: str) -> bool:
-        """Write a snapshot when one is due; returns whether it did."""
+        """Write a snapshot if one is due; returns whether to look again."""
         merged_into = functools.partial(self._merges.into, variant=variant)
         way = await self._ask(variant, lambda chain: payload_index.way_of_joiner(chain, merged_into))
         is_due, reason = decide_snapshot(
@@ -122,9 +122,9 @@ class GarbageCollector(BackgroundWorker):
         )
         if not is_due:
             return False
-        # A longer way is shortened by a snapshot on it.
+        # A snapshot on the path shortens a longer one.
         work = await self._ask(variant, lambda chain: payload_index.work(chain, way[:MAX_PAYLOADS]))
-        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, reason)
+        _LOG.debug("writing a snapshot of version %d: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
             async with self._cache.at_hand(_stored(work)):
@@ -137,14 +137,14 @@ class GarbageCollector(BackgroundWorker):
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
-            _LOG.warning("no snapshot of version %d: %s", work.manifests[-1].version, error)
+            _LOG.warning("cannot write a snapshot of version %d: %s", work.manifests[-1].version, error)
             return False
         finally:
             scratch.unlink(missing_ok=True)
         return await self._ask(variant, lambda chain: payload_index.add_snapshot(chain, payload))
 
     async def _is_proved(self, work: Work) -> bool:
-        """Rebuild every state along a way; a payload that is not what it should be is put aside."""
+        """Rebuild every state along a path; a wrong payload is put aside."""
         try:
             async with self._cache.at_hand(_stored(work)):
                 paths = self._paths(work)
@@ -153,7 +153,7 @@ class GarbageCollector(BackgroundWorker):
             if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
                 return await self._is_proved(work)
         except OSError as error:
-            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
+            _LOG.warning("cannot rebuild version %d now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
             await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
@@ -171,12 +171,12 @@ class GarbageCollector(BackgroundWorker):
 
     @asynccontextmanager
     async def undisturbed(self) -> AsyncIterator[None]:
-        """While nothing may be deleted; for short."""
+        """A short time in which nothing is deleted."""
         async with self._collecting:
             yield
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
-        """Delete payloads that no sampler needs; returns the bytes freed. In batches, unless bytes are missing."""
+        """Delete payloads that no sampler needs; returns the bytes freed. Not in batches if bytes are missing."""
         async with self._collecting:
             await self._give_up_unpublished()
             if not self._leases.are_known(self._clock.monotonic()):
@@ -228,7 +228,7 @@ class GarbageCollector(BackgroundWorker):
         return await self._damage.on_disk(self._blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
-        """Retire uploads that no version came to name."""
+        """Retire uploads that no version names."""
         named, num_versions = await self._database.run(payload_index.named)
         waiting = self._blobs.stored() - named
         self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}

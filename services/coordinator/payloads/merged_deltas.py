@@ -32,7 +32,7 @@ from heterorl.coordinator.store.payload_files import file_size
 
 RADIX = 4
 KEEP_VERSIONS = 8
-"""Versions after which a merged delta that is not a block goes: time to finish a download."""
+"""Versions for which a merged delta that is not a block stays, so that downloads can finish."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,7 +49,7 @@ class Span:
 
     @property
     def is_block(self) -> bool:
-        """Whether this is one of the aligned spans of 4^j versions."""
+        """Whether the span is aligned and has 4^j versions."""
         length = RADIX
         while length < self.length:
             length *= RADIX
@@ -57,7 +57,7 @@ class Span:
 
 
 def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str = "") -> Iterator[Span]:
-    """Blocks that reach into the last `window` versions and are not there: small before large, the newest first."""
+    """Missing blocks in the last `window` versions: small before large, the newest first."""
     length = RADIX
     while length <= window:
         for stop in range(head // length * length, max(length - 1, head - window), -length):
@@ -68,7 +68,7 @@ def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str =
 
 
 def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: str = "") -> Span | None:
-    """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
+    """The span of a plan's deltas if it is worth one merged delta: several deltas, RADIX versions, to the head."""
     deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
     if len(deltas) < 2:
         return None
@@ -145,7 +145,7 @@ class MergedDeltas:
         return next((self.path(payload) for payload in self._index.values() if payload.digest == digest), None)
 
     def scratch(self) -> Path:
-        """Where the next one may be written; the same each time. Callable from any thread."""
+        """The file to write the next one to. Callable from any thread."""
         make_directory(self._directory)
         return self._directory / "compose"
 
@@ -158,7 +158,7 @@ class MergedDeltas:
         self._replace_into()
 
     async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
-        """Drop entries whose files are gone, of `payloads` or of all; returns whether there were any."""
+        """Drop entries whose files are missing, of `payloads` or of all; returns whether there were any."""
         looked_at = [*self._index.values()] if payloads is None else payloads
         merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
         missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
@@ -167,7 +167,7 @@ class MergedDeltas:
         return bool(missing)
 
     async def drop(self, digest: Digest) -> None:
-        """Delete a damaged one; it is made again from its parts."""
+        """Delete a damaged merged delta; it is made again."""
         for span in [span for span, payload in self._index.items() if payload.digest == digest]:
             await asyncio.to_thread(self.path(self._index.pop(span)).unlink, missing_ok=True)
         self._replace_into()
@@ -203,7 +203,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
-    # Of these alone: a history is as long as the run, and each row as long as a manifest.
+    # Only these versions: each row has a manifest.
     roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for each in versions:
         rows = connection.execute("SELECT variant, state_root FROM stated WHERE version = ?", (each,))
@@ -222,12 +222,12 @@ def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
                 raise MalformedPayload("not a merged delta")
             roots = read_roots(path)
         except CorruptData as error:
-            _LOG.debug("%s is removed: %s", path.name, error)
+            _LOG.debug("removing %s: %s", path.name, error)
             path.unlink()
             continue
         except OSError as error:
             # Not damage: a later start may read it.
-            _LOG.warning("%s is not offered: %s", path.name, error)
+            _LOG.warning("cannot read %s: %s", path.name, error)
             continue
         payload = PayloadRef(
             kind=PayloadKind.MERGED,

@@ -22,7 +22,7 @@ from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 
 def empty(directory: Path) -> None:
-    """Make a directory and remove what an earlier process left in it."""
+    """Make a directory and remove an earlier process's files from it."""
     make_directory(directory)
     for path in directory.iterdir():
         path.unlink()
@@ -33,7 +33,7 @@ def graph(chain: Chain) -> Graph:
     payloads, head = chain.payloads(), lineage.head_version(chain.connection)
     if head is None:
         return Graph(payloads=payloads, lineage=[], verified=chain.verified())
-    # The head belongs to it also when all its payloads were struck out.
+    # With the head, even if it has no payload any more.
     oldest = min([head, *(payload.to_version for payload in payloads)])
     return Graph(payloads=payloads, lineage=_lineage(chain, oldest, head), verified=chain.verified())
 
@@ -41,10 +41,10 @@ def graph(chain: Chain) -> Graph:
 def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
     """Versions of a chain from `oldest` on that were not abandoned, read from indexes only.
 
-    SQLite reads through a row's manifest: at 300 kB each, 1000 versions took a second.
+    Reading rows also reads their manifests: of 300 kB each, 1000 versions took a second.
     """
     connection = chain.connection
-    # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
+    # The plus makes SQLite use the index of abandoned versions instead of the table.
     rows = connection.execute("SELECT version FROM versions WHERE is_abandoned = 1 AND +version >= ?", (oldest,))
     abandoned = {int(row[0]) for row in rows}
     if chain.variant:
@@ -58,13 +58,13 @@ def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
 
 
 def work(chain: Chain, way: Sequence[PayloadRef]) -> Work:
-    """A way with the manifests that it leads to."""
+    """A path with its manifests."""
     stated = (manifest_from_bytes(chain.manifest(payload.to_version)) for payload in way)
     return Work(payloads=tuple(way), manifests=tuple(stated))
 
 
 def unverified_snapshot(chain: Chain) -> Work | None:
-    """The newest snapshot of the lineage, when it is not verified yet."""
+    """The newest snapshot of the lineage, if it is not verified."""
     row = chain.connection.execute(
         "SELECT p.kind, p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
         " JOIN versions v ON v.version = p.to_version"
@@ -78,7 +78,7 @@ def unverified_snapshot(chain: Chain) -> Work | None:
 
 
 def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
-    """Offer a verified snapshot that the coordinator wrote; False when its version was abandoned or has one."""
+    """Offer a snapshot that the coordinator wrote; False if its version was abandoned or has one."""
     inserted = 0
     if chain.is_in_lineage(payload.to_version):
         inserted = chain.connection.execute(
@@ -110,7 +110,7 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:
-    """Choose unneeded payloads; of an ended variant all, once no sampler may ask for it."""
+    """Choose unneeded payloads; all of an ended variant once no sampler may ask for it."""
     found = graph(chain)
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
@@ -120,21 +120,20 @@ def decide(chain: Chain, needs: Needs) -> Retirement:
 
 
 def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> None:
-    """Retire unneeded payloads, unless the remaining path differs from the proved one. Decided again in this
-    transaction."""
+    """Decide again and retire unneeded payloads, unless the remaining path differs from the proved one."""
     retirement = decide(chain, needs)
     if retirement.way[: len(proved)] == proved and bool(retirement.way) == bool(proved):
         retire(chain, retirement.payloads)
 
 
 def strike_out(connection: Connection, digest: Digest) -> None:
-    """Offer a payload no longer."""
+    """Stop offering a payload."""
     connection.execute("DELETE FROM verified WHERE digest = ?", (digest,))
     connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
 
 
 def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
-    """Offer payloads no longer, and write down the files that may go."""
+    """Stop offering payloads, and record their files for deletion."""
     connection, variant = chain.connection, chain.variant
     for payload in payloads:
         connection.execute(
@@ -147,20 +146,20 @@ def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
 
 
 def retire_digests(connection: Connection, digests: Iterable[Digest]) -> None:
-    """Write down files that may go, unless a version names them."""
+    """Record files for deletion, unless a version names them."""
     for digest in digests:
         if not is_named(connection, digest):
             connection.execute("INSERT INTO retired VALUES (?) ON CONFLICT DO NOTHING", (digest,))
 
 
 def retired(connection: Connection) -> list[Digest]:
-    """Files that may go; those that a version came to name again are forgotten here."""
+    """Files to delete; those that a version names again are taken off the record."""
     connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
     return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
 
 
 def forget_retired(connection: Connection, freed: Mapping[Digest, int]) -> None:
-    """Note that files are gone, and their bytes."""
+    """Note that files were deleted, with their bytes."""
     connection.executemany("DELETE FROM retired WHERE digest = ?", [(digest,) for digest in freed])
     set_meta(connection, "reclaimed_bytes", str(reclaimed_bytes(connection) + sum(freed.values())))
 
@@ -176,13 +175,13 @@ def is_named(connection: Connection, digest: Digest) -> bool:
 
 
 def named(connection: Connection) -> tuple[frozenset[Digest], int]:
-    """Every payload that a version offers or that may go already, and how many versions there are."""
+    """All payloads that are offered or recorded for deletion, and the number of versions."""
     rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
     return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
 
 
 def newest_snapshot(connection: Connection) -> tuple[int, float] | None:
-    """The newest verified snapshot and when its version was published, once there is one."""
+    """The version of the newest verified snapshot and its publication time, or None."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
         " AND variant = '' ORDER BY version DESC LIMIT 1"

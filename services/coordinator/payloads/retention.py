@@ -28,12 +28,12 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 MAX_LEASES = 4096
-"""Plans remembered; beyond, the one that was silent the longest is forgotten (its caller plans again)."""
+"""Plans remembered; beyond, the longest silent one is forgotten, and its caller plans again."""
 _Plan = tuple[int | None, tuple[Digest, ...]]
 
 
 class PullLeases:
-    """Plans with the instants at which they end (monotonic clock)."""
+    """Plans with their ends, monotonic instants."""
 
     def __init__(self, *, term_s: float, started: float) -> None:
         self._term_s = term_s
@@ -60,7 +60,7 @@ class PullLeases:
 
     def touch(self, digest: Digest, now: float) -> None:
         """Renew the leases of a payload's plans."""
-        # For each frame that leaves, so not by a look at all leases: a thousand sites have as many.
+        # Called for each frame, so it must not read all leases.
         for plan in [*self._plans_of.get(digest, ())]:
             self._renew(plan, now)
 
@@ -79,7 +79,7 @@ class PullLeases:
         return frozenset(start for start, _ in self._ends if start is not None)
 
     def _renew(self, plan: _Plan, now: float) -> None:
-        # Put last: the order is that of the last sign of life.
+        # Put last: the order is by last renewal.
         if self._ends.pop(plan, None) is None:
             for digest in plan[1]:
                 self._plans_of[digest].append(plan)
@@ -102,7 +102,7 @@ KEPT_SNAPSHOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """The published payloads. `lineage` is ascending; its last version is the head. `verified` are versions."""
+    """Published payloads over versions. `lineage` ascends to the head; `verified` are versions with such a snapshot."""
 
     payloads: Sequence[PayloadRef]
     lineage: Sequence[int]
@@ -111,7 +111,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What must stay possible. `in_use` are versions; `window` is at least `staleness`."""
+    """Pulls that must stay possible. `in_use` are versions; `window` is at least `staleness`."""
 
     window: int
     staleness: int
@@ -121,7 +121,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """What may go, and the verified way to the head that everything then depends on (empty: nothing may go)."""
+    """Payloads to delete, and the verified path to the head that must be proved before (empty: delete nothing)."""
 
     payloads: tuple[PayloadRef, ...]
     way: tuple[PayloadRef, ...]
@@ -187,11 +187,11 @@ class _Ways:
                 yield payload
 
     def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
-        """The newest verified snapshots with their ways to the head, and what is newer than them and not verified."""
+        """The newest verified snapshots with their paths to the head, and newer unverified snapshots."""
         newest = [version for version in self._verified if version in self._snapshots][-KEPT_SNAPSHOTS:]
         for version in newest:
             yield self._snapshots[version]
-            # None where only another snapshot leads to the head.
+            # Empty if only another snapshot leads to the head.
             yield from cheapest_way(self._deltas_into, have_version=version, want_version=head)
         for version, payload in self._snapshots.items():
             if not newest or version > newest[-1]:

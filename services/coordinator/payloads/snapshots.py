@@ -1,4 +1,4 @@
-"""Writing a snapshot, and proving that a path of payloads leads to its stated states.
+"""Snapshots: when one is due, writing it, and proving a path of payloads.
 
 Both work chunk by chunk, so memory does not grow with the model. The proof rebuilds each state and compares the chunk
 digests with the version's manifest, which also locates a damaged payload.
@@ -29,17 +29,17 @@ class DamagedPayload(CorruptData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A way that begins with a snapshot; `manifests[i]` is of the version that `payloads[i]` leads to."""
+    """A path that begins with a snapshot; `payloads[i]` leads to the version of `manifests[i]`."""
 
     payloads: tuple[PayloadRef, ...]
     manifests: tuple[Manifest, ...]
 
 
 def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> tuple[bool, str]:
-    """Whether a snapshot of the head is due, and why, by the path of a new sampler: a snapshot, then deltas.
+    """Whether a snapshot of the head is due, and why; `way` is the path of a new sampler: a snapshot, then deltas.
 
-    A snapshot is due when the deltas cost more than `snapshot_ratio` of its bytes, so they add at most that share to a
-    new sampler's pull. Beyond `window` versions one is due anyway, since the deltas could not be deleted.
+    It is due when the deltas cost more than `snapshot_ratio` of the snapshot's bytes; beyond `window` versions in any
+    case, since the deltas could not be deleted.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
         return False, "there is no snapshot to start from"
@@ -124,7 +124,7 @@ def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Ca
         verify_way([target], [last], on_chunk=on_chunk)
     except CorruptData as error:
         target.unlink(missing_ok=True)
-        # The sum is wrong: find out which part.
+        # The composition is wrong: find the wrong payload.
         verify_way(paths, work.manifests, on_chunk=on_chunk)
         raise OSError(f"the snapshot of version {last.version} is wrong although its parts are right") from error
     return PayloadRef(

@@ -27,7 +27,7 @@ from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadCac
 
 _LOG = logging.getLogger(__name__)
 WAIT_S = 60.0
-"""For a bucket that does not answer; then the process ends and is started again, or a standby takes its place."""
+"""Longest wait for a bucket; then the process ends, and is restarted or a standby takes over."""
 PAUSE_S = 1.0
 Opened = tuple[PayloadStorage, BlobStore, PayloadCache, DirectUploads]
 
@@ -61,9 +61,9 @@ async def open_payloads(
             return await _open_bucket(config, database, clock, make_room=make_room, on_full=on_full)
         except Busy as error:
             if clock.monotonic() >= until:
-                action = "check payloads: bucket, endpoint, credentials; the coordinator is to be started again"
+                action = "check payloads: bucket, endpoint, credentials; then start the coordinator again"
                 raise Busy(error.args[0], action=action) from None
-            _LOG.warning("waiting for the payloads: %s", error.args[0])
+            _LOG.warning("waiting for the bucket: %s", error.args[0])
         await clock.sleep(PAUSE_S)
 
 
@@ -113,7 +113,7 @@ async def _open_bucket(
 
 
 async def _claim(objects: Objects, database: Database) -> None:
-    """Make the prefix this store's, or find that it is."""
+    """Claim the prefix for this store, or find that it has it."""
     owner, found = await database.run(_owner), await objects.owner()
     if found and found != owner:
         raise objects.of_another(found)

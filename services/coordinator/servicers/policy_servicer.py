@@ -75,12 +75,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
         async def frames() -> AsyncIterator[bytes]:
             async for message in request_iterator:
-                # Once: each access of a bytes field copies it.
+                # Each access of a bytes field copies it.
                 frame = message.frame
                 if message.WhichOneof("part") != "frame" or not 0 < len(frame) <= FRAME_BYTES:
                     raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
                 if frame_checksum(frame) != message.checksum:
-                    # The link's failure: DigestMismatch says that the sender's content is wrong.
+                    # A fault of the link; DigestMismatch would blame the sender.
                     raise Busy("upload: a frame was damaged on its way", action="ask QueryUpload", retry_after_s=1.0)
                 BYTES.labels("weights", "in").inc(len(frame))
                 yield frame

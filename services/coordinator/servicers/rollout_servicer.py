@@ -1,4 +1,4 @@
-"""gRPC servicers of assignments, groups and evaluations; pushed groups are read ahead and committed together.
+"""gRPC servicers of assignments, groups and evaluations, and the pipeline of pushes.
 
     read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
     submit    waits for messages, then for room among the commits; unblocked by either loop next to it
@@ -58,15 +58,15 @@ class PushStreams:
     def __init__(self, api: RolloutColumn, *, max_prompt_tokens: int) -> None:
         self._api = api
         self._max_prompt_tokens = max_prompt_tokens
-        # A stated contract stays; before that no site is registered.
+        # The run's contract never changes.
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
     async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
-        """The outcomes of each message's groups, in order.
-        Raises RemoteError: a message was refused; those before it are answered."""
+        """The outcomes of each message's groups, in order. Raises RemoteError: a message was refused, after the answers
+        to those before it."""
         if isinstance(requests, Requests):
-            # Messages wait in the queues, and are counted until their groups are in the store.
+            # Messages keep their room until their groups are in the store.
             requests.settle_by_hand()
         arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
         committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
@@ -120,7 +120,7 @@ class PushStreams:
                     await commits.acquire()
                     answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
                     answers.add_done_callback(lambda _: commits.release())
-                    # The call may be gone: retrieve the exception.
+                    # The call may have ended: retrieve the exception.
                     answers.add_done_callback(_note)
                     await committing.put(([len(groups) for groups in entries], answers))
                 if waiting is None and is_open:
@@ -140,7 +140,7 @@ class PushStreams:
         limit = self._max_prompt_tokens
         if num_bytes <= INLINE_BYTES:
             return _examined(batch, contract, limit)
-        # Some nanoseconds for each token, in which the event loop answers others; one at a time for the memory of it.
+        # One at a time, which bounds the memory.
         async with self._converting:
             return await in_thread(_examined, batch, contract, limit)
 
@@ -152,11 +152,11 @@ def _examined(pushes: Sequence[Pushed], contract: Contract, max_prompt_tokens: i
 async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:
     try:
         async for message in requests:
-            # Known where it came in; a message counts its bytes by writing them.
+            # ByteSize serializes the message, so the size read is taken if it is known.
             num_bytes = requests.num_bytes if isinstance(requests, Requests) else sum(g.ByteSize() for g in message)
             await arrived.put((message, num_bytes))
     except Exception:
-        # Groups before the error are committed and answered; then it ends the call.
+        # Groups before the error are committed and answered first.
         await arrived.put(None)
         raise
     await arrived.put(None)
@@ -222,7 +222,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 yield message.credits
 
         held = [group_id_from_pb(group_id) for group_id in first.held]
-        # Closed at once when the call ends, so that what was leased and not sent goes back now.
+        # Closed at once when the call ends, so that leased groups that were not sent go back now.
         async with contextlib.aclosing(
             self._rollouts.stream_sealed(epoch=first.epoch, held=held, credits=credits())
         ) as stream:
@@ -236,7 +236,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.AbandonGroupsRequest, context: Context
     ) -> rollout_pb2.AbandonGroupsResponse:
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
-        # Of learners that state none, and of accounts that this program does not know.
+        # An earlier learner states no account, a later one perhaps an unknown one.
         counted_as = reason_from_pb(request.counted_as) or DropReason.LEARNER_ABANDONED
         await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason, counted_as=counted_as)
         return rollout_pb2.AbandonGroupsResponse()

@@ -122,7 +122,7 @@ class SampleServicer(sample_pb2_grpc.SampleServiceServicer):
     async def NoteSamples(
         self, request: sample_pb2.NoteSamplesRequest, context: Context
     ) -> sample_pb2.NoteSamplesResponse:
-        # One number after another, of which there may be millions.
+        # There may be millions of numbers.
         notes = await in_thread(lambda: [note_from_pb(note) for note in request.notes])
         evaluations = await in_thread(lambda: [evaluation_from_pb(sample) for sample in request.evaluations])
         await self._samples.note_samples(epoch=request.epoch, notes=notes, evaluations=evaluations)

@@ -1,7 +1,6 @@
-"""Background loops that survive failed turns, and workers with a thread of the lowest priority.
+"""Background loops that survive failures, and workers with a thread of lowest priority.
 
-A failed turn is logged once, counted and retried after PAUSE_S; the process serves on. Only the end of the store ends a
-loop.
+A failed turn is logged once, counted and retried after PAUSE_S. Only the end of the store ends a loop.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class RetryingLoop:
         LOOP_FAILURES.labels(name)
 
     async def attempt(self, turn: Callable[[], Awaitable[object]]) -> bool:
-        """Run one turn; returns whether it succeeded. Raises CorruptStore, StoreLost, Draining: the store has ended."""
+        """Run one turn; returns whether it succeeded. Raises ENDED: the store has ended."""
         try:
             await turn()
         except ENDED:
             raise
-        except Exception as error:  # noqa: BLE001 - said, counted and tried again
+        except Exception as error:  # noqa: BLE001 - logged, counted and retried
             self._tell(error)
             return False
         if self._problem:
@@ -55,14 +54,14 @@ class RetryingLoop:
         return True
 
     async def repeat(self, turn: Callable[[], Awaitable[object]], *, every_s: float) -> None:
-        """Run a turn now and then until cancelled; returns when the store ends."""
+        """Run a turn every `every_s` seconds until cancelled; returns when the store ends."""
         with contextlib.suppress(*ENDED):
             while True:
                 await self.attempt(turn)
                 await self._clock.sleep(every_s)
 
     async def pause(self, wake: asyncio.Event) -> None:
-        """Wait until woken, and after a turn that failed no longer than PAUSE_S."""
+        """Wait until woken; after a failed turn at most PAUSE_S."""
         await ring_or_time(wake, clock=self._clock, seconds=PAUSE_S if self._problem else None)
 
     def _tell(self, error: Exception) -> None:
@@ -75,7 +74,7 @@ class RetryingLoop:
 
 
 class BackgroundWorker:
-    """A loop that works when it is poked, and its thread. Belongs to the event loop."""
+    """A loop that runs when it is poked, and its thread. Belongs to the event loop."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._steady = RetryingLoop(name, clock)
@@ -89,7 +88,7 @@ class BackgroundWorker:
         self._wake.set()
 
     async def settle(self) -> None:
-        """Wait until nothing is left to do; the loop must be running."""
+        """Wait until there is nothing to do; the loop must be running."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -98,7 +97,7 @@ class BackgroundWorker:
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _loop(self, turn: Callable[[], Awaitable[object]]) -> None:
-        """Run a turn whenever there is something to do, until cancelled; returns when the store ends."""
+        """Run a turn after each poke until cancelled; returns when the store ends."""
         with contextlib.suppress(*ENDED):
             while True:
                 self._wake.clear()
@@ -113,14 +112,14 @@ class BackgroundWorker:
             raise Draining("the coordinator is stopping", retry_after_s=1.0) from error
 
     def _check_stop(self) -> None:
-        """Asked on the thread before each chunk."""
+        """Called on the thread before each chunk."""
         if self._stopping.is_set():
             raise _Stopped
 
 
 def lower_priority() -> None:
-    """Put the calling thread behind everything else."""
-    # Linux gives each thread a priority of its own; elsewhere this would slow the whole process.
+    """Give the calling thread the lowest priority."""
+    # Linux has a priority for each thread; elsewhere this would slow the whole process.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -1,12 +1,12 @@
-"""Payload files named by their content; a name exists only when all its bytes are durable and right.
+"""Payload files named by their digest.
 
     data_dir/blobs/ab/<digest>      complete, verified, never changed
     data_dir/partial/<digest>       an upload; `query` reports its length after an fsync
     data_dir/damaged/<digest>       a payload whose bytes changed on disk; for inspection, never served
 
-Completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed, because its content is
-unknown and a second fsync would not tell. A publication holds its payloads, so that none is deleted between check and
-commit.
+A name exists only when all its bytes are durable and right: verify, fsync file, rename, fsync directory. A file whose
+fsync failed is removed, because a second fsync would not tell its content. A publication holds its payloads, so that
+none is deleted between check and commit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Locks:
     """Locks by name for the event loop; an unused one takes no memory."""
 
     def __init__(self) -> None:
-        # Who holds a lock or waits for it keeps it alive.
+        # Holders and waiters keep a lock alive.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -71,9 +71,8 @@ class BlobStore:
         on_full: Callable[[], None] = ignore,
         storage: PayloadStorage | None = None,
     ) -> None:
-        """Open the directory. `bound` names the key of `store_bytes`, which payloads and uploads may occupy;
-        `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk refused a
-        payload."""
+        """Open the directory. `bound` is the key of `store_bytes` in errors. `make_room` gets the missing bytes before
+        an upload is refused; `on_full` is called when the disk is full."""
         self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
@@ -88,7 +87,7 @@ class BlobStore:
             make_directory(directory)
         self._identity = identity(self._blobs)
         for path in self._partial.iterdir():
-            # A power cut may have kept both names of a payload that was completed.
+            # After a power cut a complete payload may have both names.
             if (self._blobs / path.name[:2] / path.name).exists():
                 path.unlink()
         for directory in (self._blobs, self._partial):
@@ -111,7 +110,7 @@ class BlobStore:
         return file_size(self.path(digest)) if at_home is None else at_home
 
     def is_there(self) -> bool:
-        """Whether the directory is the one that was opened: not an unmounted disk, where everything seems lost."""
+        """Whether the directory is the opened one; on an unmounted disk all payloads would seem lost."""
         try:
             return identity(self._blobs) == self._identity
         except OSError:
@@ -123,8 +122,8 @@ class BlobStore:
 
     async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
         """Write frames from `offset`, and complete the payload when all bytes are there; returns the durable bytes.
-        Raises InvalidRequest: digest, offset or size is impossible; QuotaExceeded: the payload is too large; StoreFull;
-        DigestMismatch: wrong content, start again; CorruptStore: the disk failed, the process must end."""
+        Raises InvalidRequest: impossible digest, offset or size; QuotaExceeded: too large; StoreFull; DigestMismatch:
+        wrong content, start again; CorruptStore: the disk failed, the process must end."""
         if not 0 < num_bytes <= self._max_payload_bytes:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
@@ -134,7 +133,7 @@ class BlobStore:
             have = self._partial_size(digest)
             if not 0 <= offset <= have:
                 raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
-            # Reserved before the first byte: uploads side by side share what is left.
+            # Reserved before the first byte, for concurrent uploads.
             await self._reserve(num_bytes - have)
             with self._settled(digest, num_bytes):
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
@@ -147,7 +146,7 @@ class BlobStore:
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
         """Whether the payload is complete; completes an upload that was cut before its rename.
         Raises DigestMismatch: wrong content, start again."""
-        # Under the lock although there may be nothing to do: a deletion under way ends first.
+        # Under the lock, so that a running deletion ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 with self._settled(digest, num_bytes):
@@ -159,7 +158,7 @@ class BlobStore:
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:
-        """Keep payloads, present or not, from `remove` until their publication is committed."""
+        """Keep `remove` from payloads, present or not, while the context is open."""
         names = Counter(digests)
         self._held += names
         try:
@@ -177,16 +176,16 @@ class BlobStore:
                 await self._reserve(num_bytes)
                 with self._settled(digest, num_bytes):
                     await asyncio.to_thread(name_file, path, self.path(digest))
-            await self._storage.keep(digest, self.path(digest))  # also what it did not take before
+            await self._storage.keep(digest, self.path(digest))
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
-        """Delete a payload or an upload; returns the bytes freed, None when it must stay.
+        """Delete a payload or an upload; returns the bytes freed, None if it must stay.
 
-        A publication holds the payload, then looks for it under its lock. So either this sees the hold, or the
-        publication sees the deletion, or `is_needed` sees the publication.
+        A publication holds the payload, then looks for it under its lock. So this sees the hold, the publication sees
+        the deletion, or `is_needed` sees the publication.
         """
         if self._locks.is_held(digest):
-            # Written, or looked at by a publication. Not waited for: the writer may wait for the room.
+            # In use. Not waited for, since a writer may wait for the room.
             return None
         async with self._locks[digest]:
             if digest in self._held or await is_needed():
@@ -211,7 +210,7 @@ class BlobStore:
                 self.count(-size)
 
     def stored(self) -> frozenset[Digest]:
-        """Every payload and upload that is there, but those that are written at the moment."""
+        """All payloads and uploads, except those in use."""
         folders = (self._blobs, self._partial)
         try:
             found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
@@ -221,7 +220,7 @@ class BlobStore:
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes as used, or, below 0, as used no longer."""
+        """Add to the used bytes."""
         self._used += num_bytes
         if num_bytes < 0:
             self.freed.ring()
@@ -253,7 +252,7 @@ class BlobStore:
                 position += len(frame)
             return position
         finally:
-            # Also after a broken link: what arrived is durable, so the sender goes on from here.
+            # After a broken link too: the sender resumes behind the durable bytes.
             await asyncio.to_thread(sync_and_close, file, path, is_new=is_new)
 
     def _complete(self, digest: Digest) -> None:
@@ -265,13 +264,13 @@ class BlobStore:
         if found != digest:
             partial.unlink()
             raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
-        # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
+        # Again: the bytes may be of a process that died before its fsync.
         sync_and_close(open_file(partial, "rb"), partial)
         name_file(partial, target)
 
     def path(self, digest: Digest) -> Path:
-        """Where the complete payload lies, whether or not it does already."""
-        # The only place where a digest becomes a path; anything else is refused.
+        """The path of the complete payload, present or not."""
+        # The only place where a digest becomes a path.
         if not is_digest(digest):
             raise InvalidRequest("digest: not 64 lower-case hex digits")
         return self._blobs / digest[:2] / digest
@@ -281,7 +280,7 @@ class BlobStore:
 
     @contextmanager
     def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
-        """Release the reservation beyond what is on disk; keep all of it while that is unknown."""
+        """Release the reservation beyond the bytes on disk; keep it while they are unknown."""
         try:
             yield
         except StoreFull:

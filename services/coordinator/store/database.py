@@ -1,12 +1,10 @@
 """One connection, one thread and group commit: an operation answers after its bytes are on disk.
 
-Operations run one after another, each completely or not at all; those that wait together share one fsync. A full disk
-fails them with StoreFull and leaves the store unchanged; they then run again one by one, so that those that need no
-room succeed. Any other I/O error is fatal, because an fsync that failed cannot be repeated; so is a lost database
-server.
+Operations run one after another, each completely or not at all; those that wait together share one fsync. On a full
+disk they run again one by one, so that those that need no room succeed; the others fail with StoreFull. Any other I/O
+error is fatal, because a failed fsync cannot be repeated; so is a lost database server.
 
-A person's order is remembered with its answer in its own transaction, so a repeat has no second effect. The newest
-MAX_KEPT orders of a kind are known.
+An operator's order is stored with its answer in its own transaction, so a repeat has no second effect.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ Operation = Callable[[Connection], Any]
 
 MAX_BATCH = 256
 ENDED = (CorruptStore, StoreLost, Draining)
-"""What an operation raises for good: the store failed, its database has gone, or it is closed."""
+"""Final errors: the store failed, its database has gone, or it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """An operation that belongs to no transaction."""
+    """An operation outside transactions."""
 
     operation: Operation
 
@@ -79,12 +77,12 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path, *, on_full: Callable[[], None] = _ignore) -> Self:
-        """Open or create the store in a file of SQLite's; as `over`."""
+        """Open or create the store in a SQLite file; as `over`."""
         return await cls.over(lambda: SqliteEngine.open(path), on_full=on_full)
 
     @classmethod
     async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None] = _ignore) -> Self:
-        """Open a store and check it; `on_full` is called on the event loop when the disk refuses.
+        """Open a store and check it; `on_full` is called on the event loop when the disk is full.
         Raises CorruptStore: it fails its check or has another schema; StoreLost: the database is down; DiskFull."""
         return cls(await asyncio.to_thread(opened), asyncio.get_running_loop(), on_full=on_full)
 
@@ -94,7 +92,7 @@ class Database:
         return await self.submit(operation)
 
     def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
-        """Queue one operation; it runs even if its caller leaves."""
+        """Queue one operation; it runs even if its caller is cancelled."""
         if self._end is not None:
             raise self._end(_ENDED_EARLIER)
         if self._is_closed:
@@ -108,13 +106,13 @@ class Database:
         return await self.submit(_Alone(operation))
 
     def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
-        """Run no operation any more: what became of earlier ones is unknown. Callable from any thread."""
+        """End the store: the outcome of earlier operations is unknown. Callable from any thread."""
         self._end = self._end or end
         _LOG.critical("the store %s: %s", "has gone" if end is StoreLost else "failed", problem)
         self._tell(self.on_fatal, None, None)
 
     def silent_s(self) -> float:
-        """How long the store has owed an answer; a copy of all of it, which takes its time, does not count."""
+        """Seconds for which the current batch runs; a copy of the whole store does not count."""
         since = self._busy_since
         return 0.0 if since is None else time.perf_counter() - since
 
@@ -176,12 +174,12 @@ class Database:
             self._tell(future, result, exception)
 
     def _undo(self, error: Exception) -> tuple[Fault, str]:
-        """Undo the transaction; returns whether the disk is full, else the store has ended, and why."""
+        """Undo the transaction; returns the fault and its text. Unless the disk is full, the store has ended."""
         fault = Fault.FATAL if isinstance(error, _Failed) else self._engine.fault(error)
         try:
             self._engine.rollback()
         except self._engine.errors as second:
-            # A database that has gone rolls nothing back, and need not.
+            # A lost database need not roll back.
             if fault is not Fault.LOST:
                 error, fault = second, self._engine.fault(second)
                 fault = fault if fault is Fault.LOST else Fault.FATAL
@@ -199,7 +197,7 @@ class Database:
         self._call(_resolve, future, result, exception)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # No caller waits on a closed loop; the store must still be closed.
+        # A closed loop has no waiters, but the store must still be closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -215,7 +213,7 @@ def _run_one(engine: DatabaseEngine, operation: Operation) -> tuple[Any, BaseExc
     engine.save()
     try:
         result = operation(engine.connection)
-    except Exception as error:  # handed to the caller of run(), whose operation raised it
+    except Exception as error:  # handed to the caller of run()
         if isinstance(error, engine.errors) and engine.fault(error) is not Fault.OPERATION:
             raise
         engine.undo()
@@ -251,12 +249,12 @@ MAX_REQUEST_ID = 64
 
 
 def answer_to_order(connection: Connection, kind: str, request_id: str) -> str | None:
-    """The answer that this id was given; None when it is new, or states nothing."""
+    """The stored answer to an order; None if its id is new or empty."""
     return dict(_known_orders(connection, kind)).get(request_id) if request_id else None
 
 
 def remember_order(connection: Connection, kind: str, request_id: str, answer: str) -> None:
-    """Set: note an order that has had its effect. Raises InvalidRequest: the id is too long to be kept."""
+    """Store the answer to an order. Raises InvalidRequest: the id is too long."""
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
     if request_id:

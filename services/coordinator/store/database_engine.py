@@ -38,12 +38,12 @@ class Fault(Enum):
     """The meaning of an engine's error."""
 
     OPERATION = "operation"
-    """One operation made a mistake; it is undone, and the store lives on."""
+    """The operation is wrong: it is undone, and the store goes on."""
     FULL = "full"
     LOST = "lost"
-    """The database has gone; a process that starts again finds what was acknowledged, and no more: this one ends."""
+    """The database is gone: the process ends, and its next start finds all that was acknowledged."""
     FATAL = "fatal"
-    """What became of earlier operations is unknown: the process ends."""
+    """The outcome of earlier operations is unknown: the process ends."""
 
 
 class DatabaseEngine(Protocol):
@@ -53,10 +53,10 @@ class DatabaseEngine(Protocol):
 
     @property
     def connection(self) -> Connection:
-        """What operations write to."""
+        """The connection for operations."""
 
     def begin(self) -> None:
-        """Begin a transaction in which this process, and no other, may write."""
+        """Begin a transaction in which only this process may write."""
 
     def commit(self) -> None:
         """Make the transaction durable."""
@@ -77,7 +77,7 @@ class DatabaseEngine(Protocol):
         """Classify one of `errors`."""
 
     def close(self) -> None:
-        """Fold what is open, give the connection up."""
+        """Close the connection."""
 
 
 NUMBERS = "(SELECT CAST(value AS BIGINT) FROM json_each(?))"
@@ -90,10 +90,10 @@ OLDEST_OF_EACH_SITE = (
     "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
     " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site"
 )
-"""Of each site with pending groups: the oldest version that one is of, and the first arrival of that version."""
+"""For each site with pending groups: their oldest version, and its first arrival."""
 IN_POSTGRES = {
     SET_META: (
-        # Settings are texts beside one that is bytes, in a column that SQLite does not type.
+        # The column holds texts, and one setting that is bytes.
         "INSERT INTO meta VALUES (?, convert_to(CAST(? AS TEXT), 'UTF8'))"
         " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
     ),

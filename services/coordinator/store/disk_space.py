@@ -20,14 +20,14 @@ _LOG = logging.getLogger(__name__)
 LARGEST_SHARE = 32
 """The low-water mark is at most this part (1 / n) of the disk."""
 HEALED_S = 10.0
-"""Seconds without a refusal by the disk after which it counts as having room."""
+"""Seconds after the last refusal by the disk until it counts as having room."""
 PAUSE_S = 30.0
-"""Between two attempts to make room: each rebuilds the head when something may go."""
+"""Seconds between two attempts to make room, each of which may rebuild the head."""
 RETRY_AFTER_S = 5.0
 
 
 def operators_error(data_dir: Path, error: OSError) -> OperatorError:
-    """The operator's error for a data_dir that the system refuses."""
+    """The operator's error for an OSError on data_dir."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(str(data_dir))
     return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")
@@ -43,11 +43,11 @@ class DiskSpace:
         self._refused = self._tried = -max(HEALED_S, PAUSE_S)
         self._is_low = False
         self.is_full = False
-        """Free bytes are below the mark, or something found no room lately."""
+        """Free bytes are below the mark, or the disk refused a write lately."""
 
     @property
     def problem(self) -> str:
-        """What is wrong and what to do about it; empty while there is room."""
+        """The problem and what to do, or empty while there is room."""
         if not self.is_full:
             return ""
         return (
@@ -56,13 +56,13 @@ class DiskSpace:
         )
 
     def check(self) -> None:
-        """Refuse a group. Raises StoreFull: the disk keeps what is left for versions and deletion."""
+        """Check for a group. Raises StoreFull: the rest is for versions and deletion."""
         if self._is_low:
             problem = "the coordinator's disk has less room than min_free_bytes"
             raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
 
     def check_payload(self, num_bytes: int) -> None:
-        """Refuse a payload that brings so many bytes. Raises StoreFull: the disk keeps what is left for deletion."""
+        """Check for a payload. Raises StoreFull: the rest is for deletion."""
         mark, free = self._usage()
         if mark and free - num_bytes < mark // 2:
             self.note_refusal()
@@ -74,7 +74,7 @@ class DiskSpace:
         self._say(is_full=True)
 
     def look(self) -> bool:
-        """See whether there is room; returns whether some is to be made now."""
+        """Update the state; returns whether to make room now."""
         now = self._clock.monotonic()
         mark, free = self._usage()
         self._is_low = free < mark

@@ -1,7 +1,6 @@
-"""Chooses the store's engine and checks that the data directory's payloads belong to that store.
+"""Chooses the store's engine, and checks that data_dir has its payloads.
 
-Rows name payload files in data_dir, and files without a row are deleted, so a mix-up would lose both. A coordinator
-that takes a store in PostgreSQL needs the data_dir of that store.
+Rows name payload files in data_dir, and files without a row are deleted, so a mix-up would lose both.
 
     data_dir/coordinator.sqlite    the store in SQLite, where there is one
     data_dir/postgres              the name of the store in PostgreSQL whose payloads are here
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from heterorl.coordinator.store.postgres.standby import Standby
 
 OWNER = "payloads_owner"
-"""Key of meta: the name under which a store has a prefix of a bucket for its payloads."""
+"""Key of meta: the name in the mark of the bucket's prefix."""
 _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 
 def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> DatabaseEngine:
     """Open the store at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
-    Raises ConfigError: the payloads belong to another store; StoreLost: PostgreSQL is unreachable; OperatorError: it
+    Raises ConfigError: the payloads are another store's; StoreLost: PostgreSQL is unreachable; OperatorError: it
     refuses; StoreHeld: another coordinator has it; CorruptStore, DiskFull: it cannot be opened."""
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
     if not url:
@@ -43,7 +42,7 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
 
 
 def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
-    """A wait for the store at a url; if not patient, only for its server and not for another coordinator.
+    """A wait for the store at a url; an impatient one waits for the server, not for another coordinator.
     Raises ConfigError: there is no url, or data_dir has its own store."""
     if not url:
         raise ConfigError("store.url", "--standby needs a store that two coordinators reach: one in PostgreSQL")
@@ -57,7 +56,7 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
 
 
 def refuse_file(data_dir: Path) -> None:
-    """Refuse a data directory that has a store in SQLite. Raises ConfigError: it has."""
+    """Raises ConfigError: the data directory has a store in SQLite."""
     if (data_dir / "coordinator.sqlite").exists():
         raise ConfigError("store.url", f"{data_dir} has the payloads of its own coordinator.sqlite", action=_ANOTHER)
 
@@ -99,8 +98,8 @@ def _marked(data_dir: Path) -> str:
 def _not_its_own(data_dir: Path) -> ConfigError:
     return ConfigError(
         "data_dir",
-        f"{data_dir} has not the payloads of this store",
-        action="coordinators that follow one another need the same data_dir, on a file system that all of them reach",
+        f"{data_dir} does not have the payloads of this store",
+        action="coordinators of one store need the same data_dir, on a file system that all of them reach",
     )
 
 

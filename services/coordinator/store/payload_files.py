@@ -1,9 +1,9 @@
 """File operations of payloads: complete, durable, with typed errors.
 
-nothing is there            FileNotFoundError, the only read error that means loss
+missing file                FileNotFoundError, the only read error that means loss
 no room                     StoreFull
-out of something, refused   Busy: nothing was changed, and nothing is known about the file
-the disk failed a write     CorruptStore: its content is unknown
+no resources, or refused    Busy: nothing was changed, and the file is unknown
+the disk failed a write     CorruptStore: the file's content is unknown
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _typed() -> Iterator[None]:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file; its name is gone for good when this returns."""
+    """Delete a file durably."""
     with _typed(), opened_directory(path.parent) as parent:
         path.unlink()
         os.fsync(parent)
@@ -71,14 +71,14 @@ def rename_file(source: Path, target: Path) -> None:
 
 
 def name_file(source: Path, target: Path) -> None:
-    """Give a durable file its place, in a directory that may not be there yet; raises as `rename_file`."""
+    """Move a durable file into a directory, which is made if missing; raises as `rename_file`."""
     with _typed():
         make_directory(target.parent)
     rename_file(source, target)
 
 
 def cut(file: BinaryIO, offset: int) -> None:
-    """Forget what is behind a position, and write there next."""
+    """Truncate a file, and write there next."""
     with _typed():
         file.truncate(offset)
         file.seek(offset)
@@ -91,7 +91,7 @@ def write_all(file: BinaryIO, frame: bytes) -> None:
 
 
 def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
-    """Make a file's bytes durable, and its name if new, or remove it: what the disk holds of it is unknown then."""
+    """Make a file's bytes durable, and its name if new. A file whose fsync fails is removed: its content is unknown."""
     try:
         os.fsync(file.fileno())
         if is_new:
@@ -107,8 +107,7 @@ def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
 
 
 def open_file(path: Path, mode: str) -> BinaryIO:
-    """Open a file unbuffered. Raises FileNotFoundError: it is missing; StoreFull, Busy, CorruptStore: the system
-    refuses."""
+    """Open a file unbuffered. Raises FileNotFoundError; StoreFull, Busy, CorruptStore: the system refuses."""
     try:
         return path.open(mode, buffering=0)  # type: ignore[return-value]
     except FileNotFoundError:
@@ -138,7 +137,7 @@ def unreadable(error: OSError) -> Busy:
 
 
 def typed_error(error: OSError) -> Exception:
-    """StoreFull where the disk has no room, Busy where the system refused, else CorruptStore."""
+    """StoreFull if the disk has no room, Busy if the system refused, else CorruptStore."""
     if error.errno in _NO_ROOM:
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
     if error.errno in _REFUSED:

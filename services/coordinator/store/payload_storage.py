@@ -1,7 +1,7 @@
-"""Where payloads are kept, cached and uploaded to: these base classes keep them as files of the data directory.
+"""Payload storage, cache and direct uploads, as files of data_dir.
 
-`store/bucket` derives from the three classes. `BlobStore` asks the storage before it reports a payload complete and
-after it deletes one. Readers of files ask the cache first.
+`store/bucket` derives from the three classes. `BlobStore` calls the storage before it reports a payload complete, and
+when it deletes one. Readers of files ask the cache first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PayloadStorage:
 
     @property
     def used_bytes(self) -> int | None:
-        """Bytes of all payloads there; None where the files are all there is."""
+        """Bytes of all payloads; None if the files are the payloads."""
         return None
 
     def size(self, digest: Digest) -> int | None:  # noqa: ARG002 - of no payload
@@ -37,37 +37,37 @@ class PayloadStorage:
         """Store a complete, verified file durably. Raises Busy: retry later; the file stays."""
 
     async def erase(self, digest: Digest) -> int:  # noqa: ARG002 - none is there
-        """Delete a payload; returns its bytes, 0 where it is not there. Raises Busy: it cannot be deleted now."""
+        """Delete a payload; returns its bytes, 0 if missing. Raises Busy: it cannot be deleted now."""
         return 0
 
     async def set_aside(self, digest: Digest) -> None:
         """Move a damaged payload out of the way. Raises Busy: it cannot be moved now."""
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
-        """A presigned URL for each payload, empty where there is none."""
+        """A presigned URL for each payload, or empty texts."""
         return [""] * len(digests)
 
 
 class Repair(Enum):
-    """What a look at a file that a reader found gone or wrong came to."""
+    """The outcome of a repair of a file that is missing or wrong."""
 
     CURED = "cured"
     RIGHT = "right"
-    """It has the bytes of its name, as when another reader had it replaced."""
+    """The file is right, for example because another reader had it replaced."""
     LOST = "lost"
     """There is no other copy."""
 
 
 class PayloadCache:
-    """Files of payloads: they are all there, until one is damaged."""
+    """Payload files, all present unless damaged."""
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:  # noqa: ARG002 - all are
-        """Keep files of these payloads available while the context is open. Raises Busy: unknown now."""
+        """Keep the files of payloads while the context is open. Raises Busy: retry later."""
         yield
 
     async def heal(self, digest: Digest) -> Repair:  # noqa: ARG002 - there is no other
-        """Replace a missing or damaged file. Raises Busy: unknown now."""
+        """Replace a missing or damaged file. Raises Busy: retry later."""
         return Repair.LOST
 
 
@@ -75,13 +75,13 @@ class DirectUploads:
     """Direct uploads of learners: not supported by files."""
 
     async def place(self, digest: Digest, num_bytes: int) -> PutPlace:  # noqa: ARG002 - for no payload
-        """Where to put the first missing piece of a payload. Raises Busy: unknown now."""
+        """The place for the first missing piece of a payload. Raises Busy: retry later."""
         return NO_PLACE
 
     async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
         """Yield the uploaded bytes from `offset`, not yet verified.
         Raises PayloadMissing: nothing is there; DigestMismatch: wrong size, deleted; Busy: it cannot be read now."""
-        raise PayloadMissing(f"payload {digest[:12]} was not put anywhere")
+        raise PayloadMissing(f"payload {digest[:12]} was not uploaded")
         yield b""
 
     async def drop(self, digest: Digest) -> None:

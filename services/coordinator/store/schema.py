@@ -12,7 +12,7 @@ ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
 )
-"""What to do about a store of another schema: its groups have another form."""
+"""The action for a store of another schema."""
 _BY_VARIANT = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -140,4 +140,4 @@ CREATE INDEX IF NOT EXISTS work_open ON work (assignment) WHERE is_leased = 0;
 CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
 CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
-"""Of a store of this schema. In a file they can wait for room: they hold nothing that the tables do not."""
+"""Made at each start. On a full disk they wait."""

@@ -20,11 +20,11 @@ from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, 
 
 _LOG = logging.getLogger(__name__)
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
-"""Errors of one operation; every other error of SQLite is the store's."""
+"""Errors of one operation; all others are the store's."""
 
 
 class SqliteEngine:
-    """A file of SQLite's, locked for this process."""
+    """A SQLite file, locked for this process."""
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
@@ -33,8 +33,7 @@ class SqliteEngine:
 
     @classmethod
     def open(cls, path: Path) -> SqliteEngine:
-        """Open or create the file and check it. Raises CorruptStore: it fails its check or has another schema;
-        DiskFull."""
+        """Open or create the file and check it; raises as `connect`."""
         return cls(connect(path))
 
     def begin(self) -> None:
@@ -68,11 +67,11 @@ class SqliteEngine:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The connection of a file that is in its durable mode, checked and of this schema."""
+    """Open or create a file in durable mode, checked and of this schema. Raises CorruptStore, DiskFull."""
     try:
         make_directory(path.parent, mode=0o700)
         if not path.exists() and path.name != ":memory:":
-            # Before SQLite makes it: its log takes the file's mode, and only the owner may read groups and audit.
+            # Before SQLite makes it, since its log takes the file's mode: only the owner may read.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
@@ -83,7 +82,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         connection.execute("PRAGMA synchronous=FULL")
-        # Else a large operation opens a file in the middle, which fails when the process is out of descriptors.
+        # A temporary file in the middle of an operation could find no descriptor.
         connection.execute("PRAGMA temp_store=MEMORY")
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
@@ -118,14 +117,14 @@ def _make_indexes(connection: sqlite3.Connection) -> None:
     try:
         connection.executescript(INDEXES)
     except sqlite3.OperationalError as error:
-        # They can wait for room; what they are for is slower until then.
+        # Without indexes queries are only slower.
         if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
             raise
-        _LOG.warning("the disk is full: indexes are made at the next start")
+        _LOG.warning("the disk is full: making indexes at the next start")
 
 
 CHECKED_BYTES = 64 << 20
-"""A store up to this size is checked as a whole at every start, which takes a fraction of a second."""
+"""A store up to this size is checked completely at every start, in a fraction of a second."""
 HISTORY = frozenset({"groups", "versions", "variant_versions", "steps", "signatures", "canaries", "audit"})
 
 
@@ -134,7 +133,7 @@ def check_file(connection: sqlite3.Connection, path: Path) -> None:
     pages, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
     names = ["1"]
     if pages * size > CHECKED_BYTES:
-        # A start must not take longer with every group that was ever trained on; `heterorl verify` checks all.
+        # A start must not get slower with the length of the run; `heterorl verify` checks all.
         rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         names = [f"'{name}'" for (name,) in rows if name not in HISTORY and not name.startswith("sqlite_")]
     for name in names:

@@ -1,14 +1,13 @@
 """Counts of assignments in temporary tables, kept up to date by triggers.
 
-They change in the transaction of the rows, so an undone operation is not counted. Each count costs the rows that
-change. Nothing reaches the disk; a start fills them from open assignments only. Instants are of this process's
-monotonic clock. Waiting groups are few and counted by queries over indexes.
+They change in the transaction of the rows, so an undone operation is not counted. A start fills them from the leased
+assignments. Instants are of this process's monotonic clock. Waiting groups are few and counted by queries over indexes.
 
     tally     assignments that count as outstanding (`out`) or are away with a silent site (`away`), sites that share
               the work (`wanting`)
     out_work  assignments that are out: since when, and whether they are away
-    holder    who holds some, and when to look at them again (groups/deadlines.py)
-    sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
+    holder    holders of assignments, and when to look at them again (groups/deadlines.py)
+    sharer    each site's assignments, how many count, when it asked, its debt (sites/quotas.py)
 
 Held-out prompts (HELD_OUT and more) are in out_work and holder only: evaluation uses no share of training.
 """
@@ -21,7 +20,7 @@ from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.coordinator.store.database_engine import Connection
 
 SOON = -1e300
-"""An instant before all others: look at the next chance."""
+"""An instant before all others."""
 _TABLES = f"""
 CREATE TEMP TABLE tally (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO temp.tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
@@ -88,7 +87,7 @@ INSERT INTO temp.out_work (assignment, site, incarnation, request_id)
 
 
 def begin(connection: sqlite3.Connection) -> None:
-    """Count what is out, and go on counting; once for each connection."""
+    """Make the tables, and count the leased assignments; once for each connection."""
     connection.executescript(f"{_TABLES} {_TRIGGERS} {_FILL}")
 
 
@@ -98,7 +97,7 @@ def read(connection: Connection, name: str) -> int:
 
 
 def outstanding(connection: Connection) -> int:
-    """Groups that are queued or with the learner, and assignments that are out and count."""
+    """Groups queued or with the learner, and assignments that count."""
     (waiting,) = connection.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')").fetchone()
     return int(waiting) + read(connection, "out")
 
@@ -110,11 +109,11 @@ def waiting_bytes(connection: Connection, site: str) -> int:
 
 
 def held(connection: Connection, site: str) -> int:
-    """Assignments that a site holds, those that are away included."""
+    """Assignments that a site holds, also while it is away."""
     row = connection.execute("SELECT held FROM temp.sharer WHERE site = ?", (site,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
 def look_soon(connection: Connection, site: str) -> None:
-    """Check a site's deadlines at the next chance."""
+    """Make a site's holders due for the next look."""
     connection.execute("UPDATE temp.holder SET due = ? WHERE site = ?", (SOON, site))

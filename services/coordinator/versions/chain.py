@@ -18,15 +18,15 @@ from heterorl.coordinator.store.database_engine import Connection
 TRAINED = ""
 MAX_MANIFESTS = 256
 MAX_MANIFEST_BYTES = 4 << 20
-"""Bytes of the manifests in one answer, beyond which only the first may go."""
+"""Bytes of the manifests in one answer; a larger one travels by itself."""
 PAYLOAD_ROW = "kind, from_version, to_version, digest, num_bytes"
-"""Columns of what `payload_of` reads."""
+"""The columns that `payload_of` reads."""
 MergedInto = Callable[[int], Sequence[PayloadRef]]
 """The merged deltas of a chain that lead to a version."""
 
 
 def payload_of(row: tuple[str, int, int, str, int]) -> PayloadRef:
-    """The payload that a row (PAYLOAD_ROW) states."""
+    """The payload of a row of PAYLOAD_ROW."""
     kind, from_version, to_version, digest, num_bytes = row
     return PayloadRef(
         kind=PayloadKind(kind),
@@ -73,11 +73,11 @@ class Chain:
         """Exact manifests of versions last, last - 1, ..., first, as many as fit; at least one.
         Raises InvalidRequest: the range is empty; UnknownVersion: the newest does not exist."""
         if first > last:
-            raise InvalidRequest(f"versions {first} to {last} are no range")
+            raise InvalidRequest(f"versions {first} to {last} are not a range")
         found = [self.manifest(last)]
         num_bytes = len(found[0])
         for version in range(last - 1, max(first, last - MAX_MANIFESTS + 1) - 1, -1):
-            # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
+            # Sizes first: the caller chooses the range, and a store operation must stay short.
             more = self.manifest_bytes(version)
             if more == 0 or num_bytes + more > max_bytes:
                 break
@@ -116,12 +116,12 @@ class Chain:
         )
 
     def verified(self) -> frozenset[int]:
-        """Versions whose snapshot was decoded and is their state."""
+        """Versions with a verified snapshot."""
         rows = self.connection.execute("SELECT version FROM verified WHERE variant = ?", (self.variant,))
         return frozenset(int(row[0]) for row in rows)
 
     def note_verified(self, snapshot: PayloadRef) -> None:
-        """Set: remember that a snapshot was decoded and is its version's state."""
+        """Remember that a snapshot was decoded and is its version's state."""
         self.connection.execute(
             "INSERT INTO verified VALUES (?, ?, ?) ON CONFLICT (variant, version)"
             " DO UPDATE SET digest = excluded.digest",

@@ -45,8 +45,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The newest lease. `expires` is a monotonic instant; `is_released` ends it early; `incarnation` is the holder's
-    state_dir."""
+    """The newest lease. `expires` is a monotonic instant; `incarnation` stands for the holder's state_dir."""
 
     epoch: int
     holder: str
@@ -58,7 +57,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquire:
-    """Outcome: the same epoch again, a new one, or a refusal with the time left."""
+    """The same epoch again, a new one, or a refusal (None) with the time left."""
 
     epoch: int | None
     is_new: bool
@@ -68,9 +67,9 @@ class Acquire:
 def decide_acquire(
     now: float, lease: Lease, *, holder: str, request_id: str, incarnation: str = ""
 ) -> tuple[Acquire, str]:
-    """Decide on a lease request; a holder may always return from its own state directory, to a new epoch.
+    """Decide on a lease request; a holder may always return from its own state_dir, to a new epoch.
 
-    The name is not enough: a copied configuration, or one started twice, has the same.
+    The name is not enough: a copied configuration has the same.
     """
     if lease.request_id == request_id and not lease.is_released:
         return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
@@ -83,14 +82,14 @@ def decide_acquire(
 
 
 def contract_difference(stated: Contract, offered: Contract) -> str:
-    """Name the first setting in which two contracts differ, with both values; empty when they agree."""
+    """The first setting in which two contracts differ, with both values, or empty."""
     for entry in fields(Contract):
         mine, theirs = getattr(stated, entry.name), getattr(offered, entry.name)
         if mine == theirs:
             continue
         name = entry.name
         if name == "end_token_ids" and () in (mine, theirs):
-            # Stated by one side only: the other is an earlier program, whose tokenizer has the right digest anyway.
+            # An earlier program does not state them; the tokenizer's digest is compared anyway.
             continue
         if isinstance(mine, SamplingSemantics | LoraSettings):
             part = next(part.name for part in fields(mine) if getattr(mine, part.name) != getattr(theirs, part.name))
@@ -101,7 +100,7 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
 
 @dataclass(slots=True)
 class Standing:
-    """The newest word of a learner; used by store operations only."""
+    """The learner's last progress; used by store operations only."""
 
     _epoch: int = 0
     _progress: LearnerProgress | None = None
@@ -120,7 +119,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The newest version, and the bytes of its state, of its smallest payload, and the share that changed."""
+    """The newest version: bytes of its state and of its smallest payload, and the share that changed."""
 
     version: int
     manifest_digest: str
@@ -131,7 +130,7 @@ class Head:
 
 
 def check_epoch(connection: Connection, epoch: int) -> None:
-    """Fence: only the newest epoch, not released, has effects. Raises StaleEpoch: otherwise."""
+    """Fence by epoch. Raises StaleEpoch: it is not the newest, or was released."""
     current = int(get_meta(connection, "epoch") or 0)
     if epoch != current:
         raise StaleEpoch(f"epoch {epoch} was superseded by epoch {current}")
@@ -140,15 +139,14 @@ def check_epoch(connection: Connection, epoch: int) -> None:
 
 
 def agree(connection: Connection, contract: Contract, *, may_state: bool) -> bool:
-    """Compare with the run's contract; the first learner states it. Returns False when none is stated yet.
+    """Compare with the run's contract; the first learner states it. Returns False if none is stated yet.
     Raises ContractMismatch: names the first setting that differs."""
-    row = connection.execute("SELECT value FROM meta WHERE key = 'contract'").fetchone()
-    if row is None:
+    stated = read_contract(connection)
+    if stated is None:
         if may_state:
             connection.execute("INSERT INTO meta VALUES ('contract', ?)", (contract_to_bytes(contract),))
         return may_state
-    difference = contract_difference(contract_from_bytes(row[0]), contract)
-    if difference:
+    if difference := contract_difference(stated, contract):
         raise ContractMismatch(difference)
     return True
 
@@ -178,14 +176,14 @@ def head_version(connection: Connection) -> int | None:
 
 
 def num_versions(connection: Connection) -> int:
-    """How many versions were ever published: they are dense."""
+    """The number of versions ever published; their numbers are dense."""
     head = head_version(connection)
     return 0 if head is None else head + 1
 
 
 def check_publication(connection: Connection, request: PublishRequest, manifest: Manifest, run_id: str) -> int | None:
-    """Check before the set; returns the version if this step id is committed already.
-    Raises StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings."""
+    """Check a publication; returns the version if this step id is committed already.
+    Raises StaleEpoch, StepConflict, ParentNotHead, UnknownVersion, InvalidRequest."""
     check_epoch(connection, request.epoch)
     if not request.step_id:
         raise InvalidRequest("step_id must not be empty")
@@ -217,14 +215,13 @@ def check_publication(connection: Connection, request: PublishRequest, manifest:
 
 
 def check_signature(signature: bytes) -> None:
-    """Check a signature's length. Raises InvalidRequest: it is wrong."""
+    """Check a signature's length. Raises InvalidRequest."""
     if len(signature) not in (0, SIGNATURE_BYTES):
         raise InvalidRequest(f"signature: {len(signature)} bytes, expected none or {SIGNATURE_BYTES}")
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_snapshot: bool, name: str) -> None:
-    """Check a manifest's fields, and that its payloads lead to it. Raises InvalidRequest: names the field below
-    `name`."""
+    """Check a manifest's fields, and that its payloads lead to it. Raises InvalidRequest: the field, below `name`."""
     for key, right in expected.items():
         if getattr(manifest, key) != right:
             raise InvalidRequest(f"{name}.{key}: {getattr(manifest, key)!r}, expected {right!r}")
@@ -235,7 +232,7 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_
         raise InvalidRequest(f"{name}.payloads: one of each kind at most, and at least one")
     for payload in manifest.payloads:
         if payload.kind is PayloadKind.MERGED:
-            raise InvalidRequest(f"{name}.payloads: merged deltas are the coordinator's to make")
+            raise InvalidRequest(f"{name}.payloads: only the coordinator makes merged deltas")
         is_delta = payload.kind is PayloadKind.DELTA
         start = manifest.parent_version if is_delta else NO_VERSION
         if (payload.to_version, payload.from_version) != (manifest.version, start) or (
@@ -247,7 +244,7 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_
 def write_version(
     connection: Connection, request: PublishRequest, manifest: Manifest, *, now: float, reports: list[bytes]
 ) -> None:
-    """Set: record the version, its payloads and its steps."""
+    """Write the version, its payloads and its steps."""
     sizes = [payload.num_bytes for payload in manifest.payloads]
     connection.execute(
         "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
@@ -287,7 +284,7 @@ def abandon_versions(connection: Connection, request: PublishRequest) -> list[in
 
 
 def version_of_step(connection: Connection, step_id: str) -> int | None:
-    """The version that a step id became."""
+    """The version of a step id, or None."""
     row = connection.execute("SELECT version FROM versions WHERE step_id = ?", (step_id,)).fetchone()
     return None if row is None else int(row[0])
 
@@ -305,21 +302,20 @@ def _parent_digest(connection: Connection, version: int) -> str:
 
 def _content(request: PublishRequest) -> str:
     ids = "".join(f"{g.site}/{g.incarnation}/{g.sequence};" for g in request.consumed)
-    # Nothing for no variants: the content of a version without them is what it always was.
+    # Empty without variants, so that earlier versions keep their content.
     variants = "".join(f"{entry.variant}/{manifest_digest(entry.manifest)};" for entry in request.variants)
     text = f"{request.parent_version}/{request.lineage_version}/{ids}{variants}"
     return bytes_digest(text.encode() + request.manifest)
 
 
 def read_statement(connection: Connection) -> bytes:
-    """What was stated; empty where no learner did."""
+    """The learner's first statement, or empty."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'statement'").fetchone()
     return b"" if row is None else bytes(row[0])
 
 
 def keep_statement(connection: Connection, statement: bytes) -> str:
-    """Keep the first statement of the contract; returns how a later one differs, such as in paths, and changes
-    nothing."""
+    """Keep the first statement; returns how a later one differs, such as in paths."""
     if not statement:
         return ""
     kept = read_statement(connection)

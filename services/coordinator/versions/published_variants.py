@@ -34,7 +34,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def offer(connection: Connection, names: Sequence[str]) -> None:
-    """Record what the learner publishes from now on."""
+    """Record the variants that the learner publishes from now on."""
     set_meta(connection, _OFFERED, json.dumps(sorted(names)))
 
 
@@ -55,8 +55,8 @@ def check_offered(connection: Connection, variant: str) -> None:
 
 
 def stored(connection: Connection) -> tuple[str, ...]:
-    """All variants of which there ever was a version, the weights that are trained first."""
-    # From name to name by the index: a row a version would be read for DISTINCT.
+    """All variants that ever had a version, the trained weights first."""
+    # From name to name by the index: DISTINCT would read each version.
     rows = connection.execute(
         "WITH RECURSIVE name (variant) AS (SELECT min(variant) FROM variant_versions UNION ALL"
         " SELECT (SELECT min(variant) FROM variant_versions WHERE variant > name.variant) FROM name"
@@ -66,7 +66,7 @@ def stored(connection: Connection) -> tuple[str, ...]:
 
 
 def of_state(connection: Connection, version: int, state_root: str) -> str:
-    """The variant in which a version has this state, which a group states even after its site changed variants."""
+    """The variant in which a version has this state; a site may have changed its variant since."""
     row = connection.execute(
         "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
     ).fetchone()
@@ -76,8 +76,7 @@ def of_state(connection: Connection, version: int, state_root: str) -> str:
 def check_publication(
     connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:
-    """Check each variant's manifest against the version's own, already checked. Raises InvalidRequest: names the
-    field."""
+    """Check each variant's manifest against the version's, already checked. Raises InvalidRequest: the field."""
     check_names([entry.variant for entry in request.variants])
     for entry in request.variants:
         mine, chain = parsed[entry.variant], Chain(connection, entry.variant)
@@ -106,7 +105,7 @@ def check_publication(
 
 
 def write_versions(connection: Connection, request: PublishRequest, parsed: Mapping[str, Manifest]) -> None:
-    """Set: record each variant of a version."""
+    """Write each variant of a version."""
     for entry in request.variants:
         manifest, chain = parsed[entry.variant], Chain(connection, entry.variant)
         connection.execute(

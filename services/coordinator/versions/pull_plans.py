@@ -1,12 +1,8 @@
 """Pull plans: the cheapest payloads from the version that a sampler has to the one it wants.
 
 Versions are nodes, payloads are edges; a snapshot starts from nothing. A path of payloads of b_1 ... b_n bytes takes
-sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs
-
-    sum(b_i + object_bytes)        object_bytes = bandwidth * round_trip
-
-so one number describes a link. `plan_pull` is pure; `plan` is a store operation that checks the caller's version by its
-state root.
+sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs sum(b_i + object_bytes), where object_bytes
+= bandwidth * round_trip describes the link. `plan_pull` is pure; `plan` is a store operation.
 """
 
 from __future__ import annotations
@@ -28,9 +24,8 @@ def plan_pull(
     base_version: int | None = None,
     object_bytes: int = 0,
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
-    """Choose the payloads to apply, in order, and say why. `into` gives the payloads that lead to a version and is
-    called once a version; `base_version` needs no transfer; `object_bytes` is the price of each payload in addition to
-    its bytes.
+    """Choose the payloads to apply, in order, and say why. `into` gives the payloads that lead to a version;
+    `base_version` needs no transfer; each payload costs its bytes and `object_bytes`.
     Raises UnknownVersion: no path leads to the version."""
     if have_version == want_version:
         return PlanKind.SAME, (), f"version {want_version} is already there"
@@ -64,7 +59,7 @@ def plan_pull(
 def cheapest_way(
     into: Callable[[int], Sequence[PayloadRef]], *, have_version: int | None, want_version: int
 ) -> tuple[PayloadRef, ...]:
-    """The payloads of `plan_pull`; empty when no path leads to the version."""
+    """The payloads of `plan_pull`, or empty if no path leads to the version."""
     try:
         return plan_pull(into, have_version=have_version, want_version=want_version)[1]
     except UnknownVersion:
@@ -72,7 +67,7 @@ def cheapest_way(
 
 
 def _rank(version: int | None) -> tuple[bool, int]:
-    """Nothing before any version: of ways that cost the same, the one from nothing is taken."""
+    """None before any version: of equal costs, the path from nothing is taken."""
     return version is not None, version or 0
 
 
@@ -96,12 +91,12 @@ def _describe(
     if num_merged:
         reason += f", {num_merged} of them merged"
     if cost > num_bytes:
-        reason += f", {cost} with what the round trips cost"
+        reason += f", {cost} with the round trips"
     return kind, tuple(path), reason
 
 
 MAX_MANIFEST_BYTES = 1 << 20
-"""Bytes of the manifests in a plan, beyond which only its target's goes; half of the smallest max_message_bytes."""
+"""Bytes of a plan's manifests, beyond which only its target's is sent; half of the smallest max_message_bytes."""
 
 
 def no_merged(_version: int) -> tuple[PayloadRef, ...]:
@@ -119,9 +114,9 @@ def plan(
     base_root: str = "",
     object_bytes: int = 0,
 ) -> PullPlan:
-    """Plan a pull (to the head if `want_version` is None); the caller's version counts by its state root only.
+    """Plan a pull, to the head if `want_version` is None. The caller's version counts only with the right state root.
 
-    `merged_into` gives merged deltas into a version; `base_root` is the state of the caller's base model.
+    `base_root` is the state of the caller's base model.
     Raises UnknownVersion: the wanted version does not exist or was abandoned.
     """
     want = lineage.head_version(chain.connection) if want_version is None else want_version
@@ -153,16 +148,13 @@ def plan(
 
 
 def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
-    """Manifests of a whole path if they are small together, else only the target's.
-
-    A large model's manifest has hundreds of kilobytes, and a path may have hundreds of payloads.
-    """
-    # Before the bytes are read: an operation of the store must stay short.
+    """Manifests of a whole path if they are small together, else only the target's."""
+    # Sizes first: a store operation must stay short, and a large model's manifest has hundreds of kilobytes.
     sizes = [chain.manifest_bytes(version) for version in versions]
     stated = versions if sum(sizes) <= MAX_MANIFEST_BYTES else versions[-1:]
     return tuple(chain.manifest(version) for version in stated)
 
 
 def _version_of_root(chain: Chain, root: str) -> int | None:
-    """Version 0 if it has this state, which a caller may hold without the run."""
+    """Version 0 if it has this state, which may be the caller's base model."""
     return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else None

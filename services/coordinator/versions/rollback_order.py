@@ -1,6 +1,6 @@
-"""The operator's rollback order: the next version shall have an earlier version's state. Store operations.
+"""The operator's rollback order: publish an earlier version's state next. Store operations.
 
-There is at most one order, and it is durable. The same request id is the same order, also after it was carried out. The
+There is at most one order, and it is durable. The same request id is the same order, also after it took effect. The
 transaction that commits a version with that state ends it. Numbers continue and no version is abandoned.
 """
 
@@ -31,7 +31,7 @@ _ORDER, _KIND = "rollback_to", "rollback"
 
 
 def ordered(connection: Connection) -> int | None:
-    """The version to go back to, where there is an order."""
+    """The version to go back to, or None without an order."""
     return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
 
 
@@ -41,7 +41,7 @@ def is_known(connection: Connection, request_id: str) -> bool:
 
 
 def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
-    """Replace the order (None cancels it); returns the plans by which the learner can carry it out.
+    """Replace the order (None cancels it); returns the learner's pull plans for it.
     Raises InvalidRequest: no id; UnknownVersion: the version is missing, abandoned, or cannot be rebuilt."""
     if not request_id or (to_version is not None and to_version < 0):
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
@@ -54,7 +54,7 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
 
 
 def restorable(connection: Connection) -> tuple[int, ...]:
-    """Versions that `place` would take, ascending, without the head: found in one look at what is offered."""
+    """Versions that `place` would take, ascending, without the head."""
     chain, head = Chain(connection), lineage.head_version(connection)
     if head is None:
         return ()
@@ -66,7 +66,7 @@ def restorable(connection: Connection) -> tuple[int, ...]:
 
 
 def _undone(into: Mapping[int, Sequence[PayloadRef]], head: int) -> set[int]:
-    """Versions from which deltas lead to the head at fewer bytes than a snapshot would: the plan that can be undone."""
+    """Versions from which deltas lead to the head at fewer bytes than a snapshot: the learner can undo them."""
     cost, whole = {head: 0}, math.inf
     # A payload leads to a later version than it begins at.
     for version in sorted(into, reverse=True):
@@ -80,7 +80,7 @@ def _undone(into: Mapping[int, Sequence[PayloadRef]], head: int) -> set[int]:
 
 
 def _rebuilt(into: Mapping[int, Sequence[PayloadRef]]) -> set[int]:
-    """Versions to which a snapshot and the deltas after it lead."""
+    """Versions that a snapshot and deltas lead to."""
     found: set[int] = set()
     for version in sorted(into):
         if any(each.kind is PayloadKind.SNAPSHOT or each.from_version in found for each in into[version]):
@@ -89,14 +89,14 @@ def _rebuilt(into: Mapping[int, Sequence[PayloadRef]]) -> set[int]:
 
 
 def settle(connection: Connection, manifest: Manifest) -> None:
-    """End an order that a version carries out: one is published, and it has the state asked for."""
+    """End the order if a published version has its state."""
     version = ordered(connection)
     if version is not None and Chain(connection).state_root(version) == manifest.state_root:
         set_meta(connection, _ORDER, str(NO_VERSION))
 
 
 def _ways(connection: Connection, version: int) -> tuple[PullPlan, ...]:
-    """From the version to the head, to be undone, and from nothing to the version; one of them is enough."""
+    """Plans from the version to the head, to be undone, and from nothing to the version; one is enough."""
     chain = Chain(connection)
     root = chain.state_root(version)
     if root is None or not chain.is_in_lineage(version):

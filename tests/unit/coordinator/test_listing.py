@@ -155,7 +155,7 @@ async def test_one_operation_looks_at_so_many_rows_at_most(core):
 
 async def test_a_number_that_the_store_cannot_count_to_is_refused_before_it(core):
     for page in (SamplePage(before=1 << 63), SamplePage(after=1 << 63)):
-        with pytest.raises(InvalidRequest, match="is no id of a sample"):
+        with pytest.raises(InvalidRequest, match="is not an id of a sample"):
             await core.list_samples(wanted=SampleFilter(), page=page)
     with pytest.raises(UnknownSample):
         await core.get_sample(sample_id=(1 << 64) - 1)

@@ -321,7 +321,7 @@ async def test_learner_cannot_publish_a_merged_delta(tmp_path):
         core.blobs.path(payload.digest).parent.mkdir()
         core.blobs.path(payload.digest).write_bytes(b"x")
 
-        with pytest.raises(InvalidRequest, match="coordinator's to make"):
+        with pytest.raises(InvalidRequest, match="only the coordinator makes"):
             await run.publish(manifest={"payloads": wrong})
 
 

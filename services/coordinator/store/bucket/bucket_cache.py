@@ -1,8 +1,8 @@
 """Bounded cache of the bucket's payloads in the data directory.
 
-Room is reserved before the first byte is fetched, so the bound holds for all readers together; one reader may exceed
-it. Files in use stay; others are evicted, the longest unused first. Readers of one payload share a fetch. A damaged
-file is fetched again. A reader waits WAIT_S for room, then gets Busy; FETCHES_AT_ONCE run in parallel.
+Room is reserved before the first byte is fetched, so the bound holds for all readers together; a single reader may
+exceed it. Files in use stay; others are evicted, the longest unused first. Readers of one payload share a fetch. A
+damaged file is fetched again. A reader waits WAIT_S for room, then gets Busy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SCRATCH = "copies"
 
 
 class CacheFiles(BlobStore):
-    """Payload files, of which each whole one is a copy of what its home has, or is about to be given to it."""
+    """Payload files; each whole one is a copy of the bucket's, or about to be put there."""
 
     def whole(self) -> list[Digest]:
-        """Whole files, the oldest first; blocks."""
+        """Complete payloads, the oldest first; blocks."""
         found = [path for path in self._blobs.rglob("*") if path.is_file() and is_digest(path.name)]
         return [Digest(path.name) for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
 
@@ -45,7 +45,7 @@ class CacheFiles(BlobStore):
             return False
 
     async def drop(self, digest: Digest) -> int:
-        """Delete a copy; returns its bytes, 0 where it is written or looked at at the moment."""
+        """Delete a copy; returns its bytes, 0 if it is in use."""
         if self._locks.is_held(digest):
             return 0
         async with self._locks[digest]:
@@ -58,15 +58,15 @@ class CacheFiles(BlobStore):
         return file_size(self.scratch(digest)) or 0
 
     def missing_bytes(self, num_bytes: int) -> int:
-        """Bytes that would exceed the bound with so many more; not positive where there is room for them."""
+        """Bytes beyond the bound after adding `num_bytes`; 0 or less if they fit."""
         return self._used + num_bytes - self._store_bytes
 
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
-        """Adopt a fetched file if its digest is right; returns whether it is. Its bytes were reserved before.
+        """Adopt a fetched file if its digest is right; returns whether it is. Its bytes are reserved.
         Raises StoreFull, Busy, CorruptStore: the disk refuses."""
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
-                # Counted when it came.
+                # It was counted when it came.
                 self.count(-num_bytes)
                 return True
             if await asyncio.to_thread(file_size, scratch) != num_bytes:
@@ -98,11 +98,11 @@ class BucketCache(PayloadCache):
         self._storage = storage
         self._in_use: Counter[Digest] = Counter()
         self._num_readers = 0
-        """Those that have room for all that they want."""
-        # Longest unused first: copies, begun ones, and those that somebody wants.
+        """Readers that have room for all their payloads."""
+        # Longest unused first: copies, partial fetches, and wanted payloads.
         self._order: OrderedDict[Digest, None] = OrderedDict()
         self._promised: dict[Digest, int] = {}
-        """Bytes that are counted for copies which are not there yet."""
+        """Bytes reserved for copies that are not there yet."""
         self._begun: dict[Digest, int] = {}
         self._fetches: dict[Digest, _Fetch] = {}
         self._going: set[Digest] = set()
@@ -114,7 +114,7 @@ class BucketCache(PayloadCache):
         self._order.move_to_end(digest)
 
     def forget(self, digest: Digest) -> None:
-        """A payload left the bucket: its file is not a copy any more."""
+        """Note that a payload left the bucket: its file is not a copy any more."""
         if digest not in self._begun:
             self._order.pop(digest, None)
 
@@ -147,11 +147,11 @@ class BucketCache(PayloadCache):
             return Repair.LOST
         if await asyncio.to_thread(self._files.is_right, digest):
             return Repair.RIGHT
-        _LOG.warning("the copy of payload %s is gone or damaged, and fetched again", digest[:12])
+        _LOG.warning("fetching payload %s again: its copy is missing or damaged", digest[:12])
         await self._drop(digest)
         try:
             async with self.at_hand([digest]):
-                # Whether the copy is still there says nothing: another reader may just have it replaced too.
+                # Not whether the copy is there: another reader may be replacing it.
                 return Repair.LOST if self._storage.size(digest) is None else Repair.CURED
         except FileNotFoundError:
             return Repair.LOST
@@ -172,11 +172,11 @@ class BucketCache(PayloadCache):
             elif self._storage.size(digest) is not None:
                 missing_bytes -= await self._drop(digest)
                 if not self._files.has(digest):
-                    # Else it was looked at, and is the next one's.
+                    # Else it was in use.
                     self._order.pop(digest, None)
 
     async def _drop(self, digest: Digest) -> int:
-        """Delete a copy; returns its bytes. It counts as gone from now on."""
+        """Delete a copy, which counts as gone at once; returns its bytes."""
         self._going.add(digest)
         dropping = asyncio.ensure_future(self._files.drop(digest))
         dropping.add_done_callback(lambda _: self._going.discard(digest))
@@ -194,13 +194,13 @@ class BucketCache(PayloadCache):
                 while not self._count(wanted := self._wanted(names), may_exceed=False):
                     await self.make_room(self._files.missing_bytes(sum(wanted.values())))
                     ticket = self._files.freed.ticket()
-                    # Nothing is awaited between this look and its effect.
+                    # No await between the look and its effect.
                     if self._count(self._wanted(names), may_exceed=not self._num_readers):
                         return
                     await ticket.wait()
         except TimeoutError:
-            problem = "copies that are read at the moment fill payloads.cache_bytes"
-            raise Busy(problem, action="come again, or raise it", retry_after_s=BUSY_S) from None
+            problem = "copies that are being read fill payloads.cache_bytes"
+            raise Busy(problem, action="retry, or raise payloads.cache_bytes", retry_after_s=BUSY_S) from None
 
     def _wanted(self, names: Iterable[Digest]) -> dict[Digest, int]:
         sizes = {digest: self._storage.size(digest) for digest in names if digest not in self._promised}
@@ -220,13 +220,13 @@ class BucketCache(PayloadCache):
         return True
 
     def _give_back(self, digest: Digest) -> None:
-        """Count what a copy that did not come has on the disk, and no more."""
+        """Reduce the reservation of a copy that did not come to its bytes on disk."""
         if digest in self._promised and not self._in_use[digest] and digest not in self._fetches:
             there = self._files.scratch_bytes(digest)
             self._files.count(there - self._promised.pop(digest))
             if there:
                 self._begun[digest] = there
-                # So that room can be made of it, also where the payload was deleted or looked for meanwhile.
+                # So that it can be evicted, even if the payload was deleted.
                 self._order.setdefault(digest)
 
     # fetching
@@ -257,7 +257,7 @@ class BucketCache(PayloadCache):
             while True:
                 is_resumed = self._files.scratch_bytes(digest) > 0
                 await self._storage.fetch(digest, scratch)
-                # An arrived file is verified and adopted even if all waiters left.
+                # A fetched file is verified and adopted even if all waiters are cancelled.
                 fetch.is_arriving = False
                 is_right = await self._files.take(scratch, digest=digest, num_bytes=size)
                 await asyncio.to_thread(scratch.unlink, missing_ok=True)
@@ -265,14 +265,14 @@ class BucketCache(PayloadCache):
                     self._promised.pop(digest, None)
                     return
                 if not is_resumed:
-                    _LOG.error("the bucket sent other bytes than those of payload %s", digest[:12])
+                    _LOG.error("the bucket sent wrong bytes for payload %s", digest[:12])
                     raise FileNotFoundError("the payload in the bucket is damaged")
                 fetch.is_arriving = True
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
         del self._fetches[digest]
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
-            _LOG.debug("payload %s was not fetched: %s", digest[:12], error)
+            _LOG.debug("cannot fetch payload %s: %s", digest[:12], error)
         self._give_back(digest)
-        # Who gave it up has rung already: only now its bytes are free, or may go.
+        # Again: only now its bytes are free or can be evicted.
         self._files.freed.ring()

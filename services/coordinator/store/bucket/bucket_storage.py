@@ -1,11 +1,11 @@
 """A bucket as payload storage, and direct uploads of learners into it.
 
 A payload is complete when the bucket has it. The start lists the bucket; after that only this coordinator writes. A
-payload that the bucket refused stays as a file and is offered again.
+payload that the bucket refused stays as a file and is put again.
 
-A learner puts a payload in pieces, each one object, so a broken upload repeats one piece. Pieces are not payloads: the
-coordinator reads, verifies and stores them first. Open addresses are bounded; pieces that no call took are deleted when
-the last address expires.
+A learner puts a payload in pieces, each one object, so a broken upload repeats one piece. The coordinator reads and
+verifies pieces before they become a payload. Open addresses are bounded; pieces that no call took are deleted when the
+last address expires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadSto
 
 
 class BucketStorage(PayloadStorage):
-    """What a bucket holds of one run. Belongs to the event loop."""
+    """The payloads of one run in a bucket. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BucketStorage(PayloadStorage):
         return frozenset(self._sizes)
 
     async def reserve(self, num_bytes: int) -> None:
-        """Make room for a payload; those that arrive side by side may exceed the bound by their number."""
+        """Make room for a payload; concurrent ones may exceed the bound."""
         missing = self.used_bytes + num_bytes - self._store_bytes
         if missing > 0:
             await self._make_room(missing)
@@ -93,7 +93,7 @@ class BucketStorage(PayloadStorage):
         return self._sizes.pop(digest)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
-        """Write a payload into a file, behind what it has already; it may have any bytes then."""
+        """Append the missing bytes of a payload to a file; they are not verified."""
         await self._objects.fetch(digest, path)
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
@@ -105,7 +105,7 @@ class BucketStorage(PayloadStorage):
 _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 64 << 20
 MAX_OPEN = 16
-"""Payloads for which there are addresses at once; a learner brings one after another."""
+"""Payloads with open addresses at once; a learner uploads one after another."""
 SWEEP_S = 300.0
 ANSWER_S = 10.0
 """Limit of the bucket's answer: a learner waits for it."""
@@ -115,13 +115,13 @@ class BucketUploads(DirectUploads):
     """Objects below `incoming` in one bucket. Belongs to the event loop."""
 
     def __init__(self, objects: Objects, *, clock: Clock, put_bytes: int, lifetime_s: float) -> None:
-        """`put_bytes`: the largest payload that has an address; `lifetime_s`: of an address. `sweep` comes first."""
+        """`put_bytes`: the largest payload with an address; `lifetime_s`: of an address. Call `sweep` first."""
         self._objects = objects
         self._clock = clock
         self._put_bytes = put_bytes
         self._lifetime_s = lifetime_s
         self._open: dict[Digest, float] = {}
-        """The monotonic instant at which the last address of each is over."""
+        """The monotonic instant at which the last address of each expires."""
         self._read: Counter[Digest] = Counter()
 
     async def place(self, digest: Digest, num_bytes: int) -> PutPlace:
@@ -130,7 +130,7 @@ class BucketUploads(DirectUploads):
         if not 0 < num_bytes <= self._put_bytes:
             return NO_PLACE
         if digest not in self._open and len(self._open) >= MAX_OPEN:
-            _LOG.warning("payload %s comes through the coordinator: %d others are being put", digest[:12], MAX_OPEN)
+            _LOG.warning("streaming payload %s: %d others have open addresses", digest[:12], MAX_OPEN)
             return NO_PLACE
         self._open[digest] = now + self._lifetime_s
         try:
@@ -152,7 +152,7 @@ class BucketUploads(DirectUploads):
             put = sum(piece.num_bytes for piece in there)
             wrong = [piece for piece in pieces if piece.offset == put and put < num_bytes]
             if wrong:
-                # Before a byte is read: the holder of the URL may have put anything there.
+                # Before a byte is read: the holder of the URL may have put anything.
                 await self.drop(digest)
                 problem = f"has {put + wrong[0].num_bytes} bytes, not {num_bytes}"
                 raise DigestMismatch(f"what was put as payload {digest[:12]} {problem}")
@@ -170,15 +170,15 @@ class BucketUploads(DirectUploads):
             self._read -= Counter([digest])
 
     async def drop(self, digest: Digest) -> None:
-        """Delete what was put as a payload; the next sweep does what the bucket refuses."""
+        """Delete the pieces of a payload; the next sweep retries what the bucket refuses."""
         self._open.pop(digest, None)
         try:
             await self._objects.delete_pieces(await self._objects.pieces(digest))
         except Busy as error:
-            _LOG.info("what was put as payload %s is deleted later: %s", digest[:12], error)
+            _LOG.info("postponed deletion of the pieces of payload %s: %s", digest[:12], error)
 
     async def sweep(self) -> None:
-        """Delete pieces older than an address lasts; the rest counts as open.
+        """Delete expired pieces; the rest counts as open.
         Raises Busy: the bucket does not answer, or refuses; CorruptStore: another store has the prefix."""
         now, wall = self._clock.monotonic(), self._clock.wall()
         found: dict[Digest, list[Piece]] = {}
@@ -189,17 +189,17 @@ class BucketUploads(DirectUploads):
             if left_s > 0:
                 self._open.setdefault(digest, now + left_s)
             elif not self._read[digest]:
-                _LOG.info("what was put as payload %s, and not taken, is deleted", digest[:12])
+                _LOG.info("deleting pieces of payload %s that no call took", digest[:12])
                 await self._objects.delete_pieces(pieces)
 
     async def run(self) -> None:
-        """Sweep now and then until cancelled; returns when the store ends. Opening the bucket swept once."""
+        """Sweep every SWEEP_S until cancelled; returns when the store ends."""
         await self._clock.sleep(SWEEP_S)
         await RetryingLoop("direct_uploads", self._clock).repeat(self.sweep, every_s=SWEEP_S)
 
 
 def piece_bytes(offset: int, num_bytes: int) -> int:
-    """Bytes of the piece that begins at a byte of a payload."""
+    """Bytes of the piece at an offset of a payload."""
     return min(PIECE_BYTES, num_bytes - offset)
 
 

@@ -1,14 +1,13 @@
-"""Requests to the objects of one run in a bucket; errors show no address and no credentials.
+"""The objects of one run in a bucket, and requests to them.
 
     PREFIX/run                       the mark: the store whose rows name these payloads
     PREFIX/blobs/ab/DIGEST           payloads; a name appears with all its bytes or not at all
     PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put; not payloads before the coordinator verified them
     PREFIX/damaged/DIGEST            payloads whose bytes changed; for inspection, never served
 
-No text of the library leaves this module, since it quotes addresses. A request without an answer ends within two
-minutes. A read lasts while bytes arrive and resumes at the missing byte. A conditional put makes the mark. It is read
-again before anything is deleted or moved; a coordinator that finds another store's name ends. Needs the package
-obstore.
+Errors show no address and no credentials, so no text of the library obstore leaves this module. A request ends within
+two minutes. A read lasts while bytes arrive and resumes at the missing byte. A conditional put makes the mark. It is
+read again before a deletion or move; a coordinator that finds another store's name ends.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 PART_BYTES = 16 << 20
-"""Of a file that is put in parts; what is not larger is put by one request."""
+"""Bytes of a part of an upload; smaller files are put by one request."""
 PARTS_AT_ONCE = 4
 RANGE_BYTES = 16 << 20
 BLOCK_BYTES = 1 << 20
 REQUEST_S = 120.0
-"""For a request whose answer is short, with the bytes that it brings: a part needs 140 kB/s of the line."""
+"""Limit of a request with a short answer; a part of an upload needs 140 kB/s."""
 SILENCE_S = 20.0
 RANGE_S = 600.0
-"""For a range of a read; then it is asked for from where it is."""
+"""Limit of one range of a read; the next request resumes."""
 _RETRIES: dict[str, Any] = {
     "max_retries": 4,
     "retry_timeout": datetime.timedelta(seconds=40),
@@ -54,7 +53,7 @@ _RETRIES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An object that was listed."""
+    """A listed object."""
 
     key: str
     num_bytes: int
@@ -65,8 +64,7 @@ class BucketClient:
     """One prefix of one bucket."""
 
     def __init__(self, config: BucketConfig, *, run_id: str) -> None:
-        """Prepare without a request. Raises DependencyMissing: obstore is missing; ConfigError: unreadable
-        credentials."""
+        """Prepare without a request. Raises DependencyMissing: obstore; ConfigError: unreadable credentials."""
         self._library, self._errors = _obstore()
         self._lifetime = datetime.timedelta(seconds=config.url_lifetime_s)
         where: dict[str, Any] = {
@@ -78,8 +76,7 @@ class BucketClient:
         }
         allow: dict[str, Any] = {"allow_http": config.endpoint.startswith("http://")}
         store = self._library.store.S3Store
-        # The library's `timeout` counts a whole answer, its `read_timeout` the silence, also that of a store that waits
-        # for the bytes of a put.
+        # `timeout` is for a whole answer. `read_timeout` is for silence, also while a put sends its bytes.
         self._store: S3Store = store(config.bucket, client_options={**allow, "timeout": _seconds(REQUEST_S)}, **where)
         reading = {"timeout": _seconds(RANGE_S), "read_timeout": _seconds(SILENCE_S)}
         self._reads: S3Store = store(config.bucket, client_options={**allow, **reading}, **where)
@@ -98,17 +95,17 @@ class BucketClient:
             await self._library.put_async(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
     async def small(self, key: str) -> bytes:
-        """A short object. Raises FileNotFoundError: it is not there."""
+        """Read a short object. Raises FileNotFoundError."""
         async with self._asked("be read"):
             return bytes(await (await self._library.get_async(self._store, key)).bytes_async())
 
     async def size(self, key: str) -> int:
-        """Bytes of an object. Raises FileNotFoundError: it is not there."""
+        """Bytes of an object. Raises FileNotFoundError."""
         async with self._asked("be read"):
             return int((await self._library.head_async(self._store, key))["size"])
 
     async def read(self, key: str, *, offset: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of an object that has as many bytes. Raises FileNotFoundError: it is not there."""
+        """Yield [offset, stop) of an object. Raises FileNotFoundError."""
         while offset < stop:
             before, bounds = offset, (offset, min(stop, offset + RANGE_BYTES))
             try:
@@ -138,7 +135,7 @@ class BucketClient:
                 await self._library.delete_async(self._store, key)
 
     async def rename(self, key: str, target: str) -> None:
-        """Give an object another key. Raises FileNotFoundError: it is not there."""
+        """Move an object to another key. Raises FileNotFoundError."""
         async with self._asked("move a payload"):
             await self._library.rename_async(self._store, key, target)
 
@@ -152,7 +149,7 @@ class BucketClient:
         try:
             yield
         except FileNotFoundError:
-            # The library's own names the address.
+            # The library's error names the address.
             raise FileNotFoundError("the payload is not in the bucket") from None
         except (PermissionError, self._errors.PermissionDeniedError, self._errors.UnauthenticatedError):
             problem = f"the bucket of the payloads cannot {action}: it refuses the credentials"
@@ -180,8 +177,7 @@ MAX_CREDENTIALS_BYTES = 1 << 16
 
 
 def read_credentials(path: Path) -> dict[str, str]:
-    """Read keys from a file in the form of ~/.aws/credentials. Raises ConfigError: unreadable, or readable by
-    others."""
+    """Read a file in the form of ~/.aws/credentials. Raises ConfigError: unreadable, or readable by others."""
     key = "payloads.credentials_file"
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -226,15 +222,14 @@ class Objects:
         self._owner = ""
 
     async def owner(self) -> str:
-        """The name of the store that has the prefix; empty where none has."""
+        """The name of the store that has the prefix, or empty."""
         try:
             return (await self._client.small(MARK)).decode("utf-8", "replace")
         except FileNotFoundError:
             return ""
 
     async def claim(self, owner: str) -> None:
-        """Put the mark if there is none. Raises ConfigError: another store has the prefix; Busy: no answer, or
-        refused."""
+        """Put the mark if there is none. Raises ConfigError: another store has the prefix; Busy: no answer."""
         if not await self._client.create(MARK, owner.encode()) and (found := await self.owner()) != owner:
             raise self.of_another(found)
         self._owner = owner
@@ -245,7 +240,7 @@ class Objects:
         return ConfigError(
             "payloads.prefix",
             f"has the payloads of another store, {owner[:64]!r}",
-            action=f"name another prefix; or, where that store never runs again, delete the object {MARK} below it",
+            action=f"name another prefix; if that store never runs again, delete the object {MARK} below it",
         )
 
     async def sizes(self) -> dict[Digest, int]:
@@ -253,20 +248,20 @@ class Objects:
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
     async def _check(self) -> None:
-        """Look whether the prefix is still this store's. Raises CorruptStore: it is not; the process must end."""
+        """Check that the prefix is still this store's. Raises CorruptStore: it is not; the process must end."""
         if await self.owner() != self._owner:
             problem = "another store has taken the prefix of the payloads in the bucket, or its mark is gone"
             self._on_lost(problem)
-            raise CorruptStore(problem, action="see which coordinators name this prefix: one store alone may")
+            raise CorruptStore(problem, action="see which coordinators name this prefix: only one store may")
 
     async def put(self, digest: Digest, path: Path) -> None:
-        """Store a file; what is there under this name already stays."""
+        """Put a file, unless its object exists."""
         key = _key(digest)
         if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
             await self._client.create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)
             return
-        # The library cannot make the end of an upload in parts conditional. One coordinator alone puts below a prefix
-        # that has its mark, so nothing comes between this look and that end.
+        # An upload in parts cannot be conditional. Only one coordinator puts below a prefix, so no other write comes
+        # between this check and the end.
         try:
             await self._client.size(key)
         except FileNotFoundError:
@@ -274,7 +269,7 @@ class Objects:
 
     async def fetch(self, digest: Digest, path: Path) -> None:
         """Append the missing bytes of a payload to a file; they are not verified.
-        Raises FileNotFoundError: it is not there; StoreFull, CorruptStore: the disk refuses."""
+        Raises FileNotFoundError; StoreFull, CorruptStore: the disk refuses."""
         key = _key(digest)
         stop = await self._client.size(key)
         file = await asyncio.to_thread(open_file, path, "ab")
@@ -284,7 +279,7 @@ class Objects:
                 try:
                     await asyncio.shield(writing)
                 finally:
-                    # The file is closed below, also for who is cancelled here.
+                    # Before the file is closed, also after a cancellation.
                     await asyncio.wait([writing])
 
     async def delete(self, digest: Digest) -> None:
@@ -292,7 +287,7 @@ class Objects:
         await self._client.delete(_key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
-        """Give a payload a name under which it is never served."""
+        """Move a payload to `damaged`."""
         await self._check()
         try:
             await self._client.rename(_key(digest), f"damaged/{file_name(digest)}")
@@ -303,14 +298,14 @@ class Objects:
         """Presigned URLs to read payloads; signed locally."""
         return await self._client.urls("GET", [_key(digest) for digest in digests])
 
-    # what learners put
+    # pieces of learners
 
     async def put_url(self, digest: Digest, offset: int) -> str:
         (url,) = await self._client.urls("PUT", [_piece(digest, offset)])
         return url
 
     async def pieces(self, digest: Digest | None = None) -> list[Piece]:
-        """What was put, of one payload or of all, in order."""
+        """The pieces of one payload or of all, in order."""
         folder = "incoming" if digest is None else f"incoming/{file_name(digest)}"
         found = []
         for entry in await self._client.entries(folder):
@@ -322,20 +317,20 @@ class Objects:
         return sorted(found, key=lambda piece: (piece.digest, piece.offset))
 
     async def read_piece(self, piece: Piece, *, skip: int = 0) -> AsyncIterator[bytes]:
-        """Yield a piece from byte `skip` on. Raises FileNotFoundError: it is gone."""
+        """Yield a piece from byte `skip` on. Raises FileNotFoundError."""
         key = _piece(piece.digest, piece.offset)
         async for block in self._client.read(key, offset=skip, stop=piece.num_bytes):
             yield block
 
     async def delete_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Delete what was put, there or not."""
+        """Delete pieces, present or not."""
         if pieces:
             await self._check()
             await self._client.delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
 
 
 def _key(digest: Digest) -> str:
-    # The only place where a digest becomes a key; file_name refuses anything else.
+    # `file_name` refuses anything but a digest.
     name = file_name(digest)
     return f"blobs/{name[:2]}/{name}"
 

@@ -1,13 +1,10 @@
 """The PostgreSQL engine: one session that holds the store's lock and writes.
 
 A session takes the store's advisory lock before it writes, and then a new epoch. Each transaction reads and locks that
-epoch, so only one epoch commits at any time, even if the lock was lost. A commit is durable when it is answered. A
-lost connection ends the process: its last transaction is unknown, and another coordinator may have the lock.
+epoch, so only one epoch commits at any time, even if the lock was lost. A lost connection ends the process: its last
+transaction is unknown, and another coordinator may have the lock. A pooler that shares sessions would keep the lock.
 
-Never use a pooler that shares sessions: the lock would stay in one of them.
-
-A failed connect has no error code, only the server's words in its language. Words that do not prove a refusal count as
-transient and are retried.
+A failed connect has no error code, only the server's text. A text that does not prove a refusal counts as transient.
 """
 
 from __future__ import annotations
@@ -60,9 +57,9 @@ _REFUSALS = (
 
 
 def error_of_connecting(error: psycopg.Error) -> HeterorlError:
-    """Why no session began; never with the url, which libpq repeats where it cannot read it."""
+    """The error of a failed connect, without the url, which libpq may repeat."""
     if isinstance(error, psycopg.ProgrammingError):
-        return OperatorError("store.url is none that libpq reads", action="compare it with `[store]` in operate.md")
+        return OperatorError("store.url cannot be read by libpq", action="compare it with `[store]` in operate.md")
     words = brief(error)
     if any(part in words.lower() for part in _REFUSALS):
         return OperatorError(
@@ -73,13 +70,13 @@ def error_of_connecting(error: psycopg.Error) -> HeterorlError:
 
 
 def error_of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
-    """Why a session could not take the store."""
+    """The error of a session that could not take the store."""
     if isinstance(error, errors.DiskFull):
         return DiskFull("PostgreSQL's data directory")
     if isinstance(error, errors.LockNotAvailable):
         return StoreLost(
             "another session keeps the store's tables locked",
-            action="asked again; pg_locks names the session: end it, or let it end",
+            action="end that session (pg_locks names it), or wait: heterorl tries again",
         )
     if not is_broken and isinstance(error, _OPERATION_ERRORS):
         return OperatorError(
@@ -103,7 +100,7 @@ def fault_of_statement(error: Exception, *, is_broken: bool) -> Fault:
 
 
 def brief(error: psycopg.Error) -> str:
-    """The error's words in one line."""
+    """The error's text in one line."""
     return " ".join(str(error).split())[:300]
 
 
@@ -111,11 +108,10 @@ _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
 CONNECT_S = 5
 HELD_S = 5.0
-"""How long a start waits for a session that has the lock. A dead process is noticed within milliseconds if it was idle,
-else at the next CHECK_MS."""
+"""Seconds that a start waits for the lock. The server notices a dead session within CHECK_MS."""
 CHECK_MS = 2000
 LOCK_S = 3
-"""How long a start waits for a table lock before it logs and retries; only a migration needs one that readers hold."""
+"""Seconds that a start waits for a table lock before it retries; only a migration needs one that readers hold."""
 _DEAD_S = 5
 _LINK: dict[str, Any] = {
     "autocommit": True,
@@ -123,7 +119,7 @@ _LINK: dict[str, Any] = {
     "client_encoding": "utf8",
     "application_name": "heterorl coordinator",
     "target_session_attrs": "read-write",
-    # A server that is gone is noticed in seconds, also by a session that waits for it.
+    # A lost server is noticed in seconds, also by a waiting session.
     "keepalives_idle": 2,
     "keepalives_interval": 1,
     "keepalives_count": 3,
@@ -136,10 +132,9 @@ SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session
 SET idle_session_timeout = 0; SET default_transaction_isolation = 'read committed';
 SET standard_conforming_strings = on; SET timezone = 'UTC'; SET jit = off;
 """
-"""The server notices in seconds that this host is gone, and frees the lock; nothing else ends the session."""
+"""The server notices a lost host in seconds, and frees the lock; no other limit ends the session."""
 _CHECK = f"SET client_connection_check_interval = {CHECK_MS}"
-"""A running statement notices too that this process is gone, and frees the lock. Only the replica or
-pg_terminate_backend ends a COMMIT that waits for a synchronous replica."""
+"""A running statement also notices a lost process, except a COMMIT that waits for a synchronous replica."""
 _KEY = "hashtextextended('heterorl ' || current_schema(), 0)"
 _HOLDER = f"""
 SELECT pid, CASE WHEN client_port = -1 THEN 'its own host' ELSE host(client_addr) END,
@@ -149,8 +144,7 @@ WHERE locktype = 'advisory' AND objsubid = 1 AND granted
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
     AND classid::bigint << 32 | objid::bigint = {_KEY}
 """
-"""pg_locks shows an advisory lock by the two halves of its key. A session at the server's socket has port -1; sessions
-of other users show none."""
+"""pg_locks shows an advisory lock by the two halves of its key. A session at the server's socket has port -1."""
 
 
 class _Fenced(psycopg.OperationalError):
@@ -165,7 +159,7 @@ _INT8 = psycopg.adapters.types["int8"].oid
 
 
 class PostgresConnection:
-    """What operations write to."""
+    """The connection for operations."""
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         self._raw = raw
@@ -179,7 +173,7 @@ class PostgresConnection:
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Cursor:
         cursor = psycopg.RawCursor(self._raw)
         text = translated(statement)
-        # Nothing of ours changes a row by a function; a WITH, which may, counts as a change.
+        # No statement of ours changes rows by a function; a WITH counts as a change.
         self.has_written = self.has_written or not text.startswith("SELECT ")
         cursor.execute(text.encode(), parameters, binary=True)
         return cursor
@@ -194,9 +188,9 @@ class PostgresConnection:
 
 @functools.lru_cache(maxsize=4096)
 def translated(statement: str) -> str:
-    """A statement of an operation in PostgreSQL's words. No text of ours has a question mark that is not a value."""
+    """An operation's statement in PostgreSQL's dialect. Our statements use question marks only for values."""
     text = IN_POSTGRES.get(statement, statement)
-    # Counts beside the store are tables like others there, see `tallies`.
+    # The temporary tables of `tallies` are ordinary tables there.
     text = _TALLY.sub("", text)
     text = _LIST.sub("jsonb_array_elements_text(CAST(? AS jsonb)) AS each (value)", text)
     first, *rest = text.split("?")
@@ -213,7 +207,7 @@ class _BigintDumper(Dumper):
 
 
 class _TruthDumper(Dumper):
-    # Of no type: what it stands for decides, a number or a truth.
+    # Untyped: the context decides whether it is a number or a truth.
     def dump(self, obj: bool) -> Buffer | None:
         return b"1" if obj else b"0"
 
@@ -230,8 +224,7 @@ class PostgresEngine:
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         """Take over a session that holds the lock: make the tables, begin an epoch.
-        Raises CorruptStore: another schema; StoreLost: the session ended, or a table is locked; OperatorError: the user
-        may not write."""
+        Raises CorruptStore: another schema; StoreLost: the session ended, or a table is locked; OperatorError."""
         self._raw = raw
         self.connection = PostgresConnection(raw)
         with _opening(raw):
@@ -254,16 +247,13 @@ class PostgresEngine:
             self._raw.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation inside the transaction.
-
-        A read-only operation before leaves its savepoint for this one, which spares a round trip.
-        """
+        """Begin an operation; after a read-only one the savepoint stays, which spares a round trip."""
         if self.connection.has_written:
             self._raw.execute("RELEASE one; SAVEPOINT one")
             self.connection.has_written = False
 
     def keep(self) -> None:
-        """End the operation; the server hears of it with the next one or with COMMIT, which spares a round trip."""
+        """Nothing to send: the next `save` or COMMIT ends the operation, which spares a round trip."""
 
     def undo(self) -> None:
         self._raw.execute("ROLLBACK TO one")
@@ -282,12 +272,12 @@ def connect(url: str) -> psycopg.Connection[Any]:
     try:
         raw = psycopg.connect(url, **_LINK)
     except psycopg.Error as error:
-        # Without its cause: libpq's words may repeat the url.
+        # Without its cause: libpq's text may repeat the url.
         raise error_of_connecting(error) from None
     with _opening(raw):
         raw.execute(_SESSION)
         _check_server(raw)
-        # Servers on some systems cannot look, and refuse any number but 0.
+        # Some systems support only 0.
         with contextlib.suppress(psycopg.DataError):
             raw.execute(_CHECK)
     return raw
@@ -295,7 +285,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
 
 @contextlib.contextmanager
 def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Close a session that could not take the store, and raise the typed error."""
+    """Close a session that fails to take the store, and raise the typed error."""
     try:
         yield
     except psycopg.Error as error:
@@ -324,14 +314,13 @@ def lock_soon(raw: psycopg.Connection[Any]) -> bool:
 
 
 def open_store(url: str) -> PostgresEngine:
-    """Take the store at once.
-    Raises StoreLost: the server is unreachable; OperatorError: it refuses; StoreHeld: another session has had the store
-    for HELD_S; CorruptStore: another schema."""
+    """Take the store at once. Raises StoreLost: the server is unreachable; OperatorError: it refuses; StoreHeld:
+    another session has the store for HELD_S; CorruptStore: another schema."""
     return take(connect(url))
 
 
 def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
-    """Take the store by a session that has just begun, which is closed where that fails; raises as `open_store`."""
+    """Take the store by a new session, which is closed on failure; raises as `open_store`."""
     with _opening(raw):
         if not lock_soon(raw):
             raise StoreHeld(f"another coordinator has the store: {_holder(raw)}")
@@ -342,7 +331,7 @@ def _holder(raw: psycopg.Connection[Any]) -> str:
     """Describe the lock's holder, and how to end its session."""
     row = raw.execute(_HOLDER).fetchone()
     if row is None:
-        # Ended since, or of a server that keeps pg_locks to itself.
+        # It has ended, or this user may not read pg_locks.
         return "its session cannot be seen"
     pid, address, waits_for = row
     return (
@@ -395,7 +384,7 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
 
 
 def name_store(raw: psycopg.Connection[Any]) -> str:
-    """Give a store that has just been made its name; returns it."""
+    """Name a new store; returns the name."""
     name = uuid.uuid4().hex
     raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
     return name

@@ -1,14 +1,11 @@
 """The tables in PostgreSQL: created, counted, and copied to and from a SQLite file.
 
-They are those of `store/schema.py` in PostgreSQL's types, plus a row that names the writer. Texts compare by bytes, as
-in SQLite. Group content is stored uncompressed, since it is compressed already. A coordinator that takes a store of
-this schema changes only rows, so it waits for no reader.
+They are the tables of `store/schema.py` in PostgreSQL's types, plus a row that names the writer. Texts compare by
+bytes, as in SQLite. Group content is stored uncompressed, since it is compressed already. A coordinator that takes a
+store of this schema changes only rows, so it waits for no reader, not even pg_dump.
 
-The counts of `store/tallies.py` are kept by triggers in unlogged tables and refilled by each new coordinator. Rows are
-deleted and no table is dropped, so that pg_dump does not block a start. Triggers of lasting tables cannot name
-temporary ones.
-
-A backup of either store is a SQLite file, so one format serves all tools:
+Triggers keep the counts of `store/tallies.py` in unlogged tables, since they cannot name temporary ones; each new
+coordinator refills them. A backup of either store is a SQLite file, so one format serves all tools:
 
     read    from one snapshot of the database (REPEATABLE READ), while the coordinator writes on
     write   in the caller's transaction; identities continue after the numbers that were given out
@@ -120,11 +117,10 @@ ALTER TABLE out_work ENABLE TRIGGER out_counts;
 INSERT INTO tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
 """
 _TALLIES = _COUNTS + _GROUPS + _WORK + _OUT
-"""Of a store's schema; programs of schema 5 made them at each start."""
 COUNT_ANEW = _NONE + _FILL
-"""Counts what is out; once for each coordinator that takes the store."""
+"""Counts the leased assignments; once for each coordinator that takes the store."""
 PAUSE_COUNTS = "ALTER TABLE groups DISABLE TRIGGER group_counts; ALTER TABLE work DISABLE TRIGGER work_counts;"
-"""Stops counting, while rows are copied in by the thousand."""
+"""Stops counting while rows are copied in."""
 RESUME_COUNTS = "ALTER TABLE groups ENABLE TRIGGER group_counts; ALTER TABLE work ENABLE TRIGGER work_counts;"
 
 
@@ -141,7 +137,7 @@ CREATE TABLE IF NOT EXISTS store (
     id TEXT NOT NULL, schema_version BIGINT NOT NULL, epoch BIGINT NOT NULL, taken TIMESTAMPTZ NOT NULL,
     is_only BOOLEAN PRIMARY KEY DEFAULT true CHECK (is_only));
 """
-"""One row: the store's name, its schema, and how many coordinators have written to it, one after another."""
+"""One row: the store's name, its schema, and the epoch, which counts the coordinators that took it."""
 _APPENDED_ONLY = """
 CREATE OR REPLACE FUNCTION audit_is_kept() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation',
@@ -158,7 +154,7 @@ ALTER TABLE sample_payloads ALTER content SET STORAGE EXTERNAL, ALTER note SET S
 
 
 def in_postgres(script: str) -> str:
-    """A script of SQLite's in PostgreSQL's words."""
+    """A SQLite script in PostgreSQL's dialect."""
     script = script.replace(AUDIT_TRIGGERS, "")
     for pattern, word in _WORDS:
         script = re.sub(pattern, word, script)
@@ -171,7 +167,7 @@ WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _TALLIE
 
 _TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
 _BYTES = ("contract",)
-"""Settings that are bytes; the others are texts, which PostgreSQL keeps in the same column of bytes."""
+"""Settings that are bytes; the others are texts, in the same column of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +176,20 @@ class _Table:
     columns: tuple[str, ...]
     types: tuple[str, ...]
     counted: str
-    """The identity column; empty where there is none."""
+    """The identity column, or empty."""
 
     def copy(self, form: LiteralString) -> sql.Composed:
-        """COPY in PostgreSQL's words."""
+        """The COPY statement."""
         names = sql.SQL(", ").join(map(sql.Identifier, self.columns))
         return sql.SQL("COPY {} ({}) " + form + " (FORMAT BINARY)").format(sql.Identifier(self.name), names)
 
 
 def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
-    """Write one snapshot of a database into a new, not yet durable file.
-    Raises psycopg.Error: unreadable database; sqlite3.Error: the file cannot be written; CorruptStore: another
-    schema."""
+    """Write one snapshot of a database into a new file, not synced yet.
+    Raises psycopg.Error; sqlite3.Error: the file cannot be written; CorruptStore: another schema."""
     file = sqlite3.connect(path, isolation_level=None)
     try:
-        # What fails is thrown away as a whole.
+        # The caller discards a failed file.
         file.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {SCHEMA}")
         with raw.transaction():
             raw.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -214,8 +209,7 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
 
 
 def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
-    """Copy a file of this schema into empty tables, in the caller's transaction. Raises psycopg.Error: a row is
-    refused."""
+    """Copy a file of this schema into empty tables, in the caller's transaction. Raises psycopg.Error."""
     raw.execute(PAUSE_COUNTS)
     for table in tables_of(file):
         with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:
@@ -256,7 +250,7 @@ def _read_table(raw: psycopg.Connection[Any], file: sqlite3.Connection, table: _
     if table.counted:
         name = raw.execute("SELECT pg_get_serial_sequence(%s, %s)", (table.name, table.counted)).fetchone()
         assert name is not None, "the column is an identity"
-        # A sequence shows what was given out, also to transactions that are not in the snapshot: more is no harm.
+        # The sequence may be ahead of the snapshot, which does no harm.
         query = sql.SQL("SELECT last_value FROM {} WHERE is_called").format(sql.SQL(cast("LiteralString", name[0])))
         given = raw.execute(query).fetchone()
         if given is not None:

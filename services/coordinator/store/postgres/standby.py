@@ -1,7 +1,7 @@
-"""Waiting for the store: for a server that is down, or for the active coordinator to end.
+"""Waits for the store: until the server is up, or until the active coordinator ends.
 
-The lock ends with the holder's process, or within seconds after its host is gone. A refusal before the first session is
-an operator's error. After it every error is retried.
+The lock ends with the holder's process, or seconds after its host is gone. A refusal before the first session is an
+operator's error; later errors are retried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASK_EVERY_S = 0.5
 class Standby:
     """A wait for the store at a url; `wait` belongs to its own thread.
 
-    `check` is called for a store with payloads before the wait, so that an unfit standby ends at once. If not patient,
+    `check` is called with the id of a store that has payloads, so that an unfit standby ends at once. If not patient,
     another active coordinator is an error.
     """
 
@@ -40,8 +40,8 @@ class Standby:
         self._is_over.set()
 
     def wait(self) -> PostgresEngine | None:
-        """Take the store as soon as possible; None when the wait was given up.
-        Raises ConfigError: the payloads are not the store's; OperatorError: the server refuses; StoreHeld: another
+        """Take the store as soon as possible; None if the wait was given up.
+        Raises ConfigError: the payloads are another store's; OperatorError: the server refuses; StoreHeld: another
         coordinator has it and the wait is not patient; CorruptStore: another schema."""
         problem = ""
         while not self._is_over.is_set():
@@ -72,7 +72,7 @@ class Standby:
         return raw
 
     def _taken(self, raw: psycopg.Connection[Any]) -> PostgresEngine | None:
-        """The store, taken by a session that has just begun; None when the session ended first, or the wait did."""
+        """The store, taken by a new session; None if the session or the wait ended first."""
         try:
             self._check_store(raw)
             if not self._is_patient:
@@ -81,7 +81,7 @@ class Standby:
                 return PostgresEngine(raw)
         except BaseException as error:
             raw.close()
-            # The wait was given up meanwhile, so this is not an error.
+            # The wait was given up, so this is not an error.
             if isinstance(error, StoreHeld) and self._is_over.is_set():
                 return None
             raise
@@ -91,13 +91,13 @@ class Standby:
 
     def _check_store(self, raw: psycopg.Connection[Any]) -> None:
         with contextlib.suppress(psycopg.Error):
-            # None of the tables is there before the first coordinator has begun.
+            # The tables are missing before the first coordinator.
             row = raw.execute("SELECT id FROM store WHERE EXISTS (SELECT 1 FROM payloads)").fetchone()
             if row is not None:
                 self._check(str(row[0]))
 
     def _holds(self, raw: psycopg.Connection[Any]) -> bool:
-        """Whether the session got the lock; False when it ended, or the wait did."""
+        """Whether the session got the lock; False if the session or the wait ended."""
         try:
             while not self._is_over.is_set():
                 if try_lock(raw):

@@ -26,15 +26,15 @@ async def test_drops_are_too_little_however_regular_they_are(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def store(begin):
+async def store(begin, content=b"bytes"):
     """An HTTP server whose answers begin at a byte and set a cookie; yields its address and the heads it was sent."""
     heads = []
 
     async def serve(reader, writer):
         heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
         writer.write(
-            b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/*\r\nContent-Length: 5\r\n"
-            b"Set-Cookie: a=b\r\nConnection: close\r\n\r\nbytes" % (begin, begin + 4)
+            b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/*\r\nContent-Length: %d\r\n"
+            b"Set-Cookie: a=b\r\nConnection: close\r\n\r\n%b" % (begin, begin + 4, len(content), content)
         )
         await writer.drain()
         writer.close()
@@ -56,6 +56,17 @@ async def test_range_that_begins_elsewhere_is_refused():
         assert await read(direct, right) == b"bytes"
         with pytest.raises(Unreachable, match="answers 206"):
             await read(direct, wrong)
+    await connections.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"bytes and more", "sends more than was asked for"), (b"byte", "ended early")]
+)
+async def test_answer_of_another_length_is_refused(content, words):
+    connections = UrlClient("any")
+    async with store(10, content) as (url, _):
+        with pytest.raises(Unreachable, match=words):
+            await read(reads.PresignedReads(connections), url)
     await connections.close()
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from heterorl.learner.train.custom_loss_check import check_custom_loss
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, OWN_LOSS, groups_of, run_loss
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
+PAGE = Path(__file__).parents[4] / "docs" / "own-losses.md"
 GSPO = CustomLossConfig(function="gspo:loss", directory=str(OWN_LOSS))
 
 
@@ -55,6 +58,24 @@ def test_the_example_takes_the_steps_of_the_built_in_gspo_to_the_last_bit(model_
     assert own.last_extras == built_in.last_extras
     assert own.last_metrics.keys() == {"weight", "good"}
     assert built_in.last_metrics == {}
+
+
+def test_the_loss_of_the_page_takes_the_steps_of_the_built_in_gspo_to_the_last_bit(model_dir, tmp_path):
+    blocks = dict(re.findall(r"^```(toml|python)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+    table = blocks["toml"].replace("gspo:loss", "gspo_of_the_page:loss")
+    (tmp_path / "learner.toml").write_text(table)
+    (tmp_path / "gspo_of_the_page.py").write_text(blocks["python"])
+    loss = load(LearnerConfig, tmp_path / "learner.toml").loss
+    check_custom_loss(loss)
+
+    built_in, expected = _trained(model_dir, GspoConfig(eps_low=0.2, eps_high=0.28))
+    own, reports = _trained(model_dir, loss)
+
+    assert [(report.loss, report.grad_norm) for report in reports] == [
+        (report.loss, report.grad_norm) for report in expected
+    ]
+    assert expected[0].clip_fraction > 0
+    assert is_identical(weights(own.torch_model), weights(built_in.torch_model))
 
 
 def test_the_example_has_the_gradient_of_the_built_in_gspo_to_the_last_bit():

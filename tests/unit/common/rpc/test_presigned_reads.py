@@ -66,7 +66,7 @@ async def test_answer_of_another_length_is_refused(content, words):
     connections = UrlClient("any")
     async with store(10, content) as (url, _):
         with pytest.raises(Unreachable, match=words):
-            await read(reads.PresignedReads(connections), url)
+            await read(reads.PresignedReads(connections, SystemClock()), url)
     await connections.close()
 
 

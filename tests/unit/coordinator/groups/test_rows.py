@@ -114,6 +114,19 @@ async def test_together_or_one_after_another_is_the_same(tmp_path, seed, changes
         }  # fmt: skip
 
 
+async def test_groups_taken_in_together_are_counted_one_by_one(tmp_path):
+    core, run = await _open(tmp_path)
+    try:
+        outcomes = await core.push_groups([seal(run.group(each)) for each in await run.lease(5)])
+        status = await core.get_status()
+
+        assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * 5
+        assert status.ledger.acked == 5
+        assert status.ledger.is_balanced
+    finally:
+        await core.close()
+
+
 @pytest.mark.sqlite
 async def test_statements_of_a_push_do_not_grow_with_its_groups(tmp_path):
     core, run = await _open(tmp_path)

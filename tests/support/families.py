@@ -178,7 +178,7 @@ FAMILIES = {
         settings={**HEAD, **EXPERTS, **LINEAR},
     ),
     "mamba": Family(
-        shown="Mamba, state space alone", kind="Mamba", batching=("padded",), attention="eager",
+        shown="Mamba, state space only", kind="Mamba", batching=("padded",), attention="eager",
         settings={"state_size": 8}, engine=("engine.kind", "has no cache of keys and values"),
     ),
     "gemma2": Family(shown="Gemma 2, softcapped logits", kind="Gemma2", settings=HEAD, refused=LOGITS),

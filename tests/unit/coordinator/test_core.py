@@ -443,7 +443,7 @@ async def test_site_quota_and_sequence_gaps_ask_for_patience(core, run, tmp_path
     far = run.group(work, id=GroupId(site=SITE, incarnation=INCARNATION, sequence=200_000))
     (outcome,) = await core.push_groups([far])
     assert (outcome.status, outcome.retry_after_s) == (PushStatus.RETRY, 1.0)
-    core.context.queue.config.__dict__["site_pending_bytes"] = 10
+    core.context.queue.quotas._pending_limit = 10
     (outcome,) = await core.push_groups([run.group(work)])
     assert outcome.status is PushStatus.RETRY
     assert "site_pending_bytes" in outcome.message

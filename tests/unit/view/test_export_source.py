@@ -119,8 +119,11 @@ def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
         (ROW | {"token_ids": [1 << 40]}, "token_ids.0: "),
         (ROW | {"group": "eu-1"}, "row 1"),
         (ROW | {"spans": [{"start": 0, "end": -1, "version": 3}]}, "spans.0.end: "),
-        (ROW | {"spans": [{"start": 0, "end": 1, "version": 3}]}, "spans: those of completion 0"),
-        (ROW | {"spans": [{"start": 1, "end": len(ROW["token_ids"]), "version": 3}]}, "spans: those of completion 0"),
+        (ROW | {"spans": [{"start": 0, "end": 1, "version": 3}]}, "spans: completion 0 has tokens outside"),
+        (
+            ROW | {"spans": [{"start": 1, "end": len(ROW["token_ids"]), "version": 3}]},
+            "spans: completion 0 has tokens outside",
+        ),
         ({key: ROW[key] for key in ROW if key != "kept_because"}, "kept_because: "),
     ],
     ids=str,

@@ -105,10 +105,7 @@ async def test_full_queue_asks_for_patience_and_forgets_nothing(tmp_path):
     core, run = await begin(tmp_path)
     groups = [run.group(work) for work in await run.lease(2)]
     one = len(seal(groups[0]).data)
-    small = core.config.model_copy(update={"site_pending_bytes": one + 5})
-    core.rollout._context = dataclasses.replace(
-        core.context, queue=dataclasses.replace(core.context.queue, config=small)
-    )
+    core.context.queue.quotas._pending_limit = one + 5
     outcomes = await core.push_groups(groups)
     assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED, PushStatus.RETRY]
     assert outcomes[1].retry_after_s > 0

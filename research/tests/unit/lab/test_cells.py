@@ -19,10 +19,11 @@ from heterorl_research.lab.run import find_experiment
 WITH_PROTOCOL = [
     "horizon", "sawtooth", "ladder", "plane", "lengths", "long", "clips", "clips256", "candidates", "candidates_ends",
     "confirm", "arms", "s6_latency", "whole", "whole_ends", "whole_lengths",
-    "reference", "cliff301", "cliff1001",
+    "reference", "cliff301",
 ]  # fmt: skip
 SHIPPED = [
-    "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s7_sweeps", "large", *WITH_PROTOCOL,
+    "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s7_sweeps", "large", "cliff1001",
+    *WITH_PROTOCOL,
 ]  # fmt: skip
 
 

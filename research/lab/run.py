@@ -107,7 +107,7 @@ def carry_out(
     console.print(f"{experiment.name}: {len(cells)} runs, {len(missing)} to do; in {directory}")
     orders = [Order(kind="run", numbers=(number,)) for number in missing]
     if engine == FAST:
-        # A GPU is one, and is filled by many runs; processes beside each other hide the time of the host.
+        # Many runs fill a GPU; several processes share it by time slices.
         jobs, most = (jobs, MOST_RUNS) if means.device == "cpu" else (means.jobs or 1, MOST_RUNS_ON_GPU)
         parts = split(cells, missing, jobs=jobs, most=most)
         orders = [Order(kind="batch", numbers=tuple(numbers), device=means.device) for numbers in parts]

@@ -1,6 +1,6 @@
 """The coordinator as its callers see it: one Protocol a role, in domain types.
 
-Roles are those of certificates (heterorl.coordinator.rpc.access). A process that holds a
+A certificate states the role (heterorl.coordinator.rpc.access). A process that holds a
 `heterorl.coordinator.core.Coordinator` calls it directly; `heterorl.common.rpc.client` implements the same over gRPC.
 Each method may raise a `RemoteError` of heterorl.common.errors. Times are seconds.
 """

@@ -119,7 +119,7 @@ class Group:
     ) -> list[Finished]:
         """Append a token to every row; returns completions that end with it."""
         if self.is_done.all():
-            # Its rows are still computed with those of others.
+            # The model still computes this request's rows with the rows of open requests.
             return []
         self._tokens[self.members, self.column] = tokens
         self._logprobs[self.members, self.column] = logprobs

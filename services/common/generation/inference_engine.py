@@ -48,7 +48,7 @@ class Completion:
 class Request:
     """A prompt (int32 [T]) and its number of completions; `key` is unique among open requests.
 
-    `sampling` replaces that of the run, for evaluation; log-probs of such completions mean nothing.
+    An evaluation sets `sampling` in place of the run's; log-probs of its completions are not used.
     """
 
     key: int

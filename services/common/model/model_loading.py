@@ -12,8 +12,8 @@ transformers chooses some rotary positions by the longest position of a pass:
 So a text's log-probs would depend on the other texts of its pass, and a completion that leaves the window would have
 keys of two kinds. Within the window both equal a model without such positions.
 
-Guarantees: after `hold_positions` positions are those of the window at every length; a prompt without room for a
-completion is refused before generation.
+Guarantees: after `hold_positions` every length has the positions of the window; a prompt without room for a completion
+is refused before generation.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def window_of(config: Any) -> Window | None:
 
 
 def hold_positions(model: nn.Module) -> None:
-    """Fix a new model's rotary positions to those of short texts, in place; raises ConfigError if that fails."""
+    """Give a new model the rotary positions of short texts, in place; raises ConfigError if that fails."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _is_by_length(kinds):

@@ -70,7 +70,7 @@ def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
 
 
 def main_type(layout: Layout) -> Dtype:
-    """The published type of a model: that of all tensors not kept in fp32."""
+    """The published type of a model: the type of all tensors not kept in fp32."""
     return next((spec.dtype for spec in layout.specs if spec.dtype != "fp32"), "fp32")
 
 

@@ -42,7 +42,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def wait_of(error: Exception) -> str:
-    """What the caller waits for after a failure, for logs."""
+    """Name of the awaited recovery after a failure, for logs."""
     return next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
 
 

@@ -25,7 +25,7 @@ SUFFIX = ".tmp"
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that gets its name when the body ends, and is deleted when the body fails.
 
-    With `is_durable` bytes and name survive a power cut. `mode` is that of a new file, before the umask.
+    With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask.
     """
     temporary = path.with_name(path.name + SUFFIX)
     try:

@@ -352,7 +352,7 @@ def serve(
 
     With `may_move` the port is a default: if it is taken, as by a second sampler, use one of the next. `pages` are
     further paths, made for each request in a thread of its own. `shown` is asked at each scrape for the names to show
-    besides those of the process; None shows all.
+    with the names of the process; None shows all.
 
     Raises:
         PortInUse: the address is taken.

@@ -35,7 +35,7 @@ Attributes = Mapping[str, str | int | float]
 
 
 class TracingConfig(Config):
-    """Where traces go. The sampler chooses the groups; other services follow."""
+    """The receiver of traces. The sampler chooses the traced groups; other services follow."""
 
     otlp_endpoint: Url = Field(default="", pattern=r"^(https?://.+:[0-9]{1,5})?$")
     """OTLP over gRPC, such as http://127.0.0.1:4317 (http only on loopback). Empty: no traces."""

@@ -26,7 +26,7 @@ from heterorl.common.errors import StateMismatch
 
 
 class PlanBasis(enum.Enum):
-    """What a plan starts from."""
+    """The base of a plan's deltas."""
 
     MERGED = "merged deltas"
     SINGLES = "the held version"

@@ -86,7 +86,7 @@ def _long() -> Picture:
 
 
 def _cliff() -> Picture:
-    # gepo-1s is GEPO to the last bit here.
+    # gepo-1s has GEPO's rewards in every step here.
     found = _lab("cliff301", without=("gepo-1s",))
     runs = [run.model_copy(update={"task": run.variant, "variant": ""}) for run in found.runs]
     results = found.model_copy(update={"runs": runs})

@@ -62,7 +62,7 @@ class WeightsApi(Protocol):
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Plan from (have_version, have_root), or from nothing (have_version -1); want_version -1 is the head.
+        """Plan from (have_version, have_root); have_version -1: the caller holds none; want_version -1 is the head.
 
         `base_root` is the state root of the caller's base model (empty: none); a plan may start from the version that
         has it. `object_bytes` is the caller's cost of one payload more: bandwidth times round trip.
@@ -120,7 +120,7 @@ class LearnerApi(WeightsApi, Protocol):
         """Have the coordinator take and verify what was put; returns the bytes now durable."""
 
     async def publish_version(self, request: PublishRequest) -> int:
-        """Commit one version and consume its groups, all or nothing; the same step id gives the same version."""
+        """Commit one version and consume its groups atomically; the same step id gives the same version."""
 
     async def get_step(self, *, step_id: str) -> int | None:
         """Return the version that a step id became, or None."""

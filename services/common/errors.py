@@ -17,7 +17,7 @@
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
         UnsignedManifest  WrongSignature  UnprovenDescent
       NotReversible           a delta that cannot be undone without the state before it
-      EngineError             the engine generates nothing until it loads a version again
+      EngineError             the engine refuses requests until it loads a version again
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
       EpisodeError            an environment's episode ends without a reward; the other members go on
@@ -301,7 +301,7 @@ class Unreachable(RemoteError):
 
 
 class Busy(Unreachable):
-    """The coordinator cannot answer now: no descriptors, a silent disk, a damaged frame; nothing changed."""
+    """The coordinator cannot answer now: no descriptors, a silent disk, a damaged frame; the state is unchanged."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
     exit_code = 1
@@ -320,7 +320,7 @@ class MalformedPayload(CorruptData):
 
 
 class LimitExceeded(CorruptData):
-    """A stated size is over its limit; nothing was allocated for it."""
+    """A stated size is over its limit; it was refused before any allocation."""
 
     action = "refuse the sender or raise the named limit"
 
@@ -387,7 +387,7 @@ class RewardError(HeterorlError):
 
 
 class EngineError(HeterorlError):
-    """An engine generates nothing until it loads a version again; what it computed since is not used."""
+    """An engine refuses requests until it loads a version again; its results since the error are not used."""
 
 
 class StaleWeights(EngineError):

@@ -174,7 +174,7 @@ class Rows:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether others may join: every layer caches keys and values of all columns, nothing else."""
+        """Whether others may join: every layer caches keys and values of all columns, and only these."""
         return _is_made_of(self._cache, sliding=False)
 
     def step(self) -> list[Finished]:
@@ -395,7 +395,7 @@ class HfEngine:
         return scores
 
     def close(self) -> None:
-        """Do nothing: it computes in this process."""
+        """It computes in this process, so there is no other process to end."""
 
     def submit(self, request: Request) -> None:
         sampling = request.sampling or self._sampling
@@ -446,7 +446,7 @@ class HfEngine:
         admitted: list[Group] = []
         while self._waiting:
             num = self._waiting[0].num_completions
-            # A group larger than the batch runs alone.
+            # A group larger than the batch waits until all other rows have ended.
             if num > room and (self._rows or admitted):
                 break
             room -= num

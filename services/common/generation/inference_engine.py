@@ -69,7 +69,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A request that was given up; nothing more of it comes."""
+    """A request that was given up; the engine delivers no more of its completions."""
 
     key: int
 
@@ -139,7 +139,7 @@ class Engine(Protocol):
         """
 
     def cancel(self) -> None:
-        """Give up all requests: a `collect` that waits returns nothing. From any thread."""
+        """Give up all requests: a waiting `collect` returns an empty list. From any thread."""
 
 
 def generate_all(

@@ -101,8 +101,8 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         # gRPC asks under a lock, but earlier handshakes use the credentials without one, and an answer frees them: many
-        # handshakes at once aborted the process (grpc issue 36693). So return None, which keeps them, if nothing
-        # changed; else wait for those handshakes.
+        # handshakes at once aborted the process (grpc issue 36693). So return None, which keeps them, for unchanged
+        # files; else wait for those handshakes.
         nonlocal taken
         material = files.current()
         if material.number == taken.number:
@@ -159,8 +159,8 @@ def parse_serials(text: str) -> frozenset[int]:
 class Revocations:
     """Revoked certificates: a file of serial numbers, read again when it changes.
 
-    A serial stays refused until a readable file without it replaces the file; a missing or damaged file revokes nothing
-    less. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
+    A serial stays refused until a readable file without it replaces the file; while the file is missing or damaged, the
+    last list holds. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
     """
 
     def __init__(self, path: Path) -> None:

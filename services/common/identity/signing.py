@@ -73,7 +73,7 @@ def load_signer(path: Path) -> Signer:
     """Read a private key; raises ConfigError unless it is an Ed25519 PEM file that only its owner may read."""
     try:
         with path.open("rb") as file:
-            # Of the open file: the name may lead elsewhere a moment later.
+            # Mode of the open file: the name may lead elsewhere a moment later.
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_KEY_FILE_BYTES)
     except OSError as error:

@@ -1,6 +1,6 @@
 """Settings of a link's security: certificates by default, plaintext only between processes of one machine.
 
-Guarantee: plaintext needs both `insecure = true` and a loopback address; nothing falls back to it.
+Guarantee: plaintext needs both `insecure = true` and a loopback address; a link never falls back to it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ are copied bit by bit. A fresh scale is s = HEADROOM max|w| / LIMIT, at least th
 row of zeros. A row keeps its scale until a weight outgrows it, |w| > LIMIT s; then it gets a fresh one.
 
 Guarantees: the result depends on the state and the scales only and is the same on every machine (IEEE 754 float32 on
-the CPU); nothing saturates; a state with its own scales gives the same bits again.
+the CPU); all values stay within the type's range; a state with its own scales gives the same bits again.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def variant_layout(base: Layout, variant: Variant) -> Layout:
 
 
 def scale_layout(layout: Layout) -> Layout:
-    """The layout of a variant's scales alone."""
+    """The layout of a variant's scales, without its weights."""
     specs = [spec for spec in layout.specs if spec.name.endswith(SCALE)]
     return Layout.build(specs, chunk_elements=layout.chunk_elements)
 
 
 def scales_of(arena: Arena) -> Arena:
-    """A variant's scales alone, copied."""
+    """A copy of a variant's scales."""
     scales = Arena(scale_layout(arena.layout))
     for spec in scales.layout.specs:
         scales.view(spec.name)[...] = arena.view(spec.name)

@@ -133,7 +133,7 @@ def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: flo
     smallest = limits.tiny * limits.eps
     exponent = torch.frexp(wide).exponent
     ulp = torch.ldexp(torch.full_like(wide, limits.eps / 2), exponent).clamp(min=smallest)
-    # The exponent of 0 is 0, as that of 1/2 is: its unit is that of all numbers below the smallest normal one.
+    # frexp gives 0 and 1/2 the exponent 0, but 0 has the unit of all numbers below the smallest normal one.
     ulp = torch.where(wide == 0, smallest, ulp)
     return (master.detach().double() - wide).abs() <= dead_band_ulp * ulp
 

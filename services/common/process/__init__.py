@@ -1,4 +1,4 @@
 """The process and its machine: configuration, clock, logs, metrics, files, threads.
 
-Nothing here knows a policy or a group. Open `config_file` first: one TOML file a service; errors name the key.
+These modules do not know policies or groups. Open `config_file` first: one TOML file a service; errors name the key.
 """

@@ -1,7 +1,7 @@
 """Durable files and directories: complete or absent, locked by one process, safe after a power cut.
 
 A new name is durable only after an fsync of its directory. A function takes its descriptor before it changes anything,
-so a process without descriptors leaves nothing half done.
+so a process without descriptors fails before the first change.
 """
 
 from __future__ import annotations

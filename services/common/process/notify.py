@@ -6,9 +6,9 @@
 
 Most managers have no watchdog: a thread also ends the process when its loop or its `Watch` hangs for HUNG_S.
 
-Guarantees: without NOTIFY_SOCKET nothing is sent; a manager that does not listen never ends or blocks the process. A
-process that stood still as a whole (SIGSTOP, suspend) does not count as hung afterwards. WATCHDOG=1 never comes from a
-thread, which would go on while the loop hangs.
+Guarantees: messages need NOTIFY_SOCKET; a manager that does not listen never ends or blocks the process. A process that
+stood still as a whole (SIGSTOP, suspend) does not count as hung afterwards. WATCHDOG=1 never comes from a thread, which
+would go on while the loop hangs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class HangGuard:
         self._has_turned = True
 
     def look(self) -> str:
-        """The name of what has hung; empty if nothing has."""
+        """The name of the part that hangs; empty while both turn."""
         self._num_still = 0 if self._has_turned else self._num_still + 1
         self._has_turned = False
         # Twice: after a standstill an answer may still be on its way.

@@ -9,7 +9,7 @@ to the same trace:
     inbox       learner        from its arrival to the step
     train       learner        the step that used it
 
-Guarantees: nothing is imported, kept or sent while tracing is off; no prompt, token or reward is in a span; a malformed
+Guarantees: it imports, keeps and sends only while tracing is on; no prompt, token or reward is in a span; a malformed
 context counts as none. Tracing never changes a decision.
 """
 
@@ -71,7 +71,7 @@ class Tracer:
     def add(
         self, name: str, *, trace: str, lasted_s: float, ended_ago_s: float = 0.0, attributes: Attributes | None = None
     ) -> None:
-        """Record a span of a trace that began elsewhere; nothing for NO_TRACE."""
+        """Record a span of a trace that began elsewhere; ignores NO_TRACE."""
         if self._tracer is None or not (match := _CONTEXT.fullmatch(trace)):
             return
         from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context

@@ -81,7 +81,7 @@ class Fallback:
         self._num_gone = 0
 
     def begin(self, *, is_held: bool) -> None:
-        """Start a plan, from the held version or from nothing."""
+        """Start a plan, from the held version or from a snapshot."""
         self.basis = PlanBasis.SINGLES if is_held else PlanBasis.SNAPSHOT
 
     def rest_on(self, basis: PlanBasis) -> None:

@@ -46,7 +46,7 @@ class LinkEstimate:
         self._bytes_per_s: float | None = None
 
     def note(self, *, first_bytes: int, first_s: float, total_bytes: int, total_s: float) -> None:
-        """Learn from one download; one of a single frame tells nothing about the bandwidth."""
+        """Learn from one download; one of a single frame updates only the round trip."""
         if total_bytes > first_bytes and total_s > first_s:
             self._bytes_per_s = _mean(self._bytes_per_s, (total_bytes - first_bytes) / (total_s - first_s))
         sent_s = first_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
@@ -303,7 +303,7 @@ class _Stopwatch:
             self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
 
     def tell(self, link: LinkEstimate) -> None:
-        """Update the estimate, unless nothing was fetched."""
+        """Update the estimate, if every stream brought bytes."""
         if self._first is not None:
             first_bytes, first_s = self._first
             total_s = self._clock.monotonic() - self._begin

@@ -99,7 +99,7 @@ class Puller:
         """Build `want_version` (-1: the head) from `held`; `admit` may refuse a plan before a byte is fetched.
 
         Raises:
-            UntrustedVersion: `admit` refused it; nothing has changed.
+            UntrustedVersion: `admit` refused it; the puller is unchanged.
             UnknownVersion: no such version, or no payloads lead to it.
             UnknownPayload: payloads vanish as fast as plans are made.
             Unreachable: the link broke or stalled; the next call continues behind the bytes received.
@@ -195,7 +195,7 @@ class Puller:
         return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
 
     async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
-        """The base model as the version that a plan starts from (None: it starts from nothing), and the plan.
+        """The base model as the version that a plan starts from (None: it starts from a snapshot), and the plan.
 
         A plan without payloads gets the base's own manifest, since that version was not judged before.
         """
@@ -329,7 +329,7 @@ class ManifestChain:
         self._found: dict[int, bytes] = {}
 
     def begin(self, plan: PullPlan) -> None:
-        """Start with the manifests that a plan carries; forget those of the plan before.
+        """Start with the manifests that a plan carries; forget the earlier plan's manifests.
 
         Raises StateMismatch for another version's manifest, LimitExceeded if together they are too large.
         """
@@ -346,7 +346,7 @@ class ManifestChain:
         self._wanted, self._found = frozenset(), {}
 
     async def list(self, first: int, last: int) -> Sequence[bytes]:
-        """Manifests of [first, last], newest first, as many as fit one answer; those of the plan are kept."""
+        """Manifests of [first, last], newest first, as many as fit one answer; keeps the ones that the plan wants."""
         found = await self._api.list_manifests(first_version=first, last_version=last, variant=self._variant)
         self._keep(found)
         return found

@@ -265,7 +265,7 @@ class CoordinatorClient(WeightCalls):
                     with timed("PushGroups"):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
                             for outcome in outcomes_from_pb(readable("PushGroups", message)):
-                                # Keep one outcome for each group; drop extra ones and those of other groups.
+                                # Keep one outcome for each group; drop extra outcomes and outcomes of other groups.
                                 if len(outcomes) < len(groups) and is_in_order:
                                     is_in_order = outcome.id == groups[len(outcomes)].id
                                     outcomes += [outcome] * is_in_order

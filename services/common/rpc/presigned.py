@@ -145,7 +145,7 @@ class Slow(Unreachable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a payload of so many bytes may be read; its repr hides the URL, a credential."""
+    """A URL from which a payload of so many bytes may be read; its repr hides the URL, a credential."""
 
     url: str = field(repr=False)
     num_bytes: int

@@ -1,7 +1,7 @@
 """Limits of a server: memory of requests in flight, by kind of caller and message, and file descriptors.
 
-Short requests have a pool of their own, so no push over a slow line, and no caller that sends nothing, delays a
-heartbeat. The learner and the operator have a pool that samplers never use.
+Short requests have a pool of their own, so neither a push over a slow line nor a silent caller delays a heartbeat. The
+learner and the operator have a pool that samplers never use.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class MessagePool:
     """Memory for messages of one kind, bounded in all, for each site and for each caller.
 
     gRPC hands over whole messages, and a server sees the length only then. So room for the longest message is taken
-    before, and the rest given back after. A caller that sends nothing holds room too, hence the rules:
+    before, and the rest given back after. A silent caller holds room too, so these rules apply:
 
     - Free room goes to the site that holds least, then to the caller that holds least, then by arrival.
     - A caller without any room does not wait for silent ones: the longest silent read of the largest caller of the
       largest site ends. The last read of a caller ends only every `last_s`, since a push may crawl over a slow line.
 
     A caller that uses all its room waits only for itself; one site never takes a whole pool; a read without bytes ends;
-    a cancelled wait leaves nothing behind. `of_caller` is the number of messages of `message_bytes` that one caller may
-    have, `longest` the longest accepted message in bytes, `limit_s` the longest time for one message, `patience_s` how
-    long a silent read is left alone.
+    a cancelled wait gives up its room. `of_caller` is the number of messages of `message_bytes` that one caller may
+    have, `longest` the longest accepted message in bytes, `limit_s` the longest time for one message, `patience_s` the
+    silence after which a read may end.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class MessagePool:
             used = self._used[room.caller]
             return used >= 2 * self._message_bytes, self._of_site[room.caller.owner], used
 
-        # Of equals the first, which is the longest silent.
+        # `max` takes the first of equals, which is the longest silent.
         room = max(candidates, key=size)
         due = self._silent[room] + self._patience_s
         if not size(room)[0]:
@@ -262,7 +262,7 @@ SHORT_PART = 4
 SHORT_S, LONG_S = 10.0, 900.0
 """Longest time of a message. A short one comes with its call; 900 s are 16 MiB at 18 kB/s."""
 SHORT_PATIENCE_S, LONG_PATIENCE_S = 0.5, 10.0
-"""How long a silent read is left alone while a caller without room waits."""
+"""Silence after which a read may end while a caller without room waits."""
 LAST_S = 30.0
 """Least time between two ends of a caller's last long read."""
 

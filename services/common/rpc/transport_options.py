@@ -35,7 +35,7 @@ MAX_MESSAGE_BYTES = 512 << 20
 def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[str, int]]:
     """Options of a channel or server: limits before parsing, dead peers noticed in seconds.
 
-    `send_bytes` is the limit of sent messages, where it differs from that of received ones.
+    `send_bytes` is the limit of sent messages, where it differs from the limit of received ones.
     """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),

@@ -44,7 +44,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Columns of the row except the prompt; a reward function may ask for them."""
     refusal: str = ""
-    """Why nothing can be generated from it; empty where it can."""
+    """Why it cannot be generated from; empty where it can."""
 
     @property
     def shown(self) -> str:

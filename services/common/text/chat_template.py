@@ -33,7 +33,7 @@ DATE = "2025-01-01"
 """Time of CLOCK without an argument; constant, so that every site writes equal prompts."""
 
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a template, including those of its computations."""
+"""Errors of a template, its computations included."""
 
 _ANSWER = "Yes"
 
@@ -219,7 +219,7 @@ class GivenTokens:
                         f"the model's template writes messages of {roles} otherwise behind {whole} than behind one turn"
                     )
                 # A tokenizer splits a text at special tokens first, so the text from an end token on has equal ids
-                # alone and in the whole. Refuse a tokenizer that joins across them.
+                # by itself and in the whole. Refuse a tokenizer that joins across them.
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
                 if ids[-len(expected) :] != expected:
                     return f"the tokenizer joins tokens across {self._end!r}, behind {whole}"

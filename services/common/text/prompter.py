@@ -70,7 +70,7 @@ class Prompter:
                 self.tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
             ),
         )
-        """Of tokenizer and template; equal digests mean equal ids of equal messages."""
+        """Digests of tokenizer and template; equal digests mean equal ids of equal messages."""
         self.end_token_ids = self._ends(model_dir)
         """Ids that end a completion, ascending, from the model's files and its template."""
 
@@ -276,7 +276,7 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the template, its arguments and its date; of nothing without a template."""
+    """Digest of the template, its arguments and its date; without a template, of empty bytes."""
     if not use_chat_template:
         return bytes_digest(b"")
     source, arguments = source_of(tokenizer), dict(template_arguments)

@@ -1,7 +1,7 @@
 """Text of tokens, and the end of each token in it.
 
-Several tokens may hold one character, and some tokenizers drop the space before a word. Where tokens and text do not
-match to the end, there are no ends.
+Several tokens may hold one character, and some tokenizers drop the space before a word. Ends are empty if
+tokens and text do not match to the end.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class TokenTexts:
     """Decodes tokens; caches the text of each token."""
 
     def __init__(self, *, decode: Decode, decode_given: Decode) -> None:
-        """Decode nothing yet.
+        """Keep the two decoders.
 
-        `decode` gives the text of drawn tokens, without special tokens; `decode_given` that of given tokens, with
-        special tokens, which show the speaker.
+        `decode` gives the text of drawn tokens, without special tokens; `decode_given` the text of given tokens,
+        with special tokens, which show the speaker.
         """
         self._decode = {True: decode, False: decode_given}
         self._pieces: dict[tuple[int, bool], str] = {}
@@ -65,7 +65,7 @@ class TokenTexts:
                 if len(joined) > MAX_JOINED:
                     return _no_ends()
                 continue
-            # Of tokens that share a character the last ends at its end, the others at its start.
+            # The last of the tokens that share a character ends at its end, the others at its start.
             ends += [position] * (len(joined) - 1)
             position += length
             ends.append(position)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 
 MAX_SAMPLES = 1024
-"""Of one prompt."""
+"""Completions of one prompt."""
 MAX_RESULTS = 64
 """Prompts of one delivery."""
 MAX_RESULT_SAMPLES = 64
@@ -105,7 +105,7 @@ class PassEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """The scores of a version on a set; `average` is avg@n, and None if nothing could be scored."""
+    """The scores of a version on a set; `average` is avg@n, and None without a scored completion."""
 
     num_prompts: int
     num_samples: int
@@ -161,7 +161,7 @@ class Evaluation:
     task_digest: str
     """Empty before the first site began."""
     summary: EvaluationSummary
-    """Of the prompts that are done."""
+    """Scores of the finished prompts."""
     sites: tuple[tuple[SiteId, int], ...]
     """Sites with the number of prompts that each delivered first."""
     planned_time: float

@@ -46,7 +46,7 @@ class LeaseGrant:
 
 
 class PayloadKind(enum.Enum):
-    """What a payload rebuilds: a state, one version's step, or several such steps as one."""
+    """The kinds of payload: it rebuilds a state, one version's step, or several such steps as one."""
 
     SNAPSHOT = "snapshot"
     DELTA = "delta"
@@ -68,7 +68,7 @@ class PayloadRef:
 class PutPlace:
     """A presigned URL for [offset, offset + num_bytes) of a payload; its repr hides the URL, a credential.
 
-    Without a URL there is no place, or nothing is left to put if `offset` is the payload's size.
+    Without a URL there is no place, or the payload is complete if `offset` is its size.
     """
 
     url: str = field(repr=False)

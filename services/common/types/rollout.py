@@ -19,9 +19,9 @@ class FinishReason(enum.Enum):
     """Why a rollout ended. A completion of an engine ends by EOS or LENGTH only."""
 
     EOS = "eos"
-    """Of itself; its last token is an end token."""
+    """It ended by itself; its last token is an end token."""
     LENGTH = "length"
-    """Of itself; its last turn was cut at `max_new_tokens`."""
+    """It ended by itself; its last turn was cut at `max_new_tokens`."""
     TURNS = "turns"
     """After `max_turns` turns."""
     CONTEXT = "context"
@@ -132,7 +132,7 @@ class Rollout:
     """The tokens behind a prompt: one completion, or turns of a policy with an environment's answers between them.
 
     `token_ids` int32 [T] ends with the end-of-sequence token if `finish_reason` is EOS; `spans` cover [0, T) in order
-    without gaps, and are all drawn with one turn. `sampler_logprobs` float32 [D], each finite and <= 0, are those of
+    without gaps, and are all drawn with one turn. `sampler_logprobs` float32 [D], each finite and <= 0, belong to
     the D drawn tokens. A lost member may have no tokens. `routed_experts` are the experts of the P + T - 1 tokens of
     prompt and completion that the engine read (heterorl.common.model.router_replay); may be empty.
     """
@@ -186,7 +186,7 @@ class Group:
 class SealedGroup:
     """A group as its canonical bytes, with the fields that stores and queues need; `common/wire/sealed_groups`.
 
-    `versions` are those of its spans, each once, ascending.
+    `versions` are its spans' versions, each once, ascending.
     """
 
     id: GroupId
@@ -366,7 +366,7 @@ def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
 class Part:
     """Tokens [start, end) of a rollout by one writer: a turn of the policy, or given tokens.
 
-    `versions` drew the turn, each once, in order; given tokens have none. `keeps` is that of the Span.
+    `versions` drew the turn, each once, in order; given tokens have none. `keeps` is the Span's.
     """
 
     start: int
@@ -414,7 +414,7 @@ def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
 def without_stale(group: Group, *, oldest: int) -> Group:
     """The group with what versions before `oldest` drew as context: given tokens, which have no log-probs.
 
-    The group itself where there is none. A rollout of which nothing else was drawn is trained on no longer.
+    The group itself where there is none. A rollout without other drawn tokens is trained on no longer.
     """
     if group.oldest_version >= oldest:
         return group

@@ -60,7 +60,7 @@ class SiteStatus:
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
     problem: str = ""
-    """Why it generates nothing, or why its calls or groups are refused; empty while all is well."""
+    """Why it does not generate, or why its calls or groups are refused; empty while all is well."""
     work_away: int = 0
     """Part of `work_leased` at a silent site: counted for no site, kept for its return."""
     work_ahead_s: float = 0.0
@@ -194,7 +194,7 @@ class Heartbeat:
     apply_s: float = 0.0
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
     problem: str = ""
-    """Why nothing is generated; empty while all is well."""
+    """Why the sampler does not generate; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ def describe_standstill(sites: Sequence[str]) -> str:
     more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
     return (
         f"the run stands still: every site that answers is in quarantine ({', '.join(sites[:_SHOWN])}{more}) and no"
-        f" work is handed out, so no new version comes. Where a site is right: {RELEASE}. After a canary it works until"
+        f" work is handed out, so no new version comes. If a site is right: {RELEASE}. After a canary it works until"
         " its next version is scored; if that is off again, compare learner and site, or raise the coordinator's"
         " canary_threshold"
     )

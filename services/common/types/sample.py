@@ -125,7 +125,7 @@ class SampleRollout:
     """
 
     completion: str = ""
-    """Of all tokens behind the prompt; empty without texts."""
+    """Text of all tokens behind the prompt; empty without texts."""
     token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
     sampler_logprobs: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
@@ -204,7 +204,7 @@ class SampleFilter:
     """One value, such as "reward_mismatch"."""
     first_version: int | None = None
     last_version: int | None = None
-    """Of `SampleSummary.version`, both included."""
+    """Bounds of `SampleSummary.version`, both included."""
     min_reward: float | None = None
     max_reward: float | None = None
     is_truncated: bool | None = None
@@ -242,7 +242,7 @@ class RolloutNote:
 
     completion: str
     reward_parts: tuple[RewardPart, ...]
-    """Parts that the learner computed; empty: those of the group hold."""
+    """Parts that the learner computed; empty: the group's parts hold."""
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
 

@@ -1,6 +1,6 @@
 """Codec of one chunk of weights: exact, vectorised, no bit read as a float.
 
-    0  SAME      nothing: no element changed.
+    0  SAME      empty: all elements are unchanged.
     1  GAPULP    changed elements by position and integer step (heterorl.common.weights.sparse_codec).
     2            unused; refused as unknown.
     3  DENSE8    the steps of all elements, one byte each (below).
@@ -29,7 +29,7 @@ PLANES, the bytes of all elements by significance, highest first; for each of th
         u32 size s
         s bytes: the n bytes of the plane themselves when s = n, else (s < n) one zstandard frame of them
 
-A frame is zstandard, or nothing when its stream is empty. Exponents compress, mantissas do not.
+A frame is zstandard; an empty stream has an empty frame. Exponents compress, mantissas do not.
 """
 
 from __future__ import annotations

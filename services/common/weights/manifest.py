@@ -58,7 +58,7 @@ def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest
         raise StateMismatch(f"version {child.version} names another parent manifest")
     if parent is None:
         if child.parent_version != NO_VERSION:
-            raise StateMismatch(f"version {child.version} follows version {child.parent_version}, not nothing")
+            raise StateMismatch(f"version {child.version} follows version {child.parent_version}: not a first version")
         return
     verify_descendant(ancestor=parent, child=child)
     if child.parent_version != parent.version:

@@ -8,7 +8,7 @@ Layout of the file, little-endian, with n chunks:
          0   8  magic b"HRLW0001"
          8   4  u32 size of the header, 100 + 20 n
         12  32  layout id
-        44  32  state root it starts from; zeros: from nothing, a snapshot
+        44  32  state root it starts from; zeros: a snapshot
         76  32  state root it leads to
        108   4  u32 n
        112  20  for each chunk, in arena order: u32 method, u64 size of its bytes, u64 xxh3-64 of them
@@ -211,7 +211,7 @@ class PayloadInfo:
 
 
 def write_snapshot(path: Path, arena: Arena, *, threads: int = 1) -> PayloadInfo:
-    """Write a payload that rebuilds `arena` from nothing; durable when it returns."""
+    """Write a payload that rebuilds `arena` without a state before it; durable when it returns."""
     return _write(path, None, arena, threads=threads)
 
 

@@ -12,7 +12,7 @@ A step is new bits - old bits, wrapping in the element's width w bytes; it is ne
         escape frame    e bytes; 255 means "255 + next wide escape"
         wide frame      v * w bytes: all lowest bytes, then all second lowest, ...
 
-A frame is zstandard, or nothing when its stream is empty. At learning rates of RL almost all steps are +-1, so a
+A frame is zstandard; an empty stream has an empty frame. At learning rates of RL almost all steps are +-1, so a
 change costs about 7.6 bits for where and 1.8 bits for how much. A chunk is read in blocks that fit the cache, so
 memory is the streams' own and a few blocks.
 """
@@ -38,7 +38,7 @@ class _Contexts(threading.local):
     """Zstandard contexts of one thread: slow to make, and not shareable."""
 
     def __init__(self) -> None:
-        # Only the entropy coder matters here, so levels above 1 gain nothing.
+        # Only the entropy coder matters here, so levels above 1 do not make frames smaller.
         self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
@@ -209,7 +209,7 @@ def _encode_gaps(index: npt.NDArray[np.int32], last: int) -> U8Array:
         return gaps.astype(np.uint8)
     num_escapes = gaps[long] // ESCAPE
     gaps[long] -= num_escapes * ESCAPE
-    # Where the gap itself goes: after the escapes of all before it and its own.
+    # The place of the gap itself: after the escapes of all before it and its own.
     place = np.zeros(gaps.size, np.int64)
     place[long] = num_escapes
     np.cumsum(place, out=place)

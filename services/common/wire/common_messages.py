@@ -51,8 +51,8 @@ def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] =
 def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
     """The dataclass of a message: fields of one name are copied, `changed` sets the others.
 
-    A repeated field becomes a tuple, an unset optional one None. Nothing is checked here: the caller checks foreign
-    values and passes them in `changed`.
+    A repeated field becomes a tuple, an unset optional one None. The caller checks foreign values and passes them
+    in `changed`.
 
     Raises:
         KeyError: the message has no such field.
@@ -108,7 +108,7 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
         sampling=sampling,
         # Absent where there are no adapters.
         lora=to_message(common_pb2.LoraSettings, value.lora) if value.lora.rank else None,
-        # A single token goes into the old field, so earlier programs read equal bytes. Of several they see none, so
+        # A single token goes into the old field, so earlier programs read equal bytes. They see none of several, so
         # an earlier coordinator judges no ending instead of refusing right ones.
         eos_token_id=value.end_token_ids[0] if len(value.end_token_ids) == 1 else None,
         end_token_ids=value.end_token_ids if len(value.end_token_ids) > 1 else (),
@@ -116,7 +116,7 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
 
 
 def contract_from_pb(message: common_pb2.Contract) -> Contract:
-    """Convert a contract; those of earlier programs state no adapters, turns or several end tokens.
+    """Convert a contract; earlier programs state no adapters, turns or several end tokens.
 
     Raises InvalidRequest if the log-prob mode is not stated, or a duration is not finite.
     """

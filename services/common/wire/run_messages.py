@@ -69,7 +69,7 @@ def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
 
 
 def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
-    """Convert the commands of a heartbeat's answer; those of a newer coordinator are skipped."""
+    """Convert the commands of a heartbeat's answer; skips unknown ones of a newer coordinator."""
     return tuple(_COMMAND_OF[command] for command in message.commands if command in _COMMAND_OF)
 
 

@@ -1,7 +1,7 @@
 """Script that runs an agent function: `python -P call_function.py FILE NAME`, with a row as JSON on standard input.
 
 Calls `NAME(row, base_url, api_key)`, which may be async, and prints the reward or its named parts as the last line.
-Imports nothing of heterorl.
+It does not import heterorl.
 """
 
 from __future__ import annotations

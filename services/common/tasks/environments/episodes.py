@@ -68,7 +68,7 @@ class Episodes:
     ) -> None:
         """Load the environment once.
 
-        `name` is as in `task.environment`. `memory_bytes` is address space beyond that of a loaded process,
+        `name` is as in `task.environment`. `memory_bytes` is address space beyond what a loaded process has,
         `max_observation_chars` counts all messages that answer one turn.
 
         Raises:
@@ -92,7 +92,7 @@ class Episodes:
         self.files_digest = str(facts["digest"])
         self.is_deterministic = bool(facts["is_deterministic"])
         self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])
-        """JSON schemas of the tools; those of a program are known after its first episode."""
+        """JSON schemas of the tools; the schemas of a program are known after its first episode."""
         self.learns_tools = bool(facts.get("learns_tools", False))
         """Whether only the first episode shows the tools."""
         self._has_learned = False
@@ -197,7 +197,7 @@ class Episode:
             raise self._error from error
 
     def close(self) -> None:
-        """End the episode; kill a process of its own that fails to close it. A second call does nothing."""
+        """End the episode; kill a process of its own that fails to close it. A second call is harmless."""
         if self._is_closed:
             return
         if not isinstance(self._error, ToolLost):

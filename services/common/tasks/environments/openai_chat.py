@@ -107,7 +107,7 @@ class History:
     def extend(self, request: Request) -> tuple[Message, ...]:
         """Messages that a request adds; raises RequestRefused where it rewrites known ones or adds an invalid one."""
         if self.tools is not None and request.tools != self.tools:
-            raise RequestRefused("tools differ from those of the first request: an episode has one set", param="tools")
+            raise RequestRefused("tools differ from the first request's: an episode has one set", param="tools")
         for number, (known, stated) in enumerate(zip(self.known, request.messages, strict=False)):
             if known != stated:
                 words = f"messages[{number}] differs from what was said before: an episode is one growing conversation"

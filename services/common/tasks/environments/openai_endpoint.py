@@ -1,6 +1,6 @@
 """OpenAI-compatible endpoint of one episode, on the loopback of this machine.
 
-It answers only holders of its key, and nothing after `close`. It takes one request at a time. An equal request waits
+It answers only holders of its key, until `close`. It takes one request at a time. An equal request waits
 for or gets the same answer; a broken connection makes no second turn. Requests come in threads of their own and wait
 until the environment calls `answer` or `refuse_rest`.
 """
@@ -100,7 +100,7 @@ class Endpoint:
         self._server.server_close()
 
     def asked(self, body: Any, request: Request) -> _Turn:
-        """The turn for a request, or that of an equal earlier one; raises RequestRefused while another is open."""
+        """The turn of a request or of an equal earlier one; raises RequestRefused while another is open."""
         with self._lock:
             turn = self._turn
             if turn is not None and turn.body == body:
@@ -143,7 +143,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a program may break its connections."""
+        """Ignore the error: a program may break its connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answered(self._chat)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Keep requests out of the log."""
 
     def _answered(self, handle: Callable[[], None]) -> None:
         try:

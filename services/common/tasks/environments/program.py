@@ -39,7 +39,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
-    """Constructor of episodes of a program, and facts about it; runs nothing.
+    """Constructor of episodes of a program, and facts about it; does not run it.
 
     `name` is `file.py:function`, or a command that runs in the directory. Raises ValueError without such a file,
     function or command.

@@ -130,7 +130,7 @@ class WorkerScoredTask(TaskWrapper):
     """A task whose score is computed in worker processes; implements Task."""
 
     def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
-        """Start nothing yet; `job` is what a worker loads to score as the task does."""
+        """Make the pool without a worker; `job` is what a worker loads to score as the task does."""
         super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
 

@@ -38,7 +38,7 @@ class JudgeStore:
         self._max_entries = max_entries
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Each statement is a transaction; those of other processes last milliseconds.
+            # Each statement is a transaction; transactions of other processes last milliseconds.
             self._connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
             self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;" + _SCHEMA)
         except (OSError, sqlite3.Error) as error:
@@ -62,8 +62,8 @@ class JudgeStore:
     def take_place(self, server: str, *, interval_s: float, longest_s: float) -> float | None:
         """Reserve the next request to a server; requests are `interval_s` apart.
 
-        Returns seconds until the request may be sent, 0 without a usable file. Beyond `longest_s` it reserves nothing
-        and returns None.
+        Returns seconds until the request may be sent, 0 without a usable file. Beyond `longest_s` it
+        returns None without a reservation.
         """
         try:
             self._connection.execute("BEGIN IMMEDIATE")

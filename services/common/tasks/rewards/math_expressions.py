@@ -1,8 +1,8 @@
 """Mathematics of datasets and models, read as one expression by math-verify's parser.
 
 Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it; `$`, `\\(` and
-`\\boxed` mark its mathematics. Of a completion the last box, the text behind the last `####` or behind the last "answer
-is" is read in the same way; without one, math-verify searches the prose. Unicode signs, numbers, units and words become
+`\\boxed` mark its mathematics. The last box of a completion, or the text behind its last `####` or last "answer is", is
+read in the same way; without one, math-verify searches the prose. Unicode signs, numbers, units and words become
 LaTeX.
 
 An answer that cannot be read to its end is None, never a part of itself. Only units, currencies and signs around

@@ -46,7 +46,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a learner believes about remote values: their range, and keys whose signature proves one."""
+    """A learner's belief about remote values: their range, and keys whose signature proves one."""
 
     name: str
     low: float
@@ -72,7 +72,7 @@ class RemoteReward:
         timeout_s: float,
         num_workers: int,
     ) -> None:
-        """Start nothing yet.
+        """Make the pool; the first score starts a worker.
 
         `digest` covers all that is known to decide values. With `by_group` all completions of a prompt are one request,
         which has `timeout_s`.

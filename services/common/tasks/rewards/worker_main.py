@@ -1,6 +1,6 @@
 """Worker process of rewards and episodes: `python -P worker_main.py`, started and killed by `worker_pool`.
 
-For a user's reward function it imports nothing of heterorl, so that the user's packages meet none of ours. Environments
+For a user's reward function it does not import heterorl, so that the user's packages meet none of ours. Environments
 and built-in tasks are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its
 parent.
 

@@ -163,7 +163,7 @@ class WorkerPool:
         num_workers: int = 1,
         start_after_s: float = START_AFTER_S,
     ) -> None:
-        """Start nothing yet.
+        """Make the workers; requests start their processes.
 
         `job` is what a worker loads (`worker_main.py`). An answer takes at most `timeout_s` by the clock and `cpu_s` of
         processor time; 0 is no bound. Another process starts after a caller waited `start_after_s`.
@@ -199,7 +199,7 @@ class WorkerPool:
             return reply
 
     def close(self) -> None:
-        """Kill all workers; waiting callers get an error, and nothing starts again."""
+        """Kill all workers; waiting and later callers get an error."""
         with self._changed:
             self._is_closed = True
             free, self._idle, self._running = self._idle + self._running, [], []

@@ -295,7 +295,7 @@ class Columns:
         """Chunks of messages as lists with 64-bit offsets from 0."""
         kind = self._prompts.type
         wide = self._prompts.cast(self._pa.large_list(kind.value_type))
-        # Offsets of a slice start elsewhere; those of a copy start at 0.
+        # Offsets of a slice start elsewhere; offsets of a copy start at 0.
         return [chunk.take(self._pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
 
     def _sound_messages(self) -> Mask:

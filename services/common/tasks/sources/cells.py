@@ -104,7 +104,7 @@ def lengths_of(prompts: Sequence[Prompt], measure: Measure) -> npt.NDArray[np.in
 
 @runtime_checkable
 class Separable(Protocol):
-    """A task over rows; questions are those of task.question_of."""
+    """A task over rows; task.question_of gives a row's question."""
 
     num_prompts: int
 

@@ -134,7 +134,7 @@ def _words(error: BaseException) -> str:
 
 
 def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
-    """Training rows, and those of the held-out split if one is named.
+    """Training rows, and the rows of the held-out split if one is named.
 
     `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `pinned`.
 
@@ -161,7 +161,7 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
 
 
 def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
-    """Rows of the Parquet files that a pattern names, and those of a held-out file."""
+    """Rows of the Parquet files that a pattern names, and the rows of a held-out file."""
     if config.evaluation_split:
         raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
     held_out = None

@@ -114,7 +114,7 @@ class NoSandbox(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """Where and how foreign Python code runs."""
+    """Paths and limits under which foreign Python code runs."""
 
     program: str
     python: str
@@ -127,7 +127,7 @@ class Sandbox:
         """Run `sandbox_main` on a document; raises NoSandbox if bubblewrap could not build the sandbox.
 
         `first` is read before any foreign code runs. `second` is sent after `sandbox_main` reported that it loaded the
-        code; empty: never. `standard_input` is that of the foreign code.
+        code; empty: never. `standard_input` is the foreign code's.
         """
         outcome = outcome_of(
             self.command, self.limits, first, second, standard_input=standard_input, errors=subprocess.DEVNULL

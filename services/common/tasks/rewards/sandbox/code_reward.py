@@ -3,7 +3,7 @@
 The answer is JSON: a list of tests, an object with the list `tests`, or an object with the lists `inputs` and
 `outputs`, and `fn_name` for a function. An answer that is not JSON is one test in Python. A test is Python that runs
 after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ..., "output": ...,
-"testtype": "stdin" or "functional"}. Unknown keys, and Python that tests nothing, are refused.
+"testtype": "stdin" or "functional"}. Unknown keys, and Python without a test, are refused.
 
 Code that fails, hangs, takes or prints too much fails its test. Without a sandbox there is an error, not a value.
 """

@@ -34,7 +34,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 LIMIT_S = 2.0
 """Most processor time for one completion."""
 MEMORY_BYTES = 1 << 30
-"""Of each process; importing reasoning-gym takes 0.3 GB of it."""
+"""Memory of each process; importing reasoning-gym takes 0.3 GB of it."""
 WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
 SERVE_TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     command = [sys.executable, "-I", "-B", str(SERVE)]
     if job["sandbox"]:
         limits = SandboxLimits(
-            # Of the server; each child sets its own.
+            # The server has these limits; each child sets its own.
             cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
             num_processes=NUM_PROCESSES,
         )  # fmt: skip
@@ -221,7 +221,7 @@ class ReasoningGymTask:
         num_workers: int,
         sandbox: bool = True,
     ) -> None:
-        """Start nothing before the first score; a completion has half of `timeout_s`, at most 2 s of processor time.
+        """The first score starts a worker; a completion has half of `timeout_s`, at most 2 s of processor time.
 
         Raises:
             ConfigError: the dataset is unknown, or too small to be split.

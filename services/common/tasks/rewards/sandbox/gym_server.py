@@ -6,8 +6,8 @@ The parent is the first process there, which signals of the others do not reach,
 it. After each completion it checks what they could change (limits, priorities) or leave (files, System V objects): then
 it answers and ends, and another server starts.
 
-JSON lines: an order, then for each completion the prompt and, once that is found, the completion. Imports nothing of
-heterorl; the service makes prompts with `Entries` too.
+JSON lines: an order, then for each completion the prompt and, once that is found, the completion. It does not
+import heterorl; the service makes prompts with `Entries` too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Entries:
     """Entries of a dataset; one on the wrong side of the split is drawn again."""
 
     def __init__(self, gym: Any, *, name: str, size: int, seed: int) -> None:
-        """Make nothing yet; `size` decides what entries are, `seed` is that of the first."""
+        """Datasets are made on use; `size` decides what entries are, `seed` is the first dataset's."""
         self._gym, self._name, self._size, self._seed = gym, name, size, seed
         self._datasets: list[Any] = []
         # A learner uses two threads: a dataset made twice would take the next one's place.
@@ -271,7 +271,7 @@ def _is_contained() -> bool:
 
 
 def _clear_work() -> None:
-    """Remove files that imports wrote, so that those of a completion are seen."""
+    """Remove files that imports wrote, so that a completion's files are seen."""
     if not _is_contained():
         return
     for place in _WORK.iterdir():

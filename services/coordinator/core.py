@@ -1,6 +1,6 @@
 """One coordinator in process: opens the shared context, holds the columns, closes.
 
-Each change is one store operation, answered after its commit. Bells wake waiters; nothing polls.
+Each change is one store operation, answered after its commit. A bell wakes its waiters, so they do not poll.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ async def open_context(
     )
 
     async def make_room(missing_bytes: int) -> None:
-        # The collector is opened below, over these files; nothing is uploaded before.
+        # The collector is opened below, over these files, before the first upload.
         await collector.collect(missing_bytes=missing_bytes)
 
     try:

@@ -6,8 +6,8 @@
     evaluation  all                                         an eighth
 
 A part may use the bytes that the others leave free. When the ring is full, the part farthest above its share loses its
-oldest sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. While the disk
-is full, nothing is kept. Pages are read along an index; other filters look at ROWS_AT_ONCE rows in one operation.
+oldest sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. On a full disk
+the ring takes no group. Pages are read along an index; other filters look at ROWS_AT_ONCE rows in one operation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SampleRing:
     every: int
     """k, for groups that were trained on, and for those dropped without a fault."""
     max_sample_bytes: int
-    """Of a group with its note, which one message must hold."""
+    """Size of a group with its note, which one message must hold."""
     wall: Callable[[], float]
     may_write: Callable[[], bool] = lambda: True
 

@@ -36,7 +36,7 @@ class Term:
 def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
     """The term of a holder's assignments. `is_silent`: not seen for `lease_s`; `is_replaced` by a newer incarnation."""
     if is_silent and (is_replaced or said.ahead_s <= 0):
-        # A dead process delivers nothing, however long its delay.
+        # Its delay does not count: a dead process cannot deliver.
         return Term(seconds=lease_s)
     return Term(seconds=lease_s + said.delay_s + said.ahead_s, is_away=is_silent)
 
@@ -91,7 +91,7 @@ class Deadlines:
         )
 
     def look(self, connection: Connection, now: float) -> None:
-        """Reopen expired assignments, count them against their holders, and mark those of silent sites as away."""
+        """Reopen expired assignments, count them against their holders, and mark silent sites' assignments as away."""
         due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
         for site, incarnation in due:
             self._look_at(connection, (site, incarnation), now)

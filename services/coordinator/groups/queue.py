@@ -6,8 +6,8 @@ while another site has groups. No site starves:
     oldest    the oldest policy first; with a share, sites below it first
     fair      deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1
     newest    as in arXiv 2508.17850: the first group of the newest version if it is newer than any taken before, else
-              the first to arrive of those at most D versions behind the newest taken; D is half of the staleness bound.
-              That program takes nothing older. Here every LATE_EVERY-th group is from behind the window, the one that
+              the first to arrive of all at most D versions behind the newest taken; D is half of the staleness bound.
+              That program skips older groups. Here every LATE_EVERY-th group is from behind the window, the one that
               expires first, and each group while the window is empty.
 """
 
@@ -322,7 +322,7 @@ class Queue:
         return self._drop_at(connection, arrivals, DropReason.UNKNOWN_VERSION)
 
     def return_leased(self, connection: Connection, *, held: Iterable[GroupId] = ()) -> int:
-        """Return the learner's groups to the queue, except `held` ones and those of quarantined sites."""
+        """Return the learner's groups to the queue, except `held` ones and groups of quarantined sites."""
         keep = {_key(group_id) for group_id in held}
         rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
         back = [tuple(row) for row in rows if tuple(row) not in keep]

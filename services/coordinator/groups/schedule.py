@@ -123,7 +123,7 @@ TOO_HARD, IN_WINDOW, TOO_EASY, PASSED = "too hard", "in window", "too easy", "pa
 
 
 def band_of(mean: float, config: DifficultyConfig) -> str:
-    """Where a mean reward lies."""
+    """The band of a mean reward."""
     return TOO_HARD if mean < config.low else TOO_EASY if mean > config.high else IN_WINDOW
 
 

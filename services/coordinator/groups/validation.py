@@ -58,7 +58,7 @@ def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
     if facts.abandoned_version is not None:
         return DropReason.UNKNOWN_VERSION, f"spans: version {facts.abandoned_version} was abandoned"
     if group.state_root != facts.state_root:
-        return DropReason.WRONG_DIGEST, f"state_root: not that of version {group.oldest_version}"
+        return DropReason.WRONG_DIGEST, f"state_root: version {group.oldest_version} has another"
     if facts.is_answered:
         return DropReason.SURPLUS, f"assignment {group.assignment} has its group already"
     if facts.assignment_prompt is None:
@@ -206,7 +206,7 @@ def _tokens_problem(group: Columns, contract: Contract) -> str:
     if not np.isfinite(group.logprobs).all() or group.logprobs.max() > 0:
         at = int((~(np.isfinite(group.logprobs) & (group.logprobs <= 0))).argmax())
         wrong = int(np.searchsorted(np.cumsum(num_drawn(group)), at, side="right"))
-        return f"logprobs: those of rollout {wrong} are not all finite and at most 0"
+        return f"logprobs: rollout {wrong} has one that is not finite or is above 0"
     return ""
 
 

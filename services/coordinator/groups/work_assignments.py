@@ -11,7 +11,7 @@ A row that gives no group waits for one version's assignments, for twice as many
 After MAX_RETURNS counted returns it is closed, and a late group is dropped as surplus.
 
 A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
-site gets those of others; the first answer counts.
+site gets other sites' prompts; the first answer counts.
 
 A hostile site could close prompts by returning them. So only the newest holder's return counts, at most MAX_IN_ROW
 times until a group of that site is taken. While several sites want work, two must have returned a prompt.
@@ -300,7 +300,7 @@ def take_back(
 ) -> list[Closed]:
     """Take assignments back from their holder; returns those that this closes.
 
-    `reason` is why their rows give no group; None counts nothing.
+    `reason` is why their rows give no group; returns with None are not counted.
     """
     site = SiteId(holder[0])
     # A held-out prompt that cannot be drawn is answered without a score.

@@ -1,4 +1,4 @@
-"""Reads a data directory offline: changes, locks and repairs nothing.
+"""Reads a data directory offline, without changes, locks or repairs.
 
 A closed store is one file and is read in place. After a kill it has a log that only a writer may fold in, so such a
 store is copied to a temporary directory first.
@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"
 _SHARED_LOCK_BYTE = 0x40000002
 _SHARED_LOCK_BYTES = 510
-"""Where SQLite locks a database file; see "File Locking" of its file format."""
+"""The bytes of a database file that SQLite locks; see "File Locking" of its file format."""
 _FLOCK = "hhqqi"
 """struct flock of Linux: type, whence, start, length, holder."""
 

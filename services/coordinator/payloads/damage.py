@@ -45,7 +45,7 @@ class Damage:
         UnknownPayload: missing or damaged; the caller plans again. Busy: it cannot be read now.
         """
         if isinstance(error, FileNotFoundError | DamagedFile) and await self._cache.heal(digest) is not Repair.LOST:
-            # Even if the file is right by now: an open reader still reads the replaced file.
+            # Even if the file is whole again: an open reader still reads the replaced file.
             return Busy(f"payload {digest[:12]} was fetched again", retry_after_s=BUSY_S)
         if isinstance(error, FileNotFoundError):
             self._check_is_there()

@@ -87,7 +87,7 @@ class GarbageCollector(BackgroundWorker):
         await self._loop(self.work)
 
     async def work(self) -> None:
-        """Verify, write and delete what is due; on a full disk write nothing and delete all that may go."""
+        """Verify, write and delete what is due; on a full disk do not write, and delete all that may go."""
         is_pressed = not self._may_write()
         for variant in await self._database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
@@ -171,7 +171,7 @@ class GarbageCollector(BackgroundWorker):
 
     @asynccontextmanager
     async def undisturbed(self) -> AsyncIterator[None]:
-        """A short time in which nothing is deleted."""
+        """Hold off deletions for a short time."""
         async with self._collecting:
             yield
 

@@ -6,14 +6,14 @@ before it deletes.
 The decision is pure. Versions are nodes, payloads are edges. Kept are:
 
     each delta into the newest `window` versions
-    the cheapest path from nothing to the oldest version that the staleness bound allows (verified if there is one), and
-    each snapshot of a later one that no delta leads to
+    the cheapest path, with its snapshot, to the oldest version that the staleness bound allows (verified if there is
+    one), and each snapshot of a later one that no delta leads to
     the path from each of the newest two verified snapshots to the head: one damaged file costs no rebuild
     the cheapest path from each version in use or leased to the head and to the oldest allowed version
     payloads that are leased or being read
     snapshots newer than the newest verified one
 
-Without a verified path to the head, nothing is deleted.
+All payloads stay while no verified path leads to the head.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """Payloads to delete, and the verified path to the head that must be proved before (empty: delete nothing)."""
+    """Payloads to delete, and the verified path to the head that must be proved before (empty: delete none)."""
 
     payloads: tuple[PayloadRef, ...]
     way: tuple[PayloadRef, ...]

@@ -30,7 +30,7 @@ class Text(enum.Enum):
     """The kinds of text."""
 
     NAME = "name"
-    """Of a site, an incarnation or a run: letters, digits, `.`, `_` and `-`."""
+    """The name of a site, an incarnation or a run: letters, digits, `.`, `_` and `-`."""
     LINE = "line"
     PROSE = "prose"
     """Any text; logs and screens must make it one line."""

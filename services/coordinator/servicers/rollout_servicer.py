@@ -43,7 +43,7 @@ from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2, rollou
 
 READ_AHEAD = 16
 BATCH_BYTES = 4 << 20
-"""Bytes that share a commit; a larger message is alone."""
+"""Bytes that share a commit; a larger message has its own commit."""
 COMMITS = 3
 Pushed = Sequence[rollout_pb2.Group]
 _Sized = tuple[Pushed, int]

@@ -103,7 +103,7 @@ def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
         if row.previous != previous:
             faults.append(f"row {row.sequence} does not name the digest of the row before it")
         if row.digest != row_digest(row):
-            faults.append(f"row {row.sequence} was changed: its digest is not that of its content")
+            faults.append(f"row {row.sequence} was changed: its digest does not match its content")
         is_found = is_found or row.digest == expected
         previous, following = row.digest, row.sequence + 1
     if not is_found:

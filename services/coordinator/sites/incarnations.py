@@ -1,8 +1,8 @@
 """Incarnations of a site: known group ids, and which incarnations are kept and shown.
 
 An incarnation is one sampler's outbox. A watermark and the few sequences beyond it tell which of its groups are known,
-so an id takes effect once. An incarnation that pushed stays for its watermark, and older ones are shown as one sum. Of
-the others only the newest KEPT stay.
+so an id takes effect once. An incarnation that pushed stays for its watermark, and older ones are shown as one sum.
+Only the newest KEPT of the others stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Metrics that nodes push, and the port that serves them with the coordinator's own.
 
-A node's entry expires after KEPT_S without a push. Nothing is durable. A node may push twice a second, with a bounded
-number of different series an hour, since Prometheus keeps each for hours.
+A node's entry expires after KEPT_S without a push. Entries are in memory. A node may push twice a second, with a
+bounded number of different series an hour, since Prometheus keeps each for hours.
 
 Most gauges of a standby would read 0 and raise alerts. So it shows only that it stands by and its certificate's expiry.
 """

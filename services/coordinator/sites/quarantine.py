@@ -32,7 +32,7 @@ KEPT_VERSIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The outcome of a canary: the reason of the quarantine, empty to end it, None to change nothing."""
+    """The outcome of a canary: the reason of the quarantine, empty to end it, None to leave it."""
 
     difference: float | None
     quarantine: str | None

@@ -1,9 +1,9 @@
 """Quotas of a site: assignments by an equal share less debts, pushes by token buckets. In memory.
 
-Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that answers
-nothing sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all away
-takes no share. Buckets: a refusal charges nothing and says when to retry. A group larger than the burst passes when the
-bucket is full. A restart clears debts and fills buckets.
+Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that never
+answers sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all away
+takes no share. Buckets: a refusal is free and says when to retry. A group larger than the burst passes when the bucket
+is full. A restart clears debts and fills buckets.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Quotas:
         self._summary_time = -math.inf
 
     def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
-        """Charge one group to a site; (0, ""), or seconds to wait and the reason: then nothing is charged."""
+        """Charge one group to a site: (0, ""); or refuse it without a charge: seconds to wait and the reason."""
         self._used[site, "pending_bytes"] = pending_bytes / self._pending_limit
         if pending_bytes + num_bytes > self._pending_limit:
             self._refuse(site, "pending_bytes")

@@ -88,7 +88,7 @@ class BackgroundWorker:
         self._wake.set()
 
     async def settle(self) -> None:
-        """Wait until there is nothing to do; the loop must be running."""
+        """Wait until the loop is idle; it must be running."""
         await self._idle.wait()
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 missing file                FileNotFoundError, the only read error that means loss
 no room                     StoreFull
-no resources, or refused    Busy: nothing was changed, and the file is unknown
+no resources, or refused    Busy: the disk is unchanged, and the file is unknown
 the disk failed a write     CorruptStore: the file's content is unknown
 """
 
@@ -30,11 +30,11 @@ _REFUSED = (
 
 
 async def no_room(_missing: int) -> None:
-    """Nothing can be deleted."""
+    """Free no space: the default without a collector."""
 
 
 def ignore() -> None:
-    """Do nothing."""
+    """The default without a listener."""
 
 
 def identity(directory: Path) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
 
 
 def unreadable(error: OSError) -> Busy:
-    """Busy for a failed read, which says nothing about the bytes."""
+    """Busy for a failed read; the bytes may be right."""
     return Busy(f"the coordinator cannot read a payload now: {error.strerror}", retry_after_s=BUSY_S)
 
 

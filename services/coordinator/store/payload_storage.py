@@ -80,7 +80,7 @@ class DirectUploads:
 
     async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
         """Yield the uploaded bytes from `offset`, not yet verified.
-        Raises PayloadMissing: nothing is there; DigestMismatch: wrong size, deleted; Busy: it cannot be read now."""
+        Raises PayloadMissing: none were uploaded; DigestMismatch: wrong size, deleted; Busy: it cannot be read now."""
         raise PayloadMissing(f"payload {digest[:12]} was not uploaded")
         yield b""
 

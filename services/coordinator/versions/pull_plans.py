@@ -1,6 +1,6 @@
 """Pull plans: the cheapest payloads from the version that a sampler has to the one it wants.
 
-Versions are nodes, payloads are edges; a snapshot starts from nothing. A path of payloads of b_1 ... b_n bytes takes
+Versions are nodes, payloads are edges; a snapshot starts at None. A path of payloads of b_1 ... b_n bytes takes
 sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs sum(b_i + object_bytes), where object_bytes
 = bandwidth * round_trip describes the link. `plan_pull` is pure; `plan` is a store operation.
 """
@@ -46,7 +46,7 @@ def plan_pull(
             is_whole = payload.kind is PayloadKind.SNAPSHOT
             start = None if is_whole else version_or_none(payload.from_version)
             if start is None and not is_whole:
-                # A delta from nothing cannot be applied.
+                # A delta without a version before it cannot be applied.
                 continue
             total = spent + payload.num_bytes + object_bytes
             if total < cost.get(start, total + 1):
@@ -67,7 +67,7 @@ def cheapest_way(
 
 
 def _rank(version: int | None) -> tuple[bool, int]:
-    """None before any version: of equal costs, the path from nothing is taken."""
+    """None before any version: of equal costs, the path that begins with a snapshot is taken."""
     return version is not None, version or 0
 
 

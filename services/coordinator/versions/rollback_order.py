@@ -96,7 +96,7 @@ def settle(connection: Connection, manifest: Manifest) -> None:
 
 
 def _ways(connection: Connection, version: int) -> tuple[PullPlan, ...]:
-    """Plans from the version to the head, to be undone, and from nothing to the version; one is enough."""
+    """Plans from the version to the head, to be undone, and from a snapshot to the version; one is enough."""
     chain = Chain(connection)
     root = chain.state_root(version)
     if root is None or not chain.is_in_lineage(version):

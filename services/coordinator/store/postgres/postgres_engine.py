@@ -40,7 +40,7 @@ _DAMAGE = (
     errors.DuplicateFile,
 )
 """XX000 to XX002, and class 58 about the database's own files. Not psycopg's InternalError, which includes class 25: a
-server that is read-only while its disk is full has lost nothing."""
+server that is read-only while its disk is full keeps its data."""
 _REFUSALS = (
     " does not exist",
     "authentication failed",
@@ -253,7 +253,7 @@ class PostgresEngine:
             self.connection.has_written = False
 
     def keep(self) -> None:
-        """Nothing to send: the next `save` or COMMIT ends the operation, which spares a round trip."""
+        """Leave the operation open: the next `save` or COMMIT ends it, which spares a round trip."""
 
     def undo(self) -> None:
         self._raw.execute("ROLLBACK TO one")

@@ -116,7 +116,7 @@ async def _train(
 
 
 def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
-    """Join loaded parts to a coordinator; sends and writes nothing yet.
+    """Join loaded parts to a coordinator; does not send or write yet.
 
     A signer signs every version and must have signed the head; a canary is stated with each. Without `verification`
     groups are not checked.
@@ -156,7 +156,7 @@ class Learner:
 
         Raises:
             UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
-            StaleEpoch: another learner took over; nothing of this one has any further effect.
+            StaleEpoch: another learner took over; later calls of this one have no effect.
             ParentNotHead, ContractMismatch: this learner and the run disagree.
             OperatorError: the configuration or the machine must be changed.
         """

@@ -24,7 +24,7 @@ from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 1
-"""Of a rank that has lost the others; a launcher starts all of them again."""
+"""Exit code of a rank that has lost the others; a launcher starts all of them again."""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def follow(rank_env: RankEnv) -> int:
 def _end_with_input() -> None:
     while sys.stdin.readline():
         pass
-    # The main thread may be in an operation that nothing interrupts.
+    # The main thread may be in an operation that cannot be interrupted.
     logging.shutdown()
     os._exit(0)
 

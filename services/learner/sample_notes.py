@@ -1,7 +1,7 @@
 """Notes of sampled groups: texts and log-ratios, sent while training continues.
 
     trained     remembers a group whose note is wanted, until its version is out     training loop
-    published   puts its note into the queue, and that of a rejected group           training loop, feed
+    published   puts its note and the notes of rejected groups into the queue        training loop, feed
     evaluated   puts the samples of an evaluation into the queue                     training loop
     run         makes one note after another in a thread, and sends it               queue
 
@@ -58,7 +58,7 @@ class NoteReader:
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
         """The note of a group.
 
-        `ratios` are log p - log q of each drawn token, by number of a trained rollout. Where the message would be
+        `ratios` are log p - log q of each drawn token, by number of a trained rollout. If the message would be
         larger than about `limit_bytes`, numbers of tokens are left out.
         """
         prompt, answer = self._asked(group)
@@ -190,7 +190,7 @@ class SampleNotes:
                 await self._queue.join()
 
     async def _send(self, entry: _Entry) -> None:
-        assert self.reader is not None, "nothing is queued without"
+        assert self.reader is not None, "notes are queued with a reader only"
         assert self.api is not None, "a reader comes with a coordinator"
         try:
             if isinstance(entry, _Settled):

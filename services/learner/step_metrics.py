@@ -168,7 +168,7 @@ def observe_step(
     Staleness counts from the coordinator's head, so that a restart cannot inflate it. `held_s` are seconds since each
     group arrived here; they are added to its age on arrival.
     """
-    # A step without tokens has nothing to apply.
+    # A step without tokens has no gradient.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
     metrics.STEP_SECONDS.observe(report.step_s)
     metrics.TOKENS.inc(report.num_tokens)

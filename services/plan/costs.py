@@ -8,7 +8,7 @@ Memory of a rank while a step computes:
     zero-1, zero-2  masters and moments divided, whole weights in the type of the passes; 2 divides gradients too
     zero-3          as fsdp2, with rows of the weights in the type of the passes besides the masters
 
-Activations are those of checkpointed layers: the input of each layer, and one layer in full; attention keeps no matrix
+Activations count as in checkpointed layers: the input of each layer, and one layer in full; attention keeps no matrix
 of scores. Logits are held a chunk at a time (`common/model/logprobs.py`).
 
 Seconds are only products and transfers at stated speeds:
@@ -209,7 +209,7 @@ ELEMENT = 2
 
 
 def delta_bytes(parameters: float, *, changed: float, step_bits: float) -> float:
-    """Bytes of a delta: parameters * (H(changed) + changed * step_bits) / 8, at most those of all weights.
+    """Bytes of a delta: parameters * (H(changed) + changed * step_bits) / 8, at most the bytes of all weights.
 
     H(f) = -f log2 f - (1 - f) log2 (1 - f) bits, Shannon 1948; `changed` is a share in [0, 1].
     """

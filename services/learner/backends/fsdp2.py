@@ -74,7 +74,7 @@ class Fsdp2Engine:
         return logprobs_N, entropies_N
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing: each pass shards its gradient, so that no rank holds a whole one between passes."""
+        """Ignored: each pass shards its gradient, so that no rank holds a whole one between passes."""
 
     def free(self) -> None:
         """Free gathered weights that a forward pass left for a backward pass that does not come."""
@@ -97,7 +97,7 @@ def shard(
     """Shard a model without content over all ranks, in place; its parameters then have arbitrary content.
 
     The model is on the meta device except for its buffers, which are moved. `products` is the type of passes, weights
-    included; None for fp32. After a pass of a frozen model nothing stays gathered.
+    included; None for fp32. A frozen model is sharded again after each pass.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Copies from pinned memory overlap with a GPU's computing.
@@ -367,7 +367,7 @@ class Fsdp2Sharding(Sharding):
         return self.state.update(loss, lr)
 
     def settle(self) -> None:
-        """Nothing: passes gather the masters themselves."""
+        """Return at once: passes gather the masters themselves."""
 
 
 @torch.no_grad()

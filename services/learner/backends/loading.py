@@ -2,7 +2,7 @@
 
 A rank reads one tensor at a time, or block by block while a model computes, and keeps only its part.
 
-Guarantees: the values are bit for bit those that transformers loads. Where names or values in the files differ from the
+Guarantees: the values are bit for bit what transformers loads. If names or values in the files differ from the
 model's (merged experts, quantised weights, tied tensors that differ, no safetensors), transformers reads the whole
 model, and the log says so.
 """
@@ -146,7 +146,7 @@ def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Modul
 def hold_untrained(opened: OpenedModel) -> None:
     """Turn published parameters that are not trained, such as a router's correction, into buffers with their values.
 
-    An engine that shards a model shards what is trained, so all that it publishes is trained or a buffer. Where ranks
+    An engine that shards a model shards what is trained, so all that it publishes is trained or a buffer. If ranks
     share the weights of one, all of them call.
     """
     frozen = {

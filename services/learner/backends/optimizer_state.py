@@ -118,12 +118,12 @@ def read_state(
 ) -> int:
     """Restore a model and a fresh optimizer, with one tensor at a time in memory; returns the applied steps.
 
-    Raises as `open_state`; then nothing was changed.
+    Raises as `open_state`, before any change.
     """
     parameters = trainable(model)
     weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
     random = moments.flat("random/cpu").clone()
-    # Map all files before the first copy: a missing file then changes nothing.
+    # Map all files before the first copy: a missing file then raises before any change.
     mapped = {name: weights.flat(name) for name in parameters}
     states = {name: moments.flat(name) for name in moments.tensors}
     for name, parameter in parameters.items():

@@ -11,7 +11,7 @@ mask for a name that it does not know; causality is decided here, sequence by se
 are consecutive columns of one width; rows are padded on the right, where causal attention cannot see it. All ranks of
 the group then have all log-probs and entropies, and compute the same loss.
 
-Guarantees: the gradients of a group's ranks add up to those of the whole micro-batch, so an engine that averages over
+Guarantees: the gradients of a group's ranks add up to the whole micro-batch's, so an engine that averages over
 all ranks needs the same factor as without slices.
 
 Suffixes: R rows, H heads, K heads of keys and values, C columns of one slice, S = P C columns of all, D width of a
@@ -148,7 +148,7 @@ class Slice:
     """Flat positions in the slice."""
     targets_n: torch.Tensor
     places: tuple[torch.Tensor, ...]
-    """Of every slice: its positions among the N completion tokens."""
+    """Positions of every slice among the N completion tokens."""
     segments: tuple[tuple[int, int], ...]
     """First column and end of each packed sequence, over all slices; attention does not cross them."""
 
@@ -196,7 +196,7 @@ class SlicedAttention:
     def __init__(self, group: SliceGroup) -> None:
         self._group = group
         self.segments: tuple[tuple[int, int], ...] = ()
-        """Of the current micro-batch, forward and backward; see Slice. Set before each pass."""
+        """Segments of the current micro-batch, forward and backward; see Slice. Set before each pass."""
 
     def __call__(
         self,
@@ -356,6 +356,6 @@ def slice_passes(
     difference = float((whole_N - sliced_N).abs().max())
     is_fine = difference <= (_LOW_TOLERANCE if is_low else CHECK_TOLERANCE)
     if not ranks.all_agree(is_fine):
-        problem = f"log-probs over slices differ from those of whole rows by {difference:.2g}"
+        problem = f"log-probs over slices differ from log-probs of whole rows by {difference:.2g}"
         raise ConfigError(KEY, problem, action="set it to 1: the model mixes positions outside of its attention")
     return engine

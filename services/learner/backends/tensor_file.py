@@ -52,7 +52,7 @@ class TensorFile:
         meta = self.tensors[name]
         if not meta.numel():
             return torch.empty(0, dtype=meta.dtype)
-        # Copy on write: torch takes writable arrays only, and nothing reaches the file.
+        # Copy on write: torch takes writable arrays only, and writes do not reach the file.
         try:
             mapped = np.memmap(
                 self._path, _STORED[meta.dtype], mode="c", offset=self._offsets[name], shape=(meta.numel(),)

@@ -53,7 +53,7 @@ class TrainBackend(Protocol):
         """Round the masters to the published type and write their bits into `arena`, which may be `published` itself.
 
         A backend with a dead band keeps elements near enough to `published`, the last version, so that storing again on
-        top of the result changes nothing.
+        top of the result gives equal bits.
         """
         ...
 

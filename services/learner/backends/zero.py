@@ -86,8 +86,8 @@ class ZeroState(ShardedState):
     def round_copies(self, types: Mapping[str, torch.dtype]) -> None:
         """Round the copies that the model computes with in stages 1 to 3; the masters stay.
 
-        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is narrower already. `types` are those
-        of the layout by name.
+        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is narrower already. `types` are the
+        layout's, by name.
         """
         assert self._stage, "in stage 0 the model computes with the masters"
         for name, parameter in self._parameters.items():
@@ -349,7 +349,7 @@ class ZeroSharding(Sharding):
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
-        """Clip and step; DeepSpeed changes nothing when the gradient is not finite."""
+        """Clip and step; DeepSpeed skips the step when the gradient is not finite."""
         optimizer = self.engine.optimizer
         if self._config.stage == 0:
             return apply_gradients(

@@ -54,7 +54,7 @@ def judge_rewards(
     prompt = task.prompt(group.prompt_index)
     asked = conversations.encode(prompt) if conversations else prompter.encode_prompt(prompt)
     if not np.array_equal(asked, group.prompt_token_ids):
-        return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
+        return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")
     conversation = conversations.of(prompt) if conversations else None
     if conversation is not None:
         if conversation.spec.episodes.is_deterministic:

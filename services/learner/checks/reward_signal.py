@@ -65,8 +65,8 @@ def _advice(groups: Sequence[QueuedGroup]) -> str:
     return (
         f"NO GRADIENT FROM REWARDS in {NUM_STEPS} steps in a row: all rollouts of each group had one reward. In the"
         f" newest step rewards were {min(rewards):g} to {max(rewards):g}, and {num_cut} of {len(rollouts)} completions"
-        " were cut at max_new_tokens. Where rewards are low: can the model answer such prompts at all (task), does it"
+        " were cut at max_new_tokens. If rewards are low: can the model answer such prompts at all (task), does it"
         " see them as it was trained to (use_chat_template), are answers cut off (sampling.max_new_tokens), does the"
-        " reward find the answer in the text (task.reward)? Where they are high, the task is learnt. A larger"
+        " reward find the answer in the text (task.reward)? If they are high, the task is learnt. A larger"
         " group_size makes differences more likely"
     )

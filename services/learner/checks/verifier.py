@@ -144,7 +144,7 @@ def _known(variant: str) -> Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationContext:
-    """What the checks compare with; `replayer` is None where log-probs are not checked."""
+    """References of the checks; `replayer` is None where log-probs are not checked."""
 
     config: VerificationConfig
     task: Task
@@ -307,7 +307,7 @@ def _count(group: Group, check: str, verdict: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this learner can hold.
+    """Bounds of the groups that this learner can hold.
 
     `max_sequence_tokens` bounds prompt plus completion; 0 is no bound. `has_unit_rewards`: the advantage needs rewards
     in [0, 1].
@@ -320,13 +320,13 @@ class Limits:
     max_sequence_tokens: int
     has_unit_rewards: bool = False
     routing: RoutingShape | None = None
-    """Of the model, where routing is replayed."""
+    """Shape of the model's routing, where routing is replayed."""
 
 
 def judge(group: Group, limits: Limits) -> Finding:
     """Why the group can never be trained on, if so.
 
-    A group without any advantage is sound: it takes part in a step and pulls nothing.
+    A group without any advantage is sound: it takes part in a step.
     """
     if len(group.rollouts) != limits.group_size:
         return Finding(detail=f"{len(group.rollouts)} rollouts, the group size is {limits.group_size}")

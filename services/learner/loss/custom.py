@@ -94,7 +94,7 @@ class LossOutput:
     weights: torch.Tensor | None = None
     """[B] or [B, T]: importance weights, for the step's effective sample size and variance; None is 1 for all."""
     is_clipped: torch.Tensor | None = None
-    """[B] or [B, T], bool: where a clip acted, for the step's share of clipped terms; None is nowhere."""
+    """[B] or [B, T], bool: where a clip acted, for the step's share of clipped terms; None is False for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,7 +194,7 @@ def batch_of(
 
 
 def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> LossTerms:
-    """The terms of a checked output; tokens that a mask left out add nothing."""
+    """The terms of a checked output; tokens that a mask left out add 0."""
     losses = output.losses if output.losses.dim() == 2 else output.losses[:, None]
     # Padding and left-out tokens add neither value nor gradient, NaN included.
     losses_BT = torch.where(is_kept_BT, losses, 0.0)

@@ -127,7 +127,7 @@ def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor,
 
     Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the largest (log r)^2 down until the mean of
     (log r)^2 over those that remain is at most the budget; all others stay. The selection is exact, so it needs all of
-    the step's tokens. Of equal squares the earlier token stays.
+    the step's tokens. The earlier token of two equal squares stays.
     """
     assert log_ratios_N.dim() == 1
     assert log_ratios_N.shape == advantages_N.shape

@@ -55,7 +55,7 @@ class LossSpec:
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     negative_weight: Literal["own", "one", "product"] = "own"
 
-    # What is averaged, and how.
+    # Terms of the average, and their weights.
     advantage: Advantage = "mean"
     aggregation: Aggregation = "sequence_mean"
     length_power: float = 1.0
@@ -138,7 +138,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 KL_TOKEN = 0.001
-"""KL a token between two engines with the same weights, nats, where the run has not measured it: that of the paper's
+"""KL a token between two engines with the same weights, nats, where the run has not measured it; from the paper's
 published log."""
 LEAST_SHARE = 0.5
 """Share of the bad rollouts below which a start warns, and an alert fires."""

@@ -1,7 +1,7 @@
 """A loss spec applied to one micro-batch: importance weight, clip, masks, average.
 
 Guarantees: gradient reaches learner log-probs only; contributions of micro-batches add up to the whole; values
-in padding, NaN included, change nothing. Suffixes: B sequences, T completion tokens.
+in padding, NaN included, have no effect. Suffixes: B sequences, T completion tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def policy_loss(
             objective, learner_BT, advantages_B[:, None], is_clip_kept=spec.positive_weight == "one_clipped"
         )
     if spec.negative_weight != "own":
-        # Of weight 1, or of the whole rollout's ratio.
+        # The weight is 1, or the whole rollout's ratio.
         logs_BT = learner_BT - sampler_BT if spec.negative_weight == "product" else torch.zeros_like(learner_BT)
         logs_B1 = logs_BT.sum(1, keepdim=True)
         objective = with_likelihood_of_bad(objective, learner_BT, advantages_B[:, None], logs_B1)

@@ -170,7 +170,7 @@ class CheckpointStore:
         """Take the state of a backend for the checkpoint of a version, so that the next step may begin.
 
         Raises:
-            DiskFull: nothing has changed.
+            DiskFull: all checkpoints are as before.
         """
         temporary = self._root / f"writing-v{version:08d}"
         with self._room():
@@ -193,11 +193,11 @@ class CheckpointStore:
         Sharded weights are written already, by `write_published` or as `snapshot`.
 
         Raises:
-            DiskFull: nothing has changed.
+            DiskFull: all checkpoints are as before.
         """
         final = self._root / f"v{cursor.version:08d}"
         temporary = begun.directory
-        assert begun.version == cursor.version, "a state is that of one version"
+        assert begun.version == cursor.version, "a state belongs to one version"
         with self._room():
             begun.save()
             begun.save = _nothing

@@ -7,8 +7,8 @@
     5 commit      one compare-and-set at the coordinator, variants included; the key finds a lost answer
     6 advance     shadow := arena, the head moves
 
-From 2 on nothing reads the backend, so the next step may compute. There are two arenas, so one publication at a time:
-the next stage writes into the shadow that this advance frees.
+From 2 on it does not read the backend, so the next step may compute. There are two arenas, so one publication at a
+time: the next stage writes into the shadow that this advance frees.
 
 Guarantees: samplers and the next delta have the same bits. The shadow never advances before the durable answer, and no
 new content is sent under a key whose result is unknown.
@@ -112,7 +112,7 @@ class Publisher:
 
     async def stage(self, backend: TrainBackend) -> Weights:
         """Round the masters into weights of their own, sharded where all ranks make a version; the shadow stays."""
-        assert not self._is_under_way, "the arena of a version under way is still read"
+        assert not self._is_under_way, "the arena of an open publication is still read"
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
@@ -148,7 +148,7 @@ class Publisher:
         one at any cadence.
 
         Raises:
-            DiskFull: there is no room for a checkpoint; nothing has changed.
+            DiskFull: there is no room for a checkpoint; the position is unchanged.
         """
         position = self.position
         version = position.head_version + 1
@@ -181,7 +181,7 @@ class Publisher:
         Raises:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
             ParentNotHead, StaleEpoch: this learner must stop.
-            DiskFull: there is no room for a checkpoint; nothing was sent.
+            DiskFull: there is no room for a checkpoint; the upload has not begun.
         """
         assert not self._is_under_way, "one publication at a time"
         assert draft.version == self.position.head_version + 1, "a draft is of the version after the head"

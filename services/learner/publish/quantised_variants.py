@@ -240,7 +240,7 @@ class Variants:
         try:
             return scales_of(await self._pull(name, version, digest))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
-            _LOG.warning("variant %s gets new scales: those of version %d are gone: %s", name, version, error)
+            _LOG.warning("variant %s gets new scales: the scales of version %d are gone: %s", name, version, error)
             return None
 
     async def _pull(self, name: Variant, version: int, digest: str) -> Arena:

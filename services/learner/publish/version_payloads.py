@@ -157,7 +157,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             if durable >= payload.num_bytes:
                 return
         if durable == before:
-            # An answered upload that brought nothing must not repeat without a wait.
+            # An answered upload without progress must not repeat without a wait.
             await backoff.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
         before = durable
         try:

@@ -1,7 +1,7 @@
 """Resumption from a checkpoint, by the state of its publication.
 
     the checkpoint's publication      plan        action
-    is the head                       CONTINUE    its state becomes the masters; nothing is published
+    is the head                       CONTINUE    its state becomes the masters, without a publication
     never committed, after the head   REPUBLISH   publishes it; if its groups are refused, tries an older one
     in the lineage, before the head   ROLL_BACK   publishes it again over the head: abandons the versions between
     never committed, after another    SKIP        tries the next older checkpoint
@@ -360,7 +360,7 @@ class Resumption:
         return 0
 
     async def _shadow_of(self, version: int) -> Weights | None:
-        """The weights of a version as samplers have them, for a delta; None when they are nowhere."""
+        """The weights of a version as samplers have them, for a delta; None if they cannot be rebuilt."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
         maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)

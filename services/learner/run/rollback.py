@@ -1,7 +1,7 @@
 """An operator's order to go back to an earlier version.
 
 The steps from version k to the head n are fetched, merged and negated; applied to the shadow they give the state of k,
-which is compared with k's manifest chunk by chunk. Where steps cannot be undone, k is rebuilt from a snapshot. Its
+which is compared with k's manifest chunk by chunk. If steps cannot be undone, k is rebuilt from a snapshot. Its
 weights become the masters and version n + 1, with a new optimizer. The number of steps goes on, so a run never exceeds
 max_steps.
 
@@ -58,7 +58,7 @@ class Rollback:
         return await undo(self.resumption) if step is None else step
 
     async def run(self) -> int | None:
-        """Publish the ordered version; None without an order, or where it is not possible: then nothing changed.
+        """Publish the ordered version; None without an order, or where it is not possible: the run is then unchanged.
 
         Returns the number of optimizer steps, which is the head's.
         """

@@ -116,7 +116,7 @@ class TrainingLoop:
                 try:
                     trained = await self._train_version()
                 except OperatorError as error:
-                    # It ends the run after the sound version under way.
+                    # It ends the run after the open publication of the sound version.
                     problem = error
                 with self.progress.phase(LearnerPhase.PUBLISHING):
                     await asyncio.wait([publication])
@@ -184,7 +184,7 @@ class TrainingLoop:
         return _Trained(reports=reports, consumed=consumed)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
-        """Abandon the groups of a step that changed nothing; they would do so again."""
+        """Abandon the groups of a step that was not applied; a repeated step would not be either."""
         ids = [queued.group.id for queued in groups]
         # The loss drops groups of equal rewards, and there were no others.
         is_empty = report.num_tokens == 0

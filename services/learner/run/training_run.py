@@ -97,7 +97,7 @@ class TrainingRun:
         """Hold the lease and train under it."""
         groups_per_version = self.config.groups_per_step * self.config.steps_per_version
         incarnation = await in_thread(read_incarnation, self.config.state_dir)
-        # Of this process: a repeated request is one request.
+        # One id a process: a repeated request is one request.
         request_id = secrets.token_hex(8)
         grant = await self.backoff().retry(
             lambda: self.api.acquire_lease(
@@ -135,7 +135,7 @@ class TrainingRun:
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:
-            # This process does nothing more under the lease: the next learner need not wait.
+            # This process has ended its work under the lease: the next learner need not wait.
             if not is_superseded(error):
                 await self.release(grant)
             raise
@@ -163,7 +163,7 @@ class TrainingRun:
         outcome = None
         while outcome is not Outcome.FINISHED:
             step = await rollback.resume(is_start=outcome is None)
-            # A new inbox holds nothing: groups of the last loop return to the queue when the stream opens.
+            # A new inbox is empty: groups of the last loop return to the queue when the stream opens.
             inbox, backoff = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.backoff()
             selection = GroupSelection(
                 config=self.config,

@@ -70,7 +70,7 @@ def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
-    """Means by name, sorted by name; of too many, those of most completions."""
+    """Means by name, sorted by name; of too many, the parts of most completions."""
     # By fractions: a sum of huge floats may overflow.
     values: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:

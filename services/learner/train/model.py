@@ -160,7 +160,7 @@ def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, diffe
         changes = "softcapping, a scale or a bias"
         problem = f"{name} changes its logits after the output embedding ({changes}), by up to {difference:.2g} nats"
         return ConfigError("model_dir", problem, action=_ANOTHER)
-    problem = f"log-probs of {name} in the {batching} layout differ from those of each text alone by {difference:.2g}"
+    problem = f"log-probs of {name} in the {batching} layout differ by {difference:.2g} from each text by itself"
     if batching == "packed":
         return ConfigError("backend.batching", f"{problem}: it does not keep texts apart", action='set it to "padded"')
     return ConfigError("model_dir", problem, action=_ANOTHER)

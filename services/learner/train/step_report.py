@@ -192,7 +192,7 @@ def metric_means(samples: Sequence[MicroBatchSample]) -> dict[str, float]:
 
 
 def mean(values: torch.Tensor) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Arithmetic mean; 0 without values."""
     return float(values.double().mean()) if values.numel() else 0.0
 
 

@@ -140,7 +140,7 @@ class CheckpointLayout:
 
 
 def write_runs(directory: Path, runs: Iterator[tuple[Run, torch.Tensor]], *, with_digest: bool) -> bytes:
-    """Write values to their places and make them durable; returns their digest, or nothing."""
+    """Write values to their places and make them durable; returns their digest; empty without `with_digest`."""
     digest = xxhash.xxh3_128()
     file: BinaryIO | None = None
     name = ""
@@ -257,7 +257,7 @@ def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collect
             _write_all(layout.directory / WEIGHTS_FILE, layout.weights, masters)
             _write_all(layout.directory / OPTIMIZER_FILE, layout.moments, rest)
     except OSError as error:
-        # Of the disk, raised below. Any other error may leave a tensor unsent that rank 0 waits for: it ends this
+        # A disk error is raised below. Any other error may leave a tensor unsent that rank 0 waits for: it ends this
         # rank, and by that the others.
         problem = error
     for _ in itertools.chain(masters, rest):
@@ -300,7 +300,7 @@ class Writing:
     ) -> None:
         """Copy this rank's share and start to write it; all ranks call, none while it writes another checkpoint.
 
-        Without `overlaps` the share is written when this returns, and never copied. Where a rank does not see the
+        Without `overlaps` the share is written when this returns, and never copied. If a rank does not see the
         directory, rank 0 receives all tensors and has written them when this returns.
 
         Raises:
@@ -358,7 +358,7 @@ class Writing:
         except (OSError, HeterorlError) as error:
             self._problem = error
         except RuntimeError as error:
-            # Of torch: a rank is gone, which will end this process too.
+            # torch raises it: a rank is gone, which will end this process too.
             self._problem = HeterorlError(f"no checkpoint: {(str(error).splitlines() or ['?'])[0]}")
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self._problem = error

@@ -61,7 +61,7 @@ class Collectives(Messages):
         self.rank_env = rank_env
         self.rank, self.world_size = rank_env.rank, rank_env.world_size
         if rank_env.file is not None:
-            # DeepSpeed reads what a launcher would set. Nothing listens at that port: the group below
+            # DeepSpeed reads what a launcher would set. That port stays closed: the group below
             # exists before DeepSpeed asks. Only gloo opens ports, on loopback.
             os.environ.update(
                 RANK=str(rank_env.rank),

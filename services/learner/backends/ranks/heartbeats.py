@@ -6,7 +6,7 @@
 
 Guarantees: 1.25 x `rank_timeout_s` after a rank was killed, stopped or cut off, all ranks have ended. Rank 0 exits with
 code 1 and writes the reason into the store; the others end by that or by its silence. The process ends even inside an
-operation that nothing can interrupt.
+uninterruptible operation.
 
 A dead process closes its sockets, which ends the waits of the others at once. A stopped process (SIGSTOP, or a call
 that holds all its threads) cannot end itself: a kernel timer does, unless it is postponed. On Linux with glibc only.
@@ -57,7 +57,7 @@ class Watchdog:
         self.postpone()
 
     def postpone(self) -> None:
-        """Restart the timer; nothing after `close`."""
+        """Restart the timer; ignored after `close`."""
         with self._lock:
             self._set(self._timeout_s)
 

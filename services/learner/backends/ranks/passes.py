@@ -41,7 +41,7 @@ from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample
 
 
 class PassEngine(Protocol):
-    """What shards a `LogprobModel` among ranks."""
+    """An engine that shards a `LogprobModel` among ranks."""
 
     def __call__(
         self,

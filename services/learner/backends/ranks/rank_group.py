@@ -66,7 +66,7 @@ MEETING_S = 2 * CONNECT.total_seconds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What all ranks of a round know."""
+    """The facts that all ranks of a round know."""
 
     name: str
     hosts: tuple[str, ...]
@@ -319,7 +319,7 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
             raise ConfigError("backend.kind", problem, action="install the same code on every machine")
     others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
     if others:
-        problem = f"{model_dir} of rank {others[0]} is not that of rank 0: {rows[others[0]][1]}, not {rows[0][1]}"
+        problem = f"{model_dir} of rank {others[0]} differs from rank 0's: {rows[others[0]][1]}, not {rows[0][1]}"
         raise ConfigError("model_dir", problem, action="copy the directory of rank 0 to every machine")
 
 
@@ -336,7 +336,7 @@ def packages_of(config: BackendConfig) -> list[str]:
 
 
 def releases_of(packages: Sequence[str]) -> dict[str, str]:
-    """Installed releases; imports nothing."""
+    """Installed releases, found without an import of the packages."""
     found = {
         "code of heterorl": code_digest(Path(heterorl.__file__).parent),
         "torch": str(torch.__version__),

@@ -154,8 +154,8 @@ class ShardedBackend:
     def restore(self, directory: Path) -> None:
         """Read what `freeze` of this or the torch backend wrote, with any number of ranks.
 
-        Raises CorruptStore: a file is missing, broken or of another model, and nothing was changed; or a rank could not
-        read its pieces, and the state is partly of this checkpoint.
+        Raises CorruptStore: a file is missing, broken or of another model, and the state is unchanged; or a rank could
+        not read its pieces, and the state is partly of this checkpoint.
         """
         self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
         self._restore(directory)

@@ -10,7 +10,7 @@ All ranks know the pieces of all, so senders are computed, not negotiated. All r
     divide    rank 0 sends coded chunks of a file or arena; their owners decode them
     whole     all chunks on rank 0, for work that cannot be divided
 
-Guarantees: bits, coded bytes and digests are those of one process with an arena. In addition to its chunks a rank holds
+Guarantees: bits, coded bytes and digests are as in one process with an arena. In addition to its chunks a rank holds
 one chunk that it receives, its pieces of one chunk of each rank, and one coded chunk. An error on one rank is raised
 on all, when all are through.
 
@@ -165,7 +165,7 @@ class ShardedVersions:
         return self._digests(version)
 
     def code(self, version: int, *, before: int | None, threads: int) -> Iterator[tuple[int, bytes, int]]:
-        """Method, bytes and changed elements of every chunk, in order, on rank 0; nothing on the others.
+        """Method, bytes and changed elements of every chunk, in order, on rank 0; the others only send.
 
         A caller that stops early must exhaust it.
         """

@@ -68,7 +68,7 @@ def _open(
 
 
 def _table(opened: OpenedModel) -> bytes:
-    """What must be equal on two ranks: types and shapes of the tensors, and where their weights are."""
+    """The facts that must be equal on two ranks: types and shapes of the tensors, and where their weights are."""
     state = {
         name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
         for name, tensor in opened.model.state_dict(keep_vars=True).items()
@@ -109,7 +109,7 @@ class Sharding(ABC):
     state: ShardedState
     device: torch.device
     lora: LoraSettings = NO_LORA
-    """Of adapters; then only they are trained."""
+    """Settings of adapters; then only they are trained."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:

@@ -45,7 +45,7 @@ _ACTIONS = {
 
 
 class WrongAuthority(OperatorError):
-    """The server is not of the token's authority; nothing was sent to it."""
+    """The server is not of the token's authority; the client closes before it sends the token."""
 
     action = "compare the address with the operator's; if it is right, the connection is intercepted"
 

@@ -142,7 +142,7 @@ def pin_of(certificate: bytes) -> bytes:
 
 
 def check_token(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> Kept:
-    """Check a token against its row (`kept`, None if unknown). Without the secret, a caller learns nothing about it.
+    """Check a token against its row (`kept`, None if unknown). Without the secret all tokens are refused alike.
 
     `key` is the digest of the caller's proved public key. Raises JoinRefused.
     """

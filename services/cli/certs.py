@@ -145,7 +145,7 @@ def revoke(
     for copy in authority.copies():
         _print(f"copy: {copy}")
     _print("now copy the list over the file that the coordinator's `tls.revoked` names; it applies from the next call,")
-    _print("without a restart. Without `tls.revoked` it refuses nothing: `heterorl doctor` there warns of that.")
+    _print("without a restart. Without `tls.revoked` it accepts revoked nodes: `heterorl doctor` there warns of that.")
 
 
 @app.command("list")

@@ -178,7 +178,7 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
 def _build_task(config: Any, prompter: Any) -> Any:
     from heterorl.common.tasks.task_config import build_task
 
-    # Nothing is written, so a branch of the hub is read at its newest commit.
+    # Without notes of commits, a branch of the hub is read at its newest commit.
     return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
 
 

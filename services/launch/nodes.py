@@ -46,7 +46,7 @@ class Node:
     needs: tuple[str, ...] = ()
     """Names of nodes that start before it. A node waits for them by itself, so the order only saves retries."""
     port: int = 0
-    """Port it serves; 0 serves nothing."""
+    """Port it serves; 0: it has no server."""
     dialled: tuple[str, ...] = ()
     """Names that its certificate must hold."""
     devices: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ def renumbered(node: Node, **changes: Any) -> Node:
 Dial = Literal["host", "name"]
 """Nodes dial hosts, or node names if the launcher has a name service."""
 Address = Callable[[Node], str]
-"""Where a node is dialled."""
+"""The address at which a node is dialled."""
 
 
 def nodes_of(run: RunFile, *, dial: Dial = "host", parts: Sequence[str] = ()) -> tuple[Node, ...]:

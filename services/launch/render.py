@@ -34,7 +34,7 @@ _CERTIFICATES = {
     "compose": "{host}/secrets/{name}", "systemd": "{host}/credentials/{name}",
     "slurm": "credentials/{name}", "k8s": "credentials/{name}",
 }  # fmt: skip
-"""Where certs.sh puts a node's files; the launcher takes them from there."""
+"""Directory into which certs.sh puts a node's files; the launcher takes them from there."""
 _REVOKED = "# Serial numbers of revoked certificates; `heterorl certs revoke` writes this list.\n"
 _NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.key=%d/tls_node.key "
 _UNITS = {

@@ -25,7 +25,7 @@ class CacheDirectory:
     """One directory of this process; blocking, except for questions of the index."""
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
-        """Take and index the directory; foreign files are left alone.
+        """Take and index the directory; foreign files among the payloads stay.
         Raises ConfigError: it cannot be used, or another process uses it."""
         self._payloads, self.incoming = directory / "payloads", directory / "incoming"
         self.max_bytes = max_bytes

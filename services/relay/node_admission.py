@@ -44,7 +44,7 @@ class NodeAdmission:
     """Admits nodes. Belongs to the event loop.
 
     `own` gives this relay's identity (None on loopback without certificates); `places` bounds concurrent calls,
-    `places_of_node` those of one certificate.
+    `places_of_node` the calls of one certificate.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class NodeAdmission:
     def place(self, node: Node) -> Iterator[None]:
         """Hold a place for one call. Raises QuotaExceeded: none is free; retryable."""
         if node.identity is not None and self._calls[node.name] >= self._places_of_node:
-            problem = f"{node.name} has {self._places_of_node} calls under way at the relay (site_concurrent_rpcs)"
+            problem = f"{node.name} has {self._places_of_node} open calls at the relay (site_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
         if self._calls.total() >= self._places:
-            problem = f"{self._places} calls are under way at the relay (max_concurrent_rpcs)"
+            problem = f"{self._places} calls are open at the relay (max_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
         self._calls[node.name] += 1
         RELAY_CALLS.inc()

@@ -160,7 +160,7 @@ class Payloads:
         async for frame in api.read_payload(digest=digest, offset=offset, stop=stop):
             running.update(frame)
             offset += len(frame)
-            # Before the last frame leaves: who has it may ask for nothing more.
+            # Before the last frame leaves: after it the caller may ask no more.
             if isinstance(api, WeightCalls) and offset == num_bytes and running.digest() != digest:
                 api.distrust_address(digest)
             yield frame

@@ -214,7 +214,7 @@ class Forwarder:
         """Yield the coordinator's answers to a call while the node's messages go the other way.
         Raises AioRpcError: the coordinator's or the transport's status; RemoteError: the node's message did not
         come."""
-        # A call takes nothing at the coordinator before it has something to say.
+        # A call takes a place at the coordinator only once it has a message.
         room, first = await self._admission.message(node, method, context)
         try:
             async with self._link(node).channel() as channel:
@@ -228,7 +228,7 @@ class Forwarder:
                         yield message
                     context.set_trailing_metadata(_passing(await call.trailing_metadata()))
                 except asyncio.CancelledError:
-                    # The call was cancelled here because nothing came to be sent, or by the node.
+                    # This relay cancelled the call because the message did not come, or the node cancelled it.
                     if sending.done() and not sending.cancelled() and isinstance(sending.exception(), RemoteError):
                         raise sending.exception() from None  # type: ignore[misc]
                     raise

@@ -136,7 +136,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         sets = _evaluations(connection)
         said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
         facts = {} if said is None else dict(json.loads(said[0]))
-    # Only the learner's journal has steps that changed nothing.
+    # Only the learner's journal has steps that were not applied.
     own = None if journal is None else _from_journal(journal)
     return PastRun(
         run_id="" if meta is None else str(meta[0]),
@@ -191,7 +191,7 @@ def _from_journal(directory: Path) -> PastRun:
 
 
 def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """The last report of each step, in order; keeps both a step that changed nothing and its repetition."""
+    """The last report of each step, in order; keeps both a step that was not applied and its repetition."""
     applied = {(report.step, report.is_applied): report for report in reports}
     return tuple(applied[key] for key in sorted(applied))
 

@@ -85,7 +85,7 @@ def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
     Raises ConfigError: [join] does not accept it, or the file states another value; names the key.
     """
     join = config.join
-    assert join is not None, "who has no [join] adopts nothing"
+    assert join is not None, "only a file with [join] adopts"
     stated = {**statement.settings, "task": without_local(statement.settings["task"])}
     own = {key: _own(config, key) for key in KEYS if key in config.model_fields_set}
     if any(key in own.get("task", {}) for key in _REWARDS):

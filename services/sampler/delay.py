@@ -405,7 +405,7 @@ class Visibility:
 
     def _refreshed_seconds(self, config: DrawnDelay, version: int, at: float, now: float) -> tuple[int, float | None]:
         while (due := at + max(self._interval(config) / config.time_scale, MIN_INTERVAL_S)) <= now:
-            # What was the newest when the interval ended, not what is the newest now.
+            # The newest version when the interval ended, not the newest now.
             version = max((other for other, seen in self._seen.items() if seen <= due), default=version)
             at = due
             self._refreshes += 1

@@ -6,7 +6,7 @@
 
 An engine that is out gets no request until a `load` succeeds on it; its requests become `Lost`. EngineError is raised
 only if no engine is left. Except during `load`, `version` is the version of every engine that is not out. Another
-`load` of the same version restarts the engines that are out and leaves the others alone.
+`load` of the same version restarts the engines that are out; the others run on.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class EngineGroup:
             except EngineError as error:
                 self._put_out(member, error)
                 continue
-            except Exception as error:  # noqa: BLE001 - `collect` raises it, as the engine alone would
+            except Exception as error:  # noqa: BLE001 - `collect` raises it, as a single engine would
                 with self._news:
                     self._defect = error
                     self._news.notify_all()
@@ -246,7 +246,7 @@ def _farthest(answers: Sequence[list[Float32Array]]) -> list[Float32Array]:
         return answers[0]
     flat = np.array([np.concatenate(answer) for answer in answers])
     distances = np.abs(flat - np.median(flat, axis=0)).mean(axis=1)
-    # Of two at the same distance, the one with lower log-probs: wrong weights have these.
+    # Two at the same distance: the one with lower log-probs, which wrong weights have.
     order = np.lexsort((flat.mean(axis=1), -distances))
     return answers[int(order[0])]
 

@@ -1,7 +1,7 @@
 """The evaluation loop: leases held-out prompts of the engine's version, draws them and delivers results.
 
 While the site holds prompts, the engine keeps their version and rollouts go on; newer weights wait at most
-`evaluation_hold_s`. A drained site waits as long for the last version. The evaluated version alone draws what is
+`evaluation_hold_s`. A drained site waits as long for the last version. Only the evaluated version draws what is
 delivered, a prompt without a result is handed back, and a set that this site cannot draw is not asked for again.
 """
 
@@ -82,7 +82,7 @@ class EvaluationLoop:
         self._evaluation_requests.is_expected = True
 
     async def run(self) -> None:
-        """Evaluate until the run drains and nothing is left."""
+        """Evaluate until the run drains and the last evaluation is done or given up."""
         try:
             while True:
                 version = self._generation.swap.version

@@ -89,7 +89,7 @@ class Mlflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """Nothing is buffered."""
+        """Return at once: each row was sent when it was logged."""
 
     def _find(self, place: Place, artifacts: str | None) -> Run:
         experiment = self._client.get_experiment_by_name(place.project)

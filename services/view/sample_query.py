@@ -54,7 +54,7 @@ def fate_words(fate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Filters and place of a list; an empty or None field excludes nothing.
+    """Filters and place of a list; an empty or None field is ignored.
 
     A reward range means samples with a completion of at least `reward_from` and one of at most `reward_to`.
 

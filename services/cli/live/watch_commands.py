@@ -98,7 +98,7 @@ LINE = 40
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """What is known of a run; `unreachable_since` in seconds since the epoch, None while it answers.
+    """The known state of a run; `unreachable_since` in seconds since the epoch, None while it answers.
 
     `marks` are (monotonic seconds, head version, trained groups) of the newest polls.
     """

@@ -75,8 +75,8 @@ Decode = Callable[[Sample], Sample]
 def decoder(tokenizer: str) -> Decode:
     """A function that adds texts to a sample without them.
 
-    `tokenizer` is a Hugging Face directory or hub id; empty decodes nothing. Raises ConfigError if it cannot be loaded,
-    DependencyMissing without transformers.
+    `tokenizer` is a Hugging Face directory or hub id; empty keeps samples as they are. Raises ConfigError if it cannot
+    be loaded, DependencyMissing without transformers.
     """
     if not tokenizer:
         return lambda sample: sample
@@ -162,8 +162,8 @@ class Export:
 
 @contextlib.contextmanager
 def exporting(out: Path, *, with_tokens: bool) -> Iterator[Export]:
-    """A file that appears when the context ends; a failure leaves nothing behind. Raises ConfigError if it is not
-    writable.
+    """A file that appears when the context ends, and is deleted when the context fails. Raises ConfigError if it is
+    not writable.
     """
     with contextlib.ExitStack() as stack:
         try:

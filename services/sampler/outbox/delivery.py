@@ -26,7 +26,7 @@ from heterorl.sampler.outbox.outbox import Outbox
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 1024
 BATCH_BYTES = 16 << 20
-"""Bytes in one call, for a link of 150 ms and 1 Gbit/s; a larger group travels alone."""
+"""Bytes in one call, for a link of 150 ms and 1 Gbit/s; a larger group has its own call."""
 
 
 class Delivery:

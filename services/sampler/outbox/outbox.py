@@ -54,7 +54,7 @@ class Outbox:
         # In memory: a loop asks at every completion, also during a write.
         self._level = Level(num_groups=0, num_bytes=0)
         self.next_sequence = 1
-        """Of the next group."""
+        """Sequence of the next group."""
         self._site = ""
         self.incarnation = ""
         try:
@@ -90,7 +90,7 @@ class Outbox:
     def skip_to(self, sequence: int) -> None:
         """Use no sequence below `sequence`, which the coordinator knows.
 
-        Raises MalformedPayload: no run comes so far; nothing has changed.
+        Raises MalformedPayload: no run comes so far; the outbox is unchanged.
         """
         if sequence > MAX_SEQUENCE:
             raise MalformedPayload(f"the coordinator knows of sequence {sequence}", action="distrust the coordinator")
@@ -101,7 +101,7 @@ class Outbox:
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
         """Store groups whose sequences continue from `next_sequence`, and delete their turns; durable when it returns.
 
-        Raises DiskFull: nothing was stored.
+        Raises DiskFull: the outbox is unchanged.
         """
         first = self.next_sequence
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
@@ -284,7 +284,7 @@ class Outbox:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing; a full disk leaves the file as it was."""
+        """An atomic transaction; a full disk leaves the file as it was."""
         with self._reading():
             self._connection.execute("BEGIN IMMEDIATE")
             try:

@@ -114,7 +114,7 @@ class GenerationLoop:
         await self.collector.hand_back()
 
     async def stop(self) -> None:
-        """Begin nothing more, spool groups that ended, hand the others back; takes seconds at most."""
+        """Begin no more groups, spool groups that ended, hand the others back; takes seconds at most."""
         self._is_ending = True
         await asyncio.to_thread(self.engine.cancel)
         self._return_prefetched()
@@ -268,7 +268,7 @@ class GenerationLoop:
         return len(requests), too_long, None
 
     def _note_failure(self, error: EngineError) -> None:
-        # During a swap the engine takes nothing, and a failed swap reports its own error.
+        # During a swap the engine refuses requests, and a failed swap reports its own error.
         if not self.is_swapping and self.swap.version >= 0:
             self.swap.note_failure(error)
 
@@ -313,7 +313,7 @@ class GenerationLoop:
         return max(0, wanted)
 
     def _ask_wait_s(self) -> float | None:
-        """Seconds until this loop may ask for work; None if the prefetch asks, or nothing can begin."""
+        """Seconds until this loop may ask for work; None if the prefetch asks, or a group cannot begin."""
         if self.config.work_ahead_s or not (self.collector.is_empty and self._may_begin):
             return None
         return self._work.ask_time - self.clock.monotonic()

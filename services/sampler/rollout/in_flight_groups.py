@@ -61,9 +61,9 @@ class GroupDraft:
     ended_at: float = 0.0
     """End of its last completion; both times are monotonic."""
     completions: dict[int, Completion] = field(default_factory=dict)
-    """Of members that ended."""
+    """Completions of members that ended."""
     scores: dict[int, tuple[RewardPart, ...]] = field(default_factory=dict)
-    """Of members that ended and have their rewards; empty for lost members."""
+    """Rewards of members that ended, once computed; empty for lost members."""
 
     @property
     def num_lost(self) -> int:
@@ -83,7 +83,7 @@ class InFlightGroups:
         self._drafts: dict[int, GroupDraft] = {}
         self._requests: dict[int, _Request] = {}
         self.num_running = 0
-        """Completions in the engine, those of groups that were given up included."""
+        """Completions in the engine, also of groups that were given up."""
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -278,7 +278,7 @@ class InFlightNote:
 
         The note survives the process, not the machine: it is not synced.
         """
-        # On a full disk nothing begins, so a kill counts against no row.
+        # On a full disk groups do not begin, so a kill counts against no row.
         with contextlib.suppress(OSError), replacing(self._path, is_durable=False) as file:
             file.write(json.dumps([*reversed(assignments)][:MAX_NOTED]).encode("ascii"))
 

@@ -1,7 +1,7 @@
 """Swaps the engine's weights: which version is due, loaded, and compared with the learner.
 
-Nothing is generated without a verified version or after an engine failure; the engine gets the version again with
-growing backoff. A state root is known from before its version's first token until no group in flight may name it.
+Generation needs a verified version and stops at an engine failure; the engine then gets the version again with growing
+backoff. A state root is known from before its version's first token until no group in flight may name it.
 """
 
 from __future__ import annotations

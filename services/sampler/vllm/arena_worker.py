@@ -102,6 +102,6 @@ def _pack_again(model: Any) -> None:
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        # Layers whose weight was given up for its packed copy (now empty) were loaded, hence packed again.
+        # Layers whose weight was given up for its packed copy (now empty) were loaded, so they were packed again.
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
             module.quant_method.process_weights_after_loading(module)

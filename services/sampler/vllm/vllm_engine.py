@@ -3,7 +3,7 @@
     load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
            -> resume -> canary against the reference
 
-Without a canary that agrees nothing is generated: `version` is -1, `submit` refuses, requests in flight are dropped,
+Generation needs a canary that agrees. Without it `version` is -1, `submit` refuses, requests in flight are dropped,
 and the next `load` starts a new process from a whole model directory. No request begins with keys and values of another
 version; requests in flight during a swap keep theirs. Weights travel as a safetensors file in a directory that only
 this user can read.
@@ -60,7 +60,7 @@ class VllmEngine:
         self._tolerance = tolerance(settings)
         self.layout = source.layout
         self.version = -1
-        """Of the loaded weights; -1 before the first `load` and after a failure."""
+        """Version of the loaded weights; -1 before the first `load` and after a failure."""
         self.is_whole = True
         """Whether the process runs and has a version."""
         # Guards all fields below, and the version.

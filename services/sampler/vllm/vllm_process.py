@@ -76,7 +76,7 @@ class VllmProcess:
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
         self._open.set()
-        # All requests in flight, and those of them that were submitted.
+        # All requests in flight, and the submitted ones among them.
         self._running: set[asyncio.Task[Any]] = set()
         self._submitted: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -121,14 +121,14 @@ class VllmProcess:
         """Change the weights between two tokens; requests in flight continue with the new ones.
 
         The worker extension's method must answer `num_tensors` in every worker; later tokens carry `label`. Raises
-        EngineDied if a worker failed or read something else: nothing goes on before `give_up`.
+        EngineDied if a worker failed or read something else: generation stays paused; call `give_up`.
         """
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
     def swap_adapter(self, directory: str, *, label: str) -> None:
         """Change the adapter over the base model, from `peft`'s files, as `swap` changes weights.
 
-        Raises EngineDied: vLLM does not take it; nothing goes on before `give_up`.
+        Raises EngineDied: vLLM does not take it; generation stays paused; call `give_up`.
         """
         self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
 

@@ -191,10 +191,10 @@ class CoordinatorConfig(Config):
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease."""
     work_lease_s: float = Field(default=120.0, gt=0)
-    """How long a silent sampler keeps assignments, besides its delay and task.trajectory_s; more than generation and
-    transfer take."""
+    """How long a silent sampler keeps assignments, besides its work_ahead_s, its delay and task.trajectory_s; more than
+    generation and transfer take."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
-    """How far ahead a site may hold assignments; a silent site keeps them this much longer. 0: work_lease_s."""
+    """Bound on a site's work_ahead_s: how far ahead it may hold assignments. 0: work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()
     """Sets that samplers evaluate during training; an evaluation not begun gives way to a newer version's."""
     evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()

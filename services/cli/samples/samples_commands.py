@@ -150,7 +150,7 @@ def export(
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """Write kept samples to a file, oldest first: one row for each completion. Parquet needs heterorl[parquet].
+    """Write kept samples to a file, oldest first: one row for each completion. Parquet needs the extra `parquet`.
 
     Example: `heterorl samples export run.parquet run.example:50051 --min-reward 1`
     """

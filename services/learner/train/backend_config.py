@@ -99,7 +99,7 @@ class _Training(Config):
     """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device; divides ranks and
     attention heads. micro_batch_tokens count for all. fsdp2 only; 1: off."""
     liger: bool = False
-    """Liger's fused kernels: less memory and time. GPU only; needs `pip install 'heterorl[gpu]'`."""
+    """Liger's fused kernels: less memory and time. GPU only; needs the extra `gpu`."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -280,6 +280,21 @@ def _cliff_gates() -> str:
     )
 
 
+def _horizon_short() -> str:
+    """The short table for users: each algorithm by its `loss.kind`, each delay as a staleness."""
+    runs = _lab("horizon").runs
+    return table(
+        ["`loss.kind`", *(f"{delay:g} versions behind" for delay in _HORIZON)],
+        [
+            [
+                f"`{name.replace('-', '_')}`",
+                *(_mean([run for run in runs if (run.algorithm, run.delay) == (name, delay)]) for delay in _HORIZON),
+            ]
+            for name in _SHORT
+        ],
+    )
+
+
 def _law_ages() -> str:
     runs = _lab("s6_latency").runs
     rows = []
@@ -292,7 +307,7 @@ def _law_ages() -> str:
 
 
 LAB: dict[str, Callable[[], str]] = {
-    "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT, _mean),
+    "horizon-short": _horizon_short,
     "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
     "horizon-beside-gepo": lambda: _beside("horizon", "gepo", _HORIZON),
     "horizon-rates": _horizon_rates,

@@ -183,6 +183,8 @@ def run_stage(stage: Stage, *, stops: bool) -> Outcome:
     """Run one stage, and what failed in it once more."""
     began = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **stage.environment}
+    # Images set it; each process that a test starts would compile all sources.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if stage.needs and subprocess.run(["make", stage.needs], cwd=ROOT, check=False).returncode != 0:
         return Outcome(stage=stage, seconds=time.monotonic() - began, failed=[f"make {stage.needs}"])
     if stage.command:

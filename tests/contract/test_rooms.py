@@ -7,7 +7,6 @@ from docs import generate
 from tests.support.import_graph import NAME, RESEARCH, SERVICES, between_rooms, circles, edges, modules
 
 MODULES = modules() | modules(RESEARCH, "heterorl_research")
-EDGES = edges(MODULES)
 PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
 MOST_MODULES = 14
 COMMON = SERVICES / "common"
@@ -42,7 +41,9 @@ def named_files(package, text):
 
 
 def test_no_circle_between_the_rooms_of_a_package():
-    assert {package: found for package in PACKAGES if (found := circles(between_rooms(EDGES, package)))} == {}
+    pairs = edges(MODULES)
+
+    assert {package: found for package in PACKAGES if (found := circles(between_rooms(pairs, package)))} == {}
 
 
 def test_a_circle_is_found_whatever_is_between():
@@ -60,7 +61,9 @@ def test_a_room_of_common_has_two_users():
     rooms = rooms_of(COMMON)
 
     assert len(rooms) > 10
-    assert {room: found for room in rooms if len(found := users(room, EDGES)) < 2} == {}
+    pairs = edges(MODULES)
+
+    assert {room: found for room in rooms if len(found := users(room, pairs)) < 2} == {}
 
 
 def test_users_are_counted_outside_common():

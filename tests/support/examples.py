@@ -1,4 +1,4 @@
-"""How many random examples a test of the coordinator looks at."""
+"""How many random examples a test looks at."""
 
 import os
 

@@ -5,6 +5,8 @@ import pytest
 from benchmarks import verify
 from heterorl.common.generation.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):

@@ -7,13 +7,14 @@ import pytest
 from campaigns.fuzz.mutate import mutated
 from campaigns.fuzz.targets import TARGETS, repeat, run_cases
 from heterorl.common.errors import CorruptData, MalformedPayload
+from tests.support.examples import examples
 
-CASES = dict.fromkeys(TARGETS, 3000) | {"safetensors": 400, "compose": 1500, "push": 1500, "fetch": 750}
+CASES = dict.fromkeys(TARGETS, 1000) | {"safetensors": 200, "compose": 500, "push": 500, "fetch": 250}
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_decoder_gives_a_result_or_a_typed_error(name):
-    outcome = run_cases(name, TARGETS[name](), 0, CASES[name])
+    outcome = run_cases(name, TARGETS[name](), 0, examples(CASES[name]))
 
     assert outcome.crashes == []
     # Neither refuses all nor takes all: the cases reach both ends.

@@ -13,7 +13,7 @@ from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-NUM = 50_000
+NUM = 15_000
 WHY = ("consumed", "reward_mismatch", "stale_at_lease", "evaluation")
 KINDS = ("consumed", "rejected", "dropped", "evaluation")
 INSERT = (
@@ -25,13 +25,13 @@ INSERT = (
 
 
 def rows(count):
-    """Each ten-thousandth is of another kind than the rest."""
+    """Each three-thousandth is of another kind than the rest."""
     for number in range(1, count + 1):
-        which = 1 + number // 10_000 % 3 if number % 10_000 == 0 else 0
+        which = 1 + number // 3_000 % 3 if number % 3_000 == 0 else 0
         low = number % 100 / 100
         reward = (None, None, None) if number % 1000 == 7 else (low, low, low + 0.5)
         yield (
-            number, KINDS[which], WHY[which], f"site-{number % 5}", number, number // 50, int(number % 2 == 0), *reward,
+            number, KINDS[which], WHY[which], f"site-{number % 5}", number, number // 15, int(number % 2 == 0), *reward,
         )  # fmt: skip
 
 

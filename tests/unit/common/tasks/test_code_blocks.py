@@ -106,8 +106,8 @@ def test_what_nothing_closes_goes_to_the_end_where_no_block_is_closed():
 
 @pytest.mark.parametrize(
     "text",
-    ["```" + " " * 1_000_000, "```" + " \t" * 500_000 + "x", "```\n" * 500_000, "``` x ```py\n" * 300_000,
-     "```py\n" + "x ``` y\n" * 300_000, "`" * 1_000_000, "\n" * 1_000_000, "``` " * 300_000],
+    ["```" + " " * 300_000, "```" + " \t" * 150_000 + "x", "```\n" * 100_000, "``` x ```py\n" * 60_000,
+     "```py\n" + "x ``` y\n" * 60_000, "`" * 300_000, "\n" * 300_000, "``` " * 60_000],
 )  # fmt: skip
 def test_long_completions_take_time_by_their_length(text):
     python_of(text + "\n" + RIGHT)

@@ -78,7 +78,7 @@ class SilentEngine:
     def load(self, arena: Arena, version: int) -> None:
         self.version = -1
         self.is_loading = True
-        assert self.may_load.wait(30)
+        self.may_load.wait()
         self.is_loading = False
         if self.load_failures:
             self._is_lost = bool(self._waiting)
@@ -102,8 +102,9 @@ class SilentEngine:
             raise self.batch_failures.pop()
         self.num_batches += 1
         self.is_held = True
-        assert self.proceed.wait(30)
-        assert not self.is_paced or self.pace.acquire(timeout=30)
+        self.proceed.wait()
+        if self.is_paced:
+            self.pace.acquire()
         self.is_held = False
         with self._changed:
             count = 1 if self.is_paced else len(self._waiting)
@@ -233,6 +234,8 @@ class World:
         self.sets: tuple[SiteSet, ...] = ()
         self.conversations: Any = None
         self.running: asyncio.Task[None] | None = None
+        self.held: list[threading.Event] = []
+        """What threads of this world's samplers may wait for."""
         self.threads = CountingThreads()
         asyncio.get_running_loop().set_default_executor(self.threads)
 
@@ -259,6 +262,9 @@ class World:
         }
         config = SamplerConfig(**{**values, **self.settings})
         self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
+        self.held += [self.engine.proceed, self.engine.may_load]
+        if self.conversations is not None:
+            self.held.append(self.conversations.go)
         self.outbox = Outbox(config.state_dir)
         parts = Components(
             engine=self.engine, task=self.task, prompter=self.prompter, contract=self.run.contract,
@@ -318,18 +324,20 @@ class World:
         self.outbox.close()
         await running
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """SIGKILL as far as objects can show it: nothing runs any more, only files remain."""
-        assert self.running is not None
-        self.running.cancel()
-        self.running = None
+        running, self.running = self.running, None
+        assert running is not None
+        running.cancel()
+        await asyncio.wait([running])
         self.outbox.close()
+        assert running.cancelled(), running.exception()
 
     async def close(self) -> None:
         """End everything."""
+        for event in self.held:
+            event.set()
         if self.running is not None:
-            self.engine.proceed.set()
-            self.engine.may_load.set()
             self.running.cancel()
             await asyncio.wait([self.running])
             self.outbox.close()

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -40,6 +40,18 @@ async def in_thread_of(
 async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
     await settle(work)
     return work.result()
+
+
+async def opened_in_thread(open_: Callable[[], BinaryIO]) -> BinaryIO:
+    """The file that a thread opens; it is closed where the caller is cancelled meanwhile, since no other has it."""
+    opening = asyncio.ensure_future(asyncio.to_thread(open_))
+    try:
+        await settle(opening)
+    except asyncio.CancelledError:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
+        raise
+    return opening.result()
 
 
 async def settle(*tasks: asyncio.Future[Any]) -> None:

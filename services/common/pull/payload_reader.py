@@ -24,7 +24,7 @@ import blake3
 import xxhash
 
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
-from heterorl.common.process.threads import settle
+from heterorl.common.process.threads import opened_in_thread, settle
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import FRAME_BYTES
 
@@ -78,7 +78,7 @@ class PayloadReader:
             OSError: it cannot be read.
             InvalidRequest: the range is not within the file.
         """
-        with await asyncio.to_thread(_open, path) as file:
+        with await opened_in_thread(lambda: path.open("rb", buffering=0)) as file:
             proof = await self._proof(digest, file)
             size = proof.identity.size
             end = size if stop is None else stop
@@ -137,10 +137,6 @@ class PayloadReader:
         proof = self._proofs.pop(digest, None)
         if proof is not None:
             self._num_blocks -= len(proof.checksums)
-
-
-def _open(path: Path) -> BinaryIO:
-    return path.open("rb", buffering=0)
 
 
 def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.process.threads import opened_in_thread
 from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.payload_files import (
@@ -241,7 +242,7 @@ class BlobStore:
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
         is_new = file_size(path) is None
-        file = await asyncio.to_thread(open_file, path, "w+b" if is_new else "r+b")
+        file = await opened_in_thread(lambda: open_file(path, "w+b" if is_new else "r+b"))
         try:
             position = offset
             cut(file, offset)

@@ -137,7 +137,7 @@ async def test_a_killed_sampler_goes_on_with_what_it_held(world):
     world.start()
     world.engine.is_paced = True
     await world.until(lambda: of_evaluation(world.engine))
-    world.kill()
+    await world.kill()
     world.start()
     done = await until_done(world)
 

@@ -317,7 +317,7 @@ async def test_killed_sampler_pushes_again_under_the_same_ids(world):
     # Not merely until it pushes: a link that breaks after the restart would stay broken.
     await world.until(lambda: world.link.is_down)
     acked = await world.ledger_acked()
-    world.kill()
+    await world.kill()
 
     outcomes = []
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMissing
+from heterorl.common.process.threads import opened_in_thread
 from heterorl.common.types.common import Digest, file_name, is_digest
 from heterorl.coordinator.coordinator_config import BucketConfig
 from heterorl.coordinator.store.payload_files import BUSY_S, open_file, write_all
@@ -272,7 +273,7 @@ class Objects:
         Raises FileNotFoundError; StoreFull, CorruptStore: the disk refuses."""
         key = _key(digest)
         stop = await self._client.size(key)
-        file = await asyncio.to_thread(open_file, path, "ab")
+        file = await opened_in_thread(lambda: open_file(path, "ab"))
         with file:
             async for block in self._client.read(key, offset=file.tell(), stop=stop):
                 writing = asyncio.ensure_future(asyncio.to_thread(write_all, file, block))

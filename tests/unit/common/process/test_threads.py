@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from heterorl.common.process.threads import cause_of, in_thread, in_thread_of
+from heterorl.common.process.threads import cause_of, in_thread, in_thread_of, opened_in_thread
 
 
 async def test_cause_is_the_failure_that_ended_the_others():
@@ -52,3 +52,23 @@ async def test_caller_that_is_cancelled_twice_still_waits_for_its_thread(has_poo
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+async def test_file_that_a_thread_opens_for_a_caller_that_has_gone_is_closed(tmp_path):
+    begun, proceed, opened = threading.Event(), threading.Event(), []
+
+    def open_():
+        begun.set()
+        proceed.wait()
+        opened.append((tmp_path / "file").open("wb"))
+        return opened[0]
+
+    task = asyncio.create_task(opened_in_thread(open_))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    proceed.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert opened[0].closed

@@ -209,7 +209,7 @@ async def test_sampler_says_what_it_can_still_push(tmp_path):
         connection.execute("DELETE FROM beyond_watermark")
 
     await world.core.database.run(restore)
-    world.kill()
+    await world.kill()
     del world.link.replaced["push_groups"]
     world.start()
     await world.until_acknowledged(2 + kept)

@@ -237,7 +237,7 @@ async def test_process_after_a_kill_says_what_it_can_still_answer(world):
 
     world.link.is_down = True
     await world.until(lambda: world.spooled() >= 5)
-    world.kill()
+    await world.kill()
     world.link.is_down = False
     world.link.replaced["register"] = register
     world.start()

@@ -121,7 +121,7 @@ async def killed_in_a_batch(world):
     world.engine.proceed.clear()
     await world.until(lambda: world.engine.is_held)
     held = [draft.assignment.id for draft in world.sampler.generation.collector.drafts]
-    world.kill()
+    await world.kill()
     world.engine.proceed.set()
     return held
 

@@ -40,7 +40,7 @@ async def killed_in(world, games, *, turns=2):
     """SIGKILL once all members of two groups have so many turns on the disk; the assignments of these."""
     await world.until(lambda: list(kept(world).values()) == [turns] * 2 * SIZE)
     found = {assignment for assignment, _ in kept(world)}
-    world.kill()
+    await world.kill()
     games.go.set()
     return found
 
@@ -123,7 +123,7 @@ async def test_groups_of_an_environment_that_leaves_things_to_chance_begin_from_
     world = await begun(play, games)
     await world.until(lambda: sum(len(episode.turns) for episode in games.opened) >= 2 * SIZE)
     assert not kept(world)
-    world.kill()
+    await world.kill()
     games.go.set()
     world.conversations = free(is_deterministic=False)
     world.start()
@@ -215,7 +215,7 @@ async def test_group_that_no_start_gets_on_with_goes_back(play):
         world.start()
         await world.until(lambda games=again: len(games.opened) == 2 * SIZE)
         assert world.outbox.assignments() == tuple(sorted(mine))
-        world.kill()
+        await world.kill()
         again.go.set()
     world.conversations = free()
     world.start()

@@ -18,6 +18,7 @@ from heterorl.common.pull.fetcher import STALL_S, Fetcher
 from heterorl.common.pull.partial_download import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest, num_reserved
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
+from tests.support.sampler_world import CountingThreads
 
 
 class Disk:
@@ -30,7 +31,7 @@ class Disk:
         real_write, real_sync = partial_download.write_all, os.fsync
 
         def write(file, data):
-            assert self.is_open.wait(60)
+            self.is_open.wait()
             real_write(file, data)
 
         def sync(descriptor):
@@ -50,11 +51,8 @@ def disk(monkeypatch):
 
 async def until(condition):
     """Let other tasks and threads go on until something holds."""
-    async with asyncio.timeout(200):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.001)
+    while not condition():  # noqa: ASYNC110 - of threads too
+        await asyncio.sleep(0.001)
 
 
 def begin(source, tmp_path, clock=None):
@@ -83,8 +81,9 @@ async def test_slow_disk_holds_the_link_back_and_memory_is_bounded(tmp_path, dis
     # The first frame is being written, the rest waits for it; after that nothing more is asked for.
     await until(lambda: source.sent >= FRAME + BATCH_BYTES)
     for _ in range(20):
+        # Each time the watch on the link wakes, looks and sleeps again.
+        await until(lambda: clock._sleepers or task.done())
         clock.advance(STALL_S)
-        await asyncio.sleep(0.001)
     assert source.sent <= 2 * FRAME + BATCH_BYTES
     assert not task.done()
     disk.is_open.set()
@@ -250,9 +249,8 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
             await writer.put(bytes(10))
     with pytest.raises(OSError, match="earlier"):
         await writer.close(durable=True)
-    async with asyncio.timeout(20):
-        if writer._syncing is not None:
-            await asyncio.wait([writer._syncing])
+    if writer._syncing is not None:
+        await asyncio.wait([writer._syncing])
     del writer
     gc.collect()
     await asyncio.sleep(0)
@@ -261,14 +259,19 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
 
 
 async def test_cancelling_twice_leaves_no_thread_that_writes(tmp_path, disk):
+    threads = CountingThreads()
+    asyncio.get_running_loop().set_default_executor(threads)
     source = Source()
     disk.is_open.clear()
     task = begin(source, tmp_path)
     await until(lambda: source.sent >= BATCH_BYTES)
     for _ in range(3):
         task.cancel()
-        await asyncio.sleep(0.01)
-    assert not task.done(), "the thread still writes"
+        for _ in range(10):
+            await asyncio.sleep(0)
+    # No thread but the one that still writes has anything left to do.
+    await until(lambda: threads.num_busy == 1)
+    assert not task.done()
     disk.is_open.set()
     await asyncio.wait([task])
     size = (tmp_path / PAYLOAD.digest).stat().st_size

@@ -15,7 +15,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
-from heterorl.common.tasks.rewards.sandbox import bubblewrap
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, code_reward
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
     START_TIMEOUT_S,
     NoSandbox,
@@ -456,7 +456,9 @@ def test_a_prompt_without_tests_is_an_error_and_no_zero(tmp_path):
         close_task(task)
 
 
-def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path):
+def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path, monkeypatch):
+    # By processor time alone, however slow the machine is.
+    monkeypatch.setattr(code_reward, "PATIENCE", 1000.0)
     task = code_task(tmp_path, "assert True", test_timeout_s=2.0)
     prompt = task.prompt(0)
     half, endless, quick = (f"```python\nimport time\n{code}\n```" for code in (HALF, "while True: pass", "x = 1"))
@@ -506,7 +508,7 @@ def test_a_test_that_the_time_of_all_does_not_reach_has_failed_and_may_pass_else
     limits = dataclasses.replace(LIMITS, cpu_s=5.0, timeout_s=5.0 * PATIENCE)
     given = Given(program="", python="", shown=(), limits=limits, seconds=list(seconds), asked=[])
 
-    found = judged("x = 1", [SQUARE] * 3, given, cpu_s=10.0, gives_share=True)
+    found = judged("x = 1", [SQUARE] * 3, given, cpu_s=10.0, patience=PATIENCE, gives_share=True)
 
     assert found == {"value": value, "share": pytest.approx(share)}
     assert given.asked[0] == (5.0, 5.0 * PATIENCE)

@@ -186,8 +186,9 @@ def test_a_server_that_is_gone_is_started_again_for_the_next_completion(task):
 
 
 @pytest.mark.slow
-def test_another_start_and_its_imports_count_against_no_completion():
-    # An import takes more than all that a completion has.
+def test_another_start_and_its_imports_count_against_no_completion(monkeypatch):
+    # An import takes more processor time than a completion has.
+    monkeypatch.setattr(gym_reward, "PATIENCE", 1000.0)
     mine = opened(COUNTDOWN.model_copy(update={"reward_timeout_s": 0.5}))
     try:
         assert is_sound(mine)
@@ -205,8 +206,7 @@ import json, pathlib, sys, time
 sys.stdin.readline()
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
-    if not pathlib.Path(sys.argv[1]).exists():
-        pathlib.Path(sys.argv[1]).touch()
+    if pathlib.Path(sys.argv[1]).exists():
         time.sleep(1000)
     print(json.dumps({"found": True} if "index" in json.loads(line) else {"value": 0.5, "share": 0.0, "ends": False}),
           flush=True)
@@ -214,7 +214,9 @@ for line in sys.stdin:
 
 
 def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(tmp_path, monkeypatch):
-    server = gym_reward.Server([sys.executable, "-c", SERVER, str(tmp_path / "mark")], b"{}\n")
+    mark = tmp_path / "mark"
+    mark.touch()
+    server = gym_reward.Server([sys.executable, "-c", SERVER, str(mark)], b"{}\n")
     server.wait()
     first = psutil.Process(server._process.pid)
     with monkeypatch.context() as patch:
@@ -223,6 +225,7 @@ def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(
             server.score({"index": 0}, "1", timeout_s=60.0)
 
     assert not first.is_running()
+    mark.unlink()
     assert server.score({"index": 0}, "1", timeout_s=60.0) == {"value": 0.5, "share": 0.0}
     server._end()
 
@@ -306,15 +309,22 @@ def test_scores_are_those_of_the_data_set_itself(name):
         close_task(task)
 
 
-def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
+def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task, monkeypatch):
     slow, asleep = run(LOOPS), run(f"import time; time.sleep({0.3 * PATIENCE * gym_reward.LIMIT_S})")
     prompt = task.prompt(0)
-    for completion in (slow, asleep, "1"):
+    for completion in (slow, asleep):
         task.score(prompt, completion)
 
     assert task.doubts(prompt, slow).near == ("score",)
     assert task.doubts(prompt, asleep).near == ("score",)
-    assert task.doubts(prompt, "1").near == ()
+    # By processor time alone, however slow the machine is.
+    monkeypatch.setattr(gym_reward, "PATIENCE", 1000.0)
+    patient = opened()
+    try:
+        assert value(patient, "1") == 0.05
+        assert patient.doubts(prompt, "1").near == ()
+    finally:
+        close_task(patient)
     # Also where it is one task of several, or has a system prompt.
     mixture = MixtureTask([Source(label="a", weight=1.0, task=SystemPromptTask(task, "Be brief."))])
     assert mixture.doubts(mixture.prompt(0), slow).near == ("score",)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.config_file import InvalidConfig, load
+from heterorl.common.tasks.rewards import http_reward
 from heterorl.common.tasks.rewards.http_reward import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, question_digest, score_of
 from heterorl.common.tasks.rewards.remote_reward import Terms, sign
@@ -137,22 +138,35 @@ def test_what_is_no_value_is_an_error_and_no_zero(reply, message, monkeypatch):
     assert len(server.asked) == 1
 
 
-def test_a_service_that_is_away_or_says_nothing_is_an_error_in_time():
+def test_a_service_that_is_away_or_says_nothing_is_an_error_in_time(monkeypatch):
     silent = threading.Event()
     with serving(lambda _: silent.wait()) as server:
-        # Of the worker, which is killed; and of the question, by the worker itself.
-        for url, worker_s, question_s, message in (
-            (server.url, 0.5, 600, "no answer in 0.5 s"),
-            (server.url, 600.0, 0.5, "timed out; no time is left"),
-            ("http://127.0.0.1:1", 600.0, 0.5, "refused; no time is left"),
-        ):
-            with task_of({"kind": "http", "url": url}, reward_timeout_s=question_s) as task:
-                (worker,) = task.rewards[0].source.pool.workers
-                assert (worker.timeout_s, worker.cpu_s) == (question_s, 0.0)
-                worker.timeout_s = worker_s
-                with pytest.raises(RewardError, match=message):
-                    task.score(task.prompt(0), "x")
+        # The worker is killed at its limit.
+        with task_of(http(server), reward_timeout_s=600) as task:
+            (worker,) = task.rewards[0].source.pool.workers
+            assert (worker.timeout_s, worker.cpu_s) == (600.0, 0.0)
+            worker.timeout_s = 0.5
+            with pytest.raises(RewardError, match="no answer in 0.5 s"):
+                task.score(task.prompt(0), "x")
+        # Until then it asks again by its own clock, which only its waits move here.
+        monkeypatch.setattr(http_reward, "time", Waits())
+        for url, message in ((server.url, "timed out"), ("http://127.0.0.1:1", "refused")):
+            deadline = http_reward.deadline_of({"timeout_s": 0.5})
+            with pytest.raises(TimeoutError, match=f"{message}; no time is left"):
+                http_reward.Server(url=url).post({}, deadline=deadline)
         silent.set()
+
+
+class Waits:
+    """A clock that stands still but for waits."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
 def test_a_server_is_believed_with_a_certificate_alone(tmp_path):

@@ -344,6 +344,22 @@ def test_reasoning_gym_has_the_same_prompts_when_two_threads_ask_for_new_ones(mo
     made, second = [], []
     task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5))
     create = reasoning_gym.create_dataset
+    waits = threading.Event()
+
+    class Lock:
+        """The task's own lock, and whether a second thread waits for it."""
+
+        lock = task._entries._making
+
+        def __enter__(self):
+            if self.lock.locked():
+                waits.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    monkeypatch.setattr(task._entries, "_making", Lock())
 
     def slow(name, *, size, seed):
         made.append(seed)
@@ -351,7 +367,7 @@ def test_reasoning_gym_has_the_same_prompts_when_two_threads_ask_for_new_ones(mo
             # Another thread needs the same data set while the first one makes it.
             second.append(threading.Thread(target=task._entries.dataset, args=(40,)))
             second[0].start()
-            second[0].join(0.5)
+            waits.wait()
         return create(name, size=size, seed=seed)
 
     monkeypatch.setattr(reasoning_gym, "create_dataset", slow)

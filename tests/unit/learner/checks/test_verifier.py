@@ -183,13 +183,17 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
         f"    if prompt == {site.task.prompt(honest[0].prompt_index).text!r}:\n        time.sleep(1000)\n"
         "    return {'correct': float(completion.strip() == answer)}\n"
     )
-    reward = FunctionReward("mine:score", directory=tmp_path, timeout_s=0.5)
+    reward = FunctionReward("mine:score", directory=tmp_path, timeout_s=600.0)
     verifier = verifier_of(site)
     verifier.verification = dataclasses.replace(verifier.verification, task=FunctionRewardTask(site.task, reward))
 
-    findings = [await examined(verifier, queued(group)) for group in (*honest, *[honest[0]] * 9)]
+    findings = []
+    for group in (*honest, *[honest[0]] * 9):
+        # Only what hangs comes to its limit, however slow the machine is.
+        reward.pool.workers[0].timeout_s = 0.5 if group is honest[0] else 600.0
+        findings.append(await examined(verifier, queued(group)))
 
-    assert "no answer in 2 s" in findings[0].detail
+    assert "no answer in 0.5 s" in findings[0].detail
     assert findings[0].reason is None
     assert [finding for finding in findings[1 : len(honest)] if finding.detail or finding.reason] == []
     assert "NO REWARD for 8 groups in a row" in caplog.text

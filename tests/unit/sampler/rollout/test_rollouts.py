@@ -1,6 +1,8 @@
 """Groups from assignments: real engine and tokenizer, a task whose answers the test knows."""
 
 import dataclasses
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -137,24 +139,27 @@ def test_broken_verifier_gives_no_group(parts):
 
 @pytest.mark.process
 async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
-    # Hangs on every completion of one prompt, crashes on those of another.
+    # Hangs on a completion of one prompt while there is no mark, crashes on every one of another.
     (tmp_path / "mine.py").write_text(
         "import os, time\n"
         "def score(prompt, completion, answer):\n"
-        "    if prompt == HANGS:\n        time.sleep(1000)\n"
+        "    if prompt == HANGS:\n"
+        "        try:\n            mark = open(MARK, 'x')\n"
+        "        except FileExistsError:\n            return 1.0\n"
+        "        print(os.getpid(), file=mark, flush=True)\n"
+        "        time.sleep(1000)\n"
         "    if prompt == CRASHES:\n        os._exit(1)\n"
         "    return float(len(completion))\n"
     )
     plain = build_task(TaskConfig(digits=1))
-    source = (tmp_path / "mine.py").read_text()
+    mark = tmp_path / "mark"
+    source = (tmp_path / "mine.py").read_text().replace("MARK", repr(str(mark)))
     for name, index in (("HANGS", 2), ("CRASHES", 4)):
         source = source.replace(name, repr(plain.prompt(index).text))
     (tmp_path / "mine.py").write_text(source)
     task = build_task(
-        TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=60.0, reward_workers=2)
+        TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=600.0, reward_workers=2)
     )
-    for worker in task._reward.pool.workers:
-        worker.timeout_s = 4.0
     builder = dataclasses.replace(maker_of(parts), task=task)
     world = await World.open(tmp_path / "world")
     world.task, world.prompter = task, builder.prompter
@@ -176,15 +181,23 @@ async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, cap
     world.link.replaced["abandon_work"] = abandon_work
     world.start()
     try:
-        # Others are spooled while the first one hangs.
-        await world.until(lambda: world.outbox.next_sequence > 2)
+        # Others are spooled while it hangs, however slow they are: its limit is far.
+        await world.until(lambda: mark.exists() and mark.read_text().endswith("\n"))
+        begun = world.outbox.next_sequence
+        await world.until(lambda: world.outbox.next_sequence > begun + 1)
         assert 2 not in {number % 6 for number in failed}
+        os.kill(int(mark.read_text()), signal.SIGKILL)
         await world.until(lambda: {number % 6 for number in failed} == {2, 4})
+        # It hangs again, now until its limit.
+        for worker in task._reward.pool.workers:
+            worker.timeout_s = 0.5
+        mark.unlink()
+        await world.until(lambda: "the reward function failed on prompt 2: no answer in 0.5 s" in caplog.text)
     finally:
         await world.close()
         close_task(task)
 
-    assert "the reward function failed on prompt 2: no answer in 4 s" in caplog.text
+    assert "the reward function failed on prompt 2: the process was ended by SIGKILL" in caplog.text
 
 
 def test_group_is_the_same_whatever_shares_its_batch(parts):

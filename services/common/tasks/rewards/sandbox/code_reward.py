@@ -238,7 +238,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """Answers requests of a worker, and the version of its Python."""
     limits = SandboxLimits(
-        cpu_s=job["test_timeout_s"], timeout_s=PATIENCE * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
+        cpu_s=job["test_timeout_s"], timeout_s=job["patience"] * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
         work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],
     )  # fmt: skip
     try:
@@ -251,21 +251,25 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         code = code_of(request["completion"], needs_block=job["needs_block"])
         if code is None:
             return {"value": 0.0, "share": 0.0}
-        return judged(code, tests, sandbox, cpu_s=job["timeout_s"], gives_share=job["credit"] == "share")
+        return judged(
+            code, tests, sandbox, cpu_s=job["timeout_s"], patience=job["patience"], gives_share=job["credit"] == "share"
+        )
 
     return answer, {"python": sandbox.version}
 
 
-def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, gives_share: bool) -> dict[str, Any]:
+def judged(
+    code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, patience: float, gives_share: bool
+) -> dict[str, Any]:
     """Value of code: 1 where all tests pass, or the share of passed tests; and how close it came to a time limit.
 
-    `cpu_s` is processor time for all tests; the sandbox limits one. A test without time left fails. The `share` of the
+    `cpu_s` is processor time for all tests, `patience` times as much by the clock; the sandbox limits one. A test without time left fails. The `share` of the
     limit is then 1, since a faster machine may have passed it.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
     for test in tests:
-        left_s, left_by_clock_s = cpu_s - used_s, PATIENCE * cpu_s - took_s
+        left_s, left_by_clock_s = cpu_s - used_s, patience * cpu_s - took_s
         limits = replace(most, cpu_s=min(most.cpu_s, left_s), timeout_s=min(most.timeout_s, left_by_clock_s))
         if min(limits.cpu_s, limits.timeout_s) <= 0:
             share = max(share, 1.0)
@@ -274,7 +278,7 @@ def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, give
         used_s, took_s = used_s + outcome.used_s, took_s + outcome.took_s
         share = max(
             share, outcome.used_s / most.cpu_s, outcome.took_s / most.timeout_s, used_s / cpu_s,
-            took_s / (PATIENCE * cpu_s), float(outcome.why == "time"),
+            took_s / (patience * cpu_s), float(outcome.why == "time"),
         )  # fmt: skip
         num_passed += is_passed
         if not is_passed and not gives_share:
@@ -320,7 +324,7 @@ class CodeReward:
 
     def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
         """Test the sandbox, or raise ConfigError; `timeout_s` is processor time for all tests of a completion."""
-        job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
+        job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s, "patience": PATIENCE}
         self.num_workers = num_workers
         # The worker counts the time; this limit ends a worker that fails to.
         self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)

@@ -69,7 +69,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
             raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
     limit_s = limit_of(job["timeout_s"])
     order = {
-        "kind": "serve", "paths": paths, "cpu_s": limit_s, "timeout_s": PATIENCE * limit_s,
+        "kind": "serve", "paths": paths, "cpu_s": limit_s, "timeout_s": job["patience"] * limit_s,
         "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
         **{key: job[key] for key in ("name", "size", "seed", "version")},
     }  # fmt: skip
@@ -78,7 +78,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         question = {"index": request["index"], "question": request["prompt"]}
-        return server.score(question, request["completion"], timeout_s=PATIENCE * limit_s)
+        return server.score(question, request["completion"], timeout_s=job["patience"] * limit_s)
 
     return answer, {}
 
@@ -242,7 +242,7 @@ class ReasoningGymTask:
         self.digest: Digest = bytes_digest(f"reasoning_gym 5 {stated}".encode())
         job = {
             "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
-            "timeout_s": timeout_s, "sandbox": sandbox,
+            "timeout_s": timeout_s, "sandbox": sandbox, "patience": PATIENCE,
         }  # fmt: skip
         # The worker counts the time; this limit ends a worker that fails to: two starts and two searches.
         patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s

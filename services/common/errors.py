@@ -94,11 +94,16 @@ class DiskFull(OperatorError):
         )
 
 
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra. No package index has heterorl."""
+    return f"in a clone of heterorl: pip install '.[{extra}]'"
+
+
 class DependencyMissing(OperatorError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed", action=f"pip install 'heterorl[{extra}]'")
+        super().__init__(f"{package} is not installed", action=install_command(extra))
 
 
 class DependencyUnsupported(OperatorError):
@@ -108,7 +113,7 @@ class DependencyUnsupported(OperatorError):
         self.found = found
         super().__init__(
             f"{package} {found} is installed; this release works with {package} {supported}",
-            action=f"pip install 'heterorl[{extra}]', or install the release of heterorl for {package} {found}",
+            action=f"{install_command(extra)}, or install the release of heterorl for {package} {found}",
         )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 
 from heterorl import __version__
-from heterorl.common.errors import ConfigError, HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError, install_command
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest
@@ -295,7 +295,7 @@ def judge_device(fact: Device | Failure | None, *, device: str, role: Role, stat
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
         remedies = {
-            "no_torch": f"install torch: pip install 'heterorl[{role}]'",
+            "no_torch": f"install torch, {install_command(role)}",
             "no_cuda": "install the driver and torch with CUDA, or set the device to cpu",
             "no_device": "correct the number of the device",
             "timeout": "check the driver (nvidia-smi): it does not answer",
@@ -313,9 +313,9 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     """Whether this node's versions fit the coordinator's."""
     own = f"heterorl {fact.heterorl}, Python {fact.python}, grpc {fact.grpc}, torch {fact.torch or 'none'}"
     if role in {Role.LEARNER, Role.SAMPLER} and fact.torch is None:
-        return fail("versions", own, f"install torch: pip install 'heterorl[{role}]'")
+        return fail("versions", own, f"install torch, {install_command(role)}")
     if isinstance(fact.engine, Failure):
-        return fail("versions", f"{own}; {fact.engine.detail}", f"pip install 'heterorl[{fact.engine.kind}]'")
+        return fail("versions", f"{own}; {fact.engine.detail}", install_command(fact.engine.kind))
     if fact.engine is not None:
         own += f", {fact.engine}"
     if diagnosis is None:

@@ -50,7 +50,7 @@ def test_the_environment_has_nothing_else(tmp_path, model):
     result = check_and_score(python, role, CONFIGS[role][0], tmp_path, f"model_dir={model}")
 
     assert result.returncode == 2
-    assert "math-verify is not installed (pip install 'heterorl[tasks]')" in result.stderr
+    assert "math-verify is not installed (in a clone of heterorl: pip install '.[tasks]')" in result.stderr
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_configuration_of_an_engine_is_refused_where_the_engine_is_not(tmp_path,
     result = check_and_score(python, role, ROOT / f"deploy/config/{file}.toml", tmp_path, f"model_dir={model}")
 
     assert result.returncode == 2
-    assert f"{package} is not installed (pip install 'heterorl[{package}]')" in result.stderr
+    assert f"{package} is not installed (in a clone of heterorl: pip install '.[{package}]')" in result.stderr
 
 
 def test_the_first_runs_files_agree():

@@ -69,7 +69,7 @@ def test_launch_names_the_package_that_it_lacks(tmp_path, monkeypatch, package, 
 
     assert isinstance(result.exception, DependencyMissing)
     assert f"{package} is not installed" in str(result.exception)
-    assert "heterorl[launch]" in str(result.exception)
+    assert "in a clone of heterorl: pip install '.[launch]'" in str(result.exception)
 
 
 def test_help_names_every_command_and_nothing_else():

@@ -127,7 +127,7 @@ CASES = [
     (device(gpu(2 * GIB)), Level.OK, "2 GiB of 80 GiB free"),
     (device(gpu(GIB)), Level.WARN, "about 2 GiB"),
     (device(gpu(GIB - 1)), Level.FAIL, "larger GPU"),
-    (device(Failure(kind="no_torch")), Level.FAIL, "heterorl[sampler]"),
+    (device(Failure(kind="no_torch")), Level.FAIL, "install torch, in a clone of heterorl: pip install '.[sampler]'"),
     (device(Failure(kind="no_cuda")), Level.FAIL, "driver"),
     (device(Failure(kind="no_device")), Level.FAIL, "number"),
     (device(SLOW), Level.FAIL, "nvidia-smi"),
@@ -147,7 +147,7 @@ CASES = [
     (
         machine_checks.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.LEARNER, diagnosis=FACTS),
         Level.FAIL,
-        "heterorl[learner]",
+        "install torch, in a clone of heterorl: pip install '.[learner]'",
     ),
     (
         machine_checks.judge_versions(
@@ -170,7 +170,7 @@ CASES = [
             diagnosis=FACTS,
         ),
         Level.FAIL,
-        "pip install 'heterorl[vllm]'",
+        "in a clone of heterorl: pip install '.[vllm]'",
     ),
     (contract(), Level.OK, "match the run"),
     (contract(tokenizer_digest="9" * 64), Level.FAIL, "copy the run's model directory"),

@@ -128,5 +128,6 @@ def test_a_missing_verifier_is_told_before_the_first_group(tmp_path, monkeypatch
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    with pytest.raises(DependencyMissing, match=r"math-verify is not installed \(pip install 'heterorl\[tasks\]'\)"):
+    said = r"math-verify is not installed \(in a clone of heterorl: pip install '\.\[tasks\]'\)"
+    with pytest.raises(DependencyMissing, match=said):
         try_reward(build_task(TaskConfig(name=f"jsonl:{tmp_path}/train.jsonl", match="math_verify")), None)

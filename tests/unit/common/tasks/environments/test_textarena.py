@@ -91,5 +91,6 @@ def test_what_is_no_game_of_one_player_is_refused(name, words):
 
 @pytest.mark.skipif(find_spec("textarena") is not None, reason="textarena is installed")
 def test_without_the_package_the_extra_is_named():
-    with pytest.raises(DependencyMissing, match=r"textarena is not installed \(pip install 'heterorl\[games\]'\)"):
+    said = r"textarena is not installed \(in a clone of heterorl: pip install '\.\[games\]'\)"
+    with pytest.raises(DependencyMissing, match=said):
         episodes_of("GuessTheNumber-v0")

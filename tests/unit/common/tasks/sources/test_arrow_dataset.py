@@ -268,7 +268,8 @@ def test_without_the_library_its_extra_is_named(place, monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DependencyMissing, match=r"datasets is not installed \(pip install 'heterorl\[data\]'\)"):
+    said = r"datasets is not installed \(in a clone of heterorl: pip install '\.\[data\]'\)"
+    with pytest.raises(DependencyMissing, match=said):
         place.build(f"parquet:{place.path}/rows.parquet")
 
 

@@ -107,8 +107,21 @@ def _channel(secure, pair):
     return grpc.aio.secure_channel(secure.address, credentials)
 
 
+LOST = "Internal error from Core"
+"""gRPC's text of a status that its client lost: a message that fails as the server ends the call overwrites the status
+(grpc/grpc#36066). Our clients repeat such a call, because it has no ErrorDetail."""
+
+
 async def _call(channel, name, *, site):
     """The code that an rpc answers a request with nothing in it but what it has to state."""
+    for _ in range(5):
+        code, details = await _once(channel, name, site=site)
+        if details != LOST:
+            break
+    return code
+
+
+async def _once(channel, name, *, site):
     method = METHODS[name]
     request = message_factory.GetMessageClass(method.input_type)()
     if name.endswith("/PushGroups"):
@@ -135,12 +148,12 @@ async def _call(channel, name, *, site):
             # A stream that begins is an admitted one.
             async for _ in call:
                 call.cancel()
-                return grpc.StatusCode.OK
+                return grpc.StatusCode.OK, ""
         else:
             await call
-        return await call.code()
+        return await call.code(), await call.details()
     except grpc.aio.AioRpcError as error:
-        return error.code()
+        return error.code(), error.details()
 
 
 def _counted(before):

@@ -110,5 +110,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
             retry_after_s=REFUSED_RETRY_S,
         )
     # gRPC also answers a bare INTERNAL when the connection ends during a call, a bare RESOURCE_EXHAUSTED when it is
-    # overloaded, and a bare UNKNOWN for a defect.
+    # overloaded, and a bare UNKNOWN for a defect. Its client writes a bare INTERNAL over a refusal if it was sending a
+    # message when the call ended (grpc/grpc#36066): the next attempt brings the refusal.
     return None

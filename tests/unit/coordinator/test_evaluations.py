@@ -387,6 +387,20 @@ async def test_the_first_sites_task_is_the_sets_and_another_one_is_given_nothing
     assert "no set" in (await world.ask(site=B, names=("code",))).reason
 
 
+async def test_a_site_that_pulls_a_variant_evaluates_nothing(world):
+    await world.core.acquire_lease(
+        holder="learner", contract=world.run.contract, request_id="variants", variants=("int8",)
+    )
+    await world.core.register(world.run.registration(site=B, variant="int8"))
+
+    refused = await world.ask(site=B)
+
+    assert (refused.assignments, refused.evaluation) == ((), None)
+    assert "pulls a variant" in refused.reason
+    assert refused.retry_after_s >= 60.0
+    assert (await world.ask()).assignments
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.config_file import load
+from heterorl.learner import learner_parts
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.local_ranks import LocalRanks
 from heterorl.learner.backends.zero import engine_config, import_deepspeed
@@ -64,10 +66,38 @@ def test_missing_package_is_named_with_its_extra():
 
 
 def test_several_processes_need_a_backend_that_divides(tmp_path):
-    from heterorl.learner.learner_parts import build_backend
-
     with pytest.raises(ConfigError, match="--nproc"):
-        build_backend(LearnerConfig(model_dir="x"), 2)
+        learner_parts.build_backend(LearnerConfig(model_dir="x"), 2)
+
+
+def test_adapters_are_refused_before_another_rank_begins(monkeypatch):
+    monkeypatch.setattr(learner_parts, "LocalRanks", lambda _: pytest.fail("another rank begins"))
+    config = LearnerConfig.model_validate(
+        {"model_dir": "x", "backend": {"kind": "deepspeed"}, "lora": {"rank": 2, "target_modules": ["q_proj"]}}
+    )
+
+    with pytest.raises(ConfigError, match=r"^lora: backend deepspeed trains all weights"):
+        learner_parts.build_backend(config, 2)
+
+
+@pytest.mark.parametrize("backend", [{"kind": "deepspeed", "stage": 3}, {"kind": "fsdp2"}], ids=["zero3", "fsdp2"])
+def test_versions_of_divided_weights_have_no_canary_and_no_group_is_compared_with_them(backend, tmp_path, monkeypatch):
+    model_dir = write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=1)
+    values = {"model_dir": str(model_dir), "sampling": {"max_new_tokens": 4}, "task": {"digits": 1},
+              "verification": {"recompute_rewards": False, "max_log_ratio": 0.0}}  # fmt: skip
+    built, _ = learner_parts.build_backend(LearnerConfig.model_validate(values), 1)
+    monkeypatch.setattr(learner_parts, "build_backend", lambda *args, **kwargs: (built, lambda: None))
+
+    def parts_with(backend, **verification):
+        changes = {"backend": backend, "verification": {**values["verification"], **verification}}
+        parts = learner_parts.assemble(LearnerConfig.model_validate({**values, **changes}))
+        parts.close()
+        return parts
+
+    assert parts_with(backend).canary is None
+    assert parts_with({"kind": "deepspeed", "stage": 2}, max_log_ratio=1.0).canary is not None
+    with pytest.raises(ConfigError, match=r"^verification\.max_log_ratio: no rank has the whole weights"):
+        parts_with(backend, max_log_ratio=1.0)
 
 
 @pytest.mark.slow

@@ -115,6 +115,38 @@ def test_a_learner_that_nothing_could_reach_does_not_start(task):
     check_trust(build_task(TaskConfig(digits=1)), ())
 
 
+def test_a_learner_does_not_start_with_an_environment_that_it_cannot_step_again_and_no_site_to_trust():
+    task, repeats = (SimpleNamespace(environments=(SimpleNamespace(name="maze", is_deterministic=word),))
+                     for word in (False, True))  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"^verification\.trust_rewards_of: maze is not deterministic"):
+        check_trust(task, ())
+    check_trust(task, ("eu-1",))
+    check_trust(task, ("*",))
+    check_trust(repeats, ())
+
+
+def test_groups_of_such_an_environment_are_trained_on_from_a_trusted_site_alone():
+    group = group_with(CORRECT)
+    episodes = SimpleNamespace(name="maze", is_deterministic=False)
+    conversations = SimpleNamespace(
+        encode=lambda prompt: group.prompt_token_ids,
+        of=lambda prompt: SimpleNamespace(spec=SimpleNamespace(episodes=episodes)),
+    )
+    task = SimpleNamespace(num_prompts=1, prompt=lambda index: None)
+
+    def judged_by(*trusted):
+        return judge_rewards(
+            group, task=task, prompter=None, tolerance=1e-6, trusted=trusted, conversations=conversations
+        )
+
+    assert judged_by(group.id.site).is_sound
+    assert judged_by("*").is_sound
+    for trusted in ((), ("another",)):
+        with pytest.raises(RewardError, match=r"^maze leaves things to chance.*verification\.trust_rewards_of"):
+            judged_by(*trusted)
+
+
 @pytest.mark.parametrize("task", ["signed"], indirect=True)
 def test_a_learner_of_signed_rewards_starts_without_trust(task):
     check_trust(task, ())

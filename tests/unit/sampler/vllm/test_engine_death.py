@@ -1,11 +1,15 @@
-"""A vLLM process that died is noticed by several at once; what was under way is given up all the same."""
+"""A vLLM process that died is noticed by several at once and gives up what was under way; what needs no process."""
 
 import threading
 
+import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied
+from heterorl.common.generation.inference_engine import ScoredText
+from heterorl.common.types.common import LogprobMode
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
+from tests.support.engines import semantics
 
 
 def engine_with(num_open):
@@ -34,3 +38,22 @@ def test_a_death_with_nothing_under_way_is_nobodys():
 
     assert engine.collect() == []
     assert engine.version == -1
+
+
+def test_an_engine_whose_draws_have_a_temperature_stays_out_of_the_canary():
+    class Asked(Exception):
+        """The process would have been asked."""
+
+    def alive():
+        raise Asked
+
+    engine = engine_with(num_open=0)
+    engine._alive = alive
+    text = ScoredText(prompt=np.array([1], np.int32), completion=np.array([2], np.int32))
+
+    engine._sampling = semantics(temperature=0.5)
+    assert engine.score([text]) == []
+    for plain in (semantics(), semantics(temperature=0.5, logprob_mode=LogprobMode.RAW)):
+        engine._sampling = plain
+        with pytest.raises(Asked):
+            engine.score([text])

@@ -1,5 +1,7 @@
 """Which of PostgreSQL's errors pass, which a person must end, and which are an operation's."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, StoreLost
@@ -91,3 +93,55 @@ def test_url_that_cannot_be_read_is_not_repeated():
 def test_only_damage_is_called_so(error, is_broken, of_opening, of_statement):
     assert type(postgres_engine.error_of_opening(error, is_broken=is_broken)) is of_opening
     assert postgres_engine.fault_of_statement(error, is_broken=is_broken) is of_statement
+
+
+class Session:
+    """A session of a server that answers what it is asked about itself."""
+
+    broken = False
+
+    def __init__(self, *, version=150000, pid=7, encoding="UTF8", fsync="on", synchronous="on", schema="public"):
+        # psycopg knows these two by itself.
+        self.info = SimpleNamespace(server_version=version, backend_pid=7)
+        self.answer = (pid, encoding, fsync, synchronous, schema)
+        self.said, self.is_closed = [], False
+
+    def execute(self, statement):
+        self.said.append(statement)
+        return SimpleNamespace(fetchone=lambda: self.answer)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("session", "words"),
+    [
+        (Session(version=140099), "PostgreSQL 14 is too old"),
+        # PgBouncer, and any other pooler: the session that answers is not the one that was begun.
+        (Session(pid=8), "store.url leads to a pooler of sessions"),
+        (Session(encoding="SQL_ASCII"), "the database has encoding SQL_ASCII, fsync on and schema public"),
+        (Session(encoding="LATIN1"), "the database has encoding LATIN1, fsync on and schema public"),
+        (Session(fsync="off"), "the database has encoding UTF8, fsync off and schema public"),
+        (Session(schema=None), "the database has encoding UTF8, fsync on and schema None"),
+    ],
+)
+def test_server_that_keeps_no_store_is_refused_and_its_session_closed(monkeypatch, session, words):
+    monkeypatch.setattr(psycopg, "connect", lambda url, **options: session)
+
+    with pytest.raises(OperatorError, match=f"^{words}") as caught:
+        postgres_engine.connect("postgresql:///run")
+
+    assert caught.value.exit_code == 2
+    assert session.is_closed
+
+
+@pytest.mark.parametrize("synchronous", ["off", "local", "on", "remote_apply"])
+def test_server_that_keeps_a_store_answers_for_every_commit(monkeypatch, synchronous):
+    session = Session(synchronous=synchronous)
+    monkeypatch.setattr(psycopg, "connect", lambda url, **options: session)
+
+    assert postgres_engine.connect("postgresql:///run") is session
+    assert not session.is_closed
+    # A value that waits for more than this server's disk stays.
+    assert ("SET synchronous_commit = on" in session.said) is (synchronous in ("off", "local"))

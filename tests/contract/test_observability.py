@@ -12,6 +12,8 @@ import yaml
 from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
+from heterorl.common.process.pushed_metrics import LIMITS
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites.node_metrics import NODES_PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -198,3 +200,15 @@ def test_targets_are_coordinators_with_the_labels_that_rules_and_dashboards_need
         assert entry["labels"]["service"] == "coordinator"
     of_nodes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
     assert (of_nodes["metrics_path"], of_nodes["honor_labels"]) == (NODES_PAGE, True)
+
+
+def test_page_of_as_many_nodes_as_are_shown_and_a_few_learners_is_within_the_sample_limit():
+    of_nodes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
+    most, each = CoordinatorConfig().metrics_nodes, {service: limit.lines for service, limit in LIMITS.items()}
+    said = " ".join((DEPLOY.parent / "docs" / "operate.md").read_text().split())
+
+    assert each["sampler"] == each["relay"] == 4096
+    assert of_nodes["sample_limit"] >= (most - 3) * each["sampler"] + 3 * each["learner"]
+    # So much and not much more: who raises one has to raise the other.
+    assert of_nodes["sample_limit"] < 1.5 * most * each["sampler"]
+    assert f"If you raise `metrics_nodes` ({most}), raise `sample_limit` in `prometheus.yml` too." in said

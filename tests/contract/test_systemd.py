@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
@@ -120,6 +121,40 @@ def test_unit_says_what_the_service_does(path):
     assert one["Service.ProtectSystem"] == "strict"
     assert one["Service.LoadCredential"].startswith("tls:/etc/heterorl/credentials/")
     assert "PYTHONFAULTHANDLER=1" in " ".join(found["Service.Environment"])
+
+
+def limit_of(path):
+    """Starts and seconds, or None without a limit."""
+    found = directives(path)
+    period = found["Unit.StartLimitIntervalSec"][-1]
+    return None if period == "0" else (int(found["Unit.StartLimitBurst"][-1]), seconds(period))
+
+
+def test_services_are_started_again_as_often_as_the_pages_say():
+    page, machines = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("operate.md", "machines.md"))
+    (row,) = re.findall(
+        r"systemd at most (\d+) times in (\d+) minutes, the coordinator without limit; Docker (\d+) times", page
+    )
+    (several,) = re.findall(
+        r"starts a machine's agent at most (\d+) times in (\d+) minutes, after code 2 as well", machines
+    )
+    (tries,) = re.findall(r"systemd leaves it stopped; Docker tries (\d+) times", page)
+    services = {path.stem: limit_of(path) for path in FOLDER.glob("*.service")}
+    assert services.keys() == {*ROLES, "heterorl-learner-node@"}
+
+    assert services.pop("heterorl-coordinator") is None
+    assert services.pop("heterorl-learner-node@") == (int(several[0]), 60 * int(several[1]))
+    assert set(services.values()) == {(int(row[0]), 60 * int(row[1]))}
+    # torchrun's agent does not say what its processes ended with.
+    node = directives(FOLDER / "heterorl-learner-node@.service")
+    assert "Service.RestartPreventExitStatus" not in node
+    containers = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    ours = {name: each["restart"] for name, each in containers.items() if each["restart"] != "unless-stopped"}
+    assert ours.keys() == {"coordinator", "learner", "sampler-1", "sampler-2"}
+    assert set(ours.values()) == {f"on-failure:{row[2]}"} == {f"on-failure:{tries}"}
+    rendered = ROOT / "services" / "launch" / "templates" / "compose"
+    said = [line for path in rendered.iterdir() for line in re.findall(r"restart: (.*)", path.read_text())]
+    assert set(said) == {f'"on-failure:{tries}"'}
 
 
 def test_stop_takes_longer_than_what_it_waits_for():

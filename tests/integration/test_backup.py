@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import stat
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from heterorl.cli.main import app
 from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.maintenance import BackupClient
+from heterorl.common.types.sample import RolloutNote, SampleFilter, SampleNote, SamplePage
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
@@ -87,6 +89,24 @@ async def test_only_an_operator_may_ask(tmp_path):
             async with BackupClient(secure.address, tls=secure.certificates.tls(role), policy=PATIENT) as client:
                 with pytest.raises(PermissionDenied):
                     await client.backup(name="mine")
+
+
+async def test_backup_has_the_samples(tmp_path):
+    core, run = await begun(tmp_path, samples_every=1)
+    (group,) = await run.push(1)
+    await run.publish(consumed=[group])
+    told = RolloutNote(completion="it is 2", reward_parts=(), log_ratios=np.zeros(0, np.float32))
+    await core.note_samples(epoch=run.epoch, notes=[SampleNote(group=group, prompt="1+1=", rollouts=(told, told))])
+    made = await core.backups.make("one")
+    await core.close()
+
+    restored = await Coordinator.open(CoordinatorConfig(data_dir=made.path), ManualClock())
+    (summary,) = (await restored.list_samples(wanted=SampleFilter(), page=SamplePage())).samples
+    sample = await restored.get_sample(sample_id=summary.id)
+    await restored.close()
+
+    assert (summary.group, sample.prompt) == (group, "1+1=")
+    assert [each.completion for each in sample.rollouts] == ["it is 2", "it is 2"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
 from tests.support.relayed import LargeRun, Site, counted, since
+from tests.support.run import Run
 from tests.support.secure_run import PATIENT
 
 
@@ -345,6 +346,38 @@ async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(bucket
         assert core.blobs.stored() == {name.rpartition("/")[2] for name in names}
         puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
         assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[5]
+    finally:
+        await core.close()
+
+
+async def test_payload_of_a_plan_stays_in_the_bucket_as_long_as_its_address_is_valid(bucket, prefix, tmp_path):
+    payloads = bucket.config(tmp_path, prefix=prefix, url_lifetime_s=3600.0)
+    config = CoordinatorConfig(
+        data_dir=tmp_path / "data", payloads=payloads, max_staleness_versions=1, keep_versions=1, pull_lease_s=1.0
+    )
+    clock = ManualClock()
+    core = await Coordinator.open(config, clock)
+    try:
+        run = Run(core, tmp_path)
+        await run.begin()
+        await run.publish(snapshot=True)
+        clock.advance(payloads.url_lifetime_s + 1)
+        (planned,) = (await core.plan_pull(have_version=-1, have_root="", want_version=-1)).payloads
+        for _ in range(4):
+            await run.publish(snapshot=True)
+            await core.collector.work()
+
+        async def left():
+            await core.collector.collect(missing_bytes=1)
+            return {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))}
+
+        clock.advance(payloads.url_lifetime_s - 1)
+        before = await left()
+        assert planned.digest in before
+        assert len(before) < 5, "what no plan names goes"
+
+        clock.advance(2)
+        assert await left() == before - {planned.digest}
     finally:
         await core.close()
 

@@ -1,4 +1,4 @@
-"""A service whose rewards cannot be computed says so at its start, before a model is loaded."""
+"""A service whose rewards or episodes fail says so at its start, before a model is loaded."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from heterorl.learner import learner_parts as learner
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.sampler import components as sampler
 from heterorl.sampler.sampler_config import SamplerConfig
+from tests.support.conversations import save_chat_model
 
 pytestmark = pytest.mark.process
 
@@ -17,6 +18,13 @@ SHORT = {"sampling": {"max_new_tokens": 4}}
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1))
+
+
+@pytest.fixture(scope="module")
+def chat_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("chat")
+    save_chat_model(directory)
+    return str(directory)
 
 
 @pytest.fixture
@@ -50,6 +58,40 @@ def test_reward_that_fails_ends_the_start(module, begin, schema, loading, model_
         begin(schema(**SHORT, model_dir=model_dir, task=task))
     with pytest.raises(Loaded):
         begin(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
+
+
+EPISODE = """
+class Door:
+    shares_process = True
+
+    def reset(self, row, *, seed):
+        return "Open?"
+
+    def step(self, action):
+        raise ValueError("it is locked")
+
+    def score(self):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "begin", "schema", "loading"),
+    [
+        (learner, learner.assemble, LearnerConfig, "build_backend"),
+        (sampler, sampler.load_components, SamplerConfig, "build_engines"),
+    ],
+    ids=["learner", "sampler"],
+)
+def test_environment_that_fails_ends_the_start(module, begin, schema, loading, chat_dir, tmp_path, monkeypatch):
+    (tmp_path / "house.py").write_text(EPISODE)
+    monkeypatch.setattr(module, loading, load)
+    values = {"sampling": {"max_new_tokens": 8}, "model_dir": chat_dir, "use_chat_template": True}
+    task = {"name": "seeds", "size": 64, "environment": "house:Door", "environment_path": str(tmp_path)}
+
+    with pytest.raises(ConfigError, match=r"^task\.environment: an episode of prompt 0 .*it is locked") as caught:
+        begin(schema(**values, task=task))
+    assert caught.value.exit_code == 2
 
 
 def test_a_learner_that_computes_no_rewards_needs_none(model_dir, task, monkeypatch):

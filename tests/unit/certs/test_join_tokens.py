@@ -4,11 +4,14 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from heterorl.certs.enrolment import Enrolment
 from heterorl.certs.enrolment_server import GuessLimit
 from heterorl.certs.join_tokens import (
     PREFIX,
@@ -21,6 +24,7 @@ from heterorl.certs.join_tokens import (
     secret_digest,
 )
 from heterorl.cli.certs import parse_duration
+from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 
 URI = "spiffe://run/site/eu-1/role/sampler"
@@ -144,3 +148,16 @@ def test_durations():
     for text in ("", "1", "h", "0h", "-1h", "1w", "1.5h"):
         with pytest.raises(ConfigError, match="--expires"):
             parse_duration(text)
+
+
+@pytest.mark.parametrize(("options", "life_s"), [((), 3600.0), (("--expires", "2d"), 172800.0)])
+def test_a_token_is_valid_for_an_hour_unless_it_is_told_otherwise(options, life_s, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(Enrolment, "__init__", lambda self, directory: None)
+    monkeypatch.setattr(Enrolment, "create", lambda self, **values: asked.update(values) or TOKEN)
+    before = time.time()
+
+    result = CliRunner().invoke(app, ["certs", "token", "create", "--site", "eu-1", *options])
+
+    assert result.output.strip() == TOKEN.text()
+    assert before + life_s <= asked["expires"] <= time.time() + life_s

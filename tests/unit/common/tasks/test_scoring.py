@@ -110,6 +110,24 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
         close_task(task)
 
 
+def test_a_start_reads_a_thousand_answers_spread_over_the_task():
+    class Read:
+        num_prompts, asked = 2_000_000, []
+
+        def prompt(self, index):
+            return Prompt(index=index, text="p", answer="1")
+
+        def answer_problem(self, prompt):
+            self.asked.append(prompt.index)
+            return ""
+
+    task = Read()
+    try_answers(task)
+
+    assert task.asked == [*range(0, 2_000_000, 2000)]
+    assert len(task.asked) == 1000
+
+
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):

@@ -1,10 +1,13 @@
 """What operators see of the coordinator is what its store holds."""
 
+import asyncio
 import dataclasses
+import urllib.request
 
 import pytest
 
 from heterorl.common.process.metrics import REGISTRY
+from heterorl.common.process.pushed_metrics import series_of
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, LeasedGroup
 from heterorl.common.types.run import Heartbeat
@@ -12,8 +15,11 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.sites.node_metrics import MetricsPage, NodeMetrics
+from heterorl.coordinator.store.sqlite import SqliteEngine
 from heterorl.coordinator.versions import published_variants
-from tests.support.run import INCARNATION, SITE, credits_of
+from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 
 def shown(name, **labels):
@@ -153,3 +159,46 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
     # Published 5 s before it was pushed, leased 7 s after.
     assert shown("coordinator_policy_age_seconds_sum", site=SITE) == ages + 12.0
     assert shown("coordinator_queue_age_seconds_sum", site=SITE) == waits + 7.0
+
+
+SECRETS = {
+    "PGPASSWORD": "hunter2-of-the-store",
+    "AWS_ACCESS_KEY_ID": "AKIAOFTHEBUCKET",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-the-bucket",
+    "WANDB_API_KEY": "key-of-the-tracker",
+    "MLFLOW_TRACKING_URI": "https://me:password-of-the-tracker@tracker.example",
+    "HF_TOKEN": "hf_token-of-the-hub",
+}
+
+
+def read(url):
+    return urllib.request.urlopen(url, timeout=5).read().decode()
+
+
+async def test_pages_of_metrics_hold_neither_secrets_nor_the_addresses_that_they_open(tmp_path, clock, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    url = "postgresql://keeper@db.example:5432/run7?passfile=/etc/heterorl/pgpass"
+    config = CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url}, metrics_port=0, metrics_nodes=4)
+    # The store itself is a file: no server is needed for what the configuration says of it.
+    (tmp_path / "data").mkdir()
+    engine = SqliteEngine.open(tmp_path / "data" / "store.sqlite")
+    core = await Coordinator.open(config, clock, engine=engine)
+    reported = NodeMetrics(run_id=config.run_id, most_nodes=4, clock=clock)
+    try:
+        run = Run(core, tmp_path)
+        await run.begin()
+        await run.publish()
+        await run.register()
+        await run.push(1)
+        await run_metrics.observe_run(core)
+        await reported.put("sampler", SITE, series_of(REGISTRY))
+        port = MetricsPage(config, reported).serve()
+        pages = [await asyncio.to_thread(read, f"http://127.0.0.1:{port}/{page}") for page in ("metrics", "nodes")]
+    finally:
+        await core.close()
+
+    assert all("heterorl_" in page for page in pages)
+    for page in pages:
+        for word in (*SECRETS.values(), "password", "hunter2", "db.example", "keeper@", "pgpass", str(tmp_path)):
+            assert word not in page

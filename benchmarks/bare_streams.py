@@ -1,4 +1,4 @@
-"""What a link can do at best: a file streamed by gRPC and by TCP, by a process that does nothing else."""
+"""Best speed of a link: a file streamed over gRPC and TCP by a process without other work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner's forward pass should compute with: fp32 masters or the published rounding, in fp32 or bf16 products.
+"""Forward passes of a learner: fp32 masters or the published rounding, in fp32 or bf16 products.
 
 A pretrained model is trained on short sums by the learner's own backend; after every step the masters are rounded and
 published, and an engine that loaded those bits draws the next step's rollouts, so staleness is 0 throughout. In one

@@ -1,4 +1,4 @@
-"""Where the bytes of a group should be: in their row, in a row beside it, or in a file, in SQLite and in PostgreSQL.
+"""Layouts of a group's bytes: in their row, in a second row, or in a file; SQLite and PostgreSQL.
 
 Groups are taken in by the coordinator's own store (its schema, triggers, thread and group commit) and are durable when
 the push is answered; then they are leased out in order, as the learner's stream reads them, warm. Four clients push at

@@ -1,4 +1,4 @@
-"""What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost.
+"""Cost of a group at the coordinator: CPU from a push's bytes to the learner's, and for the bytes only.
 
 Every line of the server's own takes part: the door with its scan of bounds, the servicer, the store with its commits, a
 lease, the stream to the learner. Only gRPC is left out: messages come from a list and go to one. Beside it stand a copy

@@ -1,4 +1,4 @@
-"""What the transformers engine gains by refilling rows between two tokens, beside waves, on the same requests.
+"""Gain of the transformers engine from rows refilled between two tokens, against waves, on the same requests.
 
 A small model with random weights ends a completion with a probability of about 1 / vocabulary at each token: lengths
 are geometric, the longest of a batch four times the mean. All requests are the engine's from the beginning; the same

@@ -1,4 +1,4 @@
-"""How fast a coordinator takes groups in, durably, on one core: beside PostgreSQL and NATS JetStream on the same disk.
+"""Durable intake of groups on one core: a coordinator against PostgreSQL and NATS JetStream on the same disk.
 
 Each server is a real process that stays on one core; the clients, one process, stay on another. Four clients push the
 same bytes for some seconds, as many at once as a sampler pushes in one call, and wait until all of a push are durable.

@@ -1,4 +1,4 @@
-"""What takes groups in, each a real server process on one core: here a coordinator, peers in benchmarks.ingest_peers.
+"""Servers that take groups in, each a process on one core: a coordinator; peers are in benchmarks.ingest_peers.
 
 Every server gives clients that push lists of the same bytes and return when all of them are durable.
 """

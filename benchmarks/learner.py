@@ -1,4 +1,4 @@
-"""Throughput and memory of one GRPO optimizer step: this learner beside TRL's GRPOTrainer, on the same rollouts.
+"""Throughput and memory of one GRPO optimizer step: this learner against TRL's GRPOTrainer, on the same rollouts.
 
 Both train the same Qwen3-architecture model in fp32 by GRPO with AdamW and read the same tokens, padded, in one pass;
 generation is in neither. Each system runs in a process of its own, because the peak of resident memory belongs to a

@@ -1,4 +1,4 @@
-"""What a learner's ranks hold at most while they load a model, a published version and a checkpoint.
+"""Peak memory of a learner's ranks while they load a model, a published version and a checkpoint.
 
 For the torch backend and ZeRO's stages, with 1 and 2 ranks over gloo, each rank a real process: the peak of its
 resident memory (VmHWM) beyond what it held before, with everything imported and a tiny model trained. The model is of

@@ -1,4 +1,4 @@
-"""How busy a whole sampler keeps its engine over a long line, beside the engine alone on the same requests.
+"""Busy share of a sampler's engine over a long line, against the engine in a bare loop on the same requests.
 
 Coordinator, sampler and rewards are processes as they are; the coordinator is a round trip of 150 ms away, behind a
 relay, and every reward takes 50 ms. A learner publishes version 0 and ends. A row is an engine and a limit of new
@@ -145,7 +145,7 @@ async def sample(
                     "engine": case.engine_table(), **own,
                 }, source=source)  # fmt: skip
                 ends = await watched(sampler, metrics_port, relay, case, seconds=seconds, outage_s=outage_s)
-                # What is under way is given up; a release that waits for its batch is let do so.
+                # Running requests are given up; a release that waits for its batch may do so.
                 await asyncio.to_thread(sampler.end)
             counts = (await client.get_status()).ledger
     spooled, left = spool_of(directory / "site")

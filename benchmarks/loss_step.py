@@ -1,4 +1,4 @@
-"""Time of a learner step under each loss, beside the cheapest, on the same rollouts in one process.
+"""Time of a learner step under each loss, relative to the cheapest, on the same rollouts in one process.
 
 A round takes one step with every loss, in random order; a loss's cost is the least of its times, because neighbours on
 the machine only ever add to it. On the CPU the time is that of the process's own processor seconds; median wall-clock

@@ -1,4 +1,4 @@
-"""How long a learner's trainer stands still while versions are published, beside a learner that waits for each commit.
+"""Idle time of a trainer while versions are published, against a learner that waits for each commit.
 
 A real learner (torch backend, canary, checkpoints) over gRPC to a coordinator in a process of its own, whose queue has
 all groups from the beginning. The link takes as many bytes a second as make a publication cost a given share of a step:

@@ -1,4 +1,4 @@
-"""How far a divided learner is from the torch backend after the same steps: backends, stages of ZeRO, ranks, nodes.
+"""Differences of a divided learner from the torch backend after equal steps: backends, ZeRO stages, ranks, nodes.
 
 Each row trains a random Qwen3 of 394 thousand parameters on the same groups from the same weights as the torch backend
 does, in fp32 on CPUs over gloo; ranks are real processes, nodes agents of torchrun on loopback. `loss` is the largest

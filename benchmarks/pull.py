@@ -1,4 +1,4 @@
-"""A version from a coordinator's process to a sampler's memory, beside what the link and the machine could do at best.
+"""A version from a coordinator's process to a sampler's memory, against the best of link and machine.
 
 One bf16 model of random weights; the coordinator is the service's own process with its files, the way is loopback. In
 one run, on the same files:

@@ -1,4 +1,4 @@
-"""The same payloads by the ways that a deployment has beside the coordinator's own stream.
+"""Pulls of the same payloads by each way that a deployment has.
 
     s3           ranges, from addresses that a coordinator with a bucket gives; the bucket is moto's server, a process
     relay_cold   through a relay that has nothing: it fetches from the coordinator while the caller reads

@@ -1,4 +1,4 @@
-"""What a version costs on a long line when eight samplers of one site pull it, with a relay there and without.
+"""Bytes of a version on a long line when eight samplers of one site pull it, with a relay and without.
 
 Two network namespaces, joined by a TUN device whose packets arrive 75 ms later each way. In one of them a coordinator
 in a process of its own; in the other the samplers' side of a pull (plan, fetch, apply, digest of the state), eight of

@@ -1,4 +1,4 @@
-"""How much of what two engines differ by, over a mixture of experts, is routing: log-probs of the same tokens.
+"""Share of routing in the difference of two engines, over a mixture of experts: log-probs of the same tokens.
 
 Random Qwen3 models with weights as published in bf16, mixtures and their dense counterpart (as many active weights),
 and a mixture that was trained on the text: a Markov chain with eight successors of each token. Differences are

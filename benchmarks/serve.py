@@ -1,4 +1,4 @@
-"""What a coordinator needs to serve one large model to several samplers at the same time: memory, and bytes a second.
+"""Memory and bytes a second of a coordinator that serves one large model to several samplers at once.
 
 The coordinator is the service's own process over its own files, each client a process with its own connection over
 loopback. A client checks every frame and the digest of the whole, and keeps nothing, so that the disk holds one copy

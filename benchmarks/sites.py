@@ -1,4 +1,4 @@
-"""What many sites and a long history cost one coordinator: CPU for each group, latencies, memory, seconds of a start.
+"""Cost of many sites and a long history at one coordinator: CPU for each group, latencies, memory, start.
 
 The coordinator is the service's own process, the sites are simulated ones in another (benchmarks/site_load.py), each
 with a connection of its own, and a learner here consumes by stream and publishes. All sites together push at one rate,

@@ -1,4 +1,4 @@
-"""What a rank holds at most in a step over long rollouts, whole and in slices.
+"""Peak memory of a rank in a step over long rollouts, whole and in slices.
 
 One model, the same four rollouts of `--tokens` tokens and the same two ranks over gloo, each a real process of backend
 fsdp2: with `sequence_parallel = 1` each rank passes two of the rollouts whole, with 2 both share the passes of all

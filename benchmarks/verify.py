@@ -1,4 +1,4 @@
-"""What the checks of untrusted sites see: detection rate of each cheat, false rejects of honest rollouts.
+"""Checks of untrusted sites: detection rate of each cheat, false rejects of honest rollouts.
 
 Honest rollouts come from the real transformers engine and the sampler's own code with the demonstration's small model,
 in float32 and in bfloat16; cheats change what it made. Every rollout is judged by the code that the coordinator and the

@@ -1,4 +1,4 @@
-"""What `heterorl view` takes to answer with many samples, beside a bare page of the same size from the same process.
+"""Time of `heterorl view` with many samples, against a bare page of the same size from the same process.
 
 Requests are what a person does: the newest page, pages deep in the list, filters, searches for what is often said, for
 what is said once, for two characters, for what nobody says, and samples. Each is followed by a request of a bare page

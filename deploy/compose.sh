@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# docker compose, for the files beside this script; says so when the installed Compose is too old for them.
+# docker compose, for the files in this script's directory; refuses a Compose that is too old for them.
 set -euo pipefail
 
-least=2.20.2 # what these files are tried with begins here
+least=2.20.2 # the oldest version that these files are tried with
 directory=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() {

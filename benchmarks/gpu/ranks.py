@@ -1,4 +1,4 @@
-"""FSDP2 and ZeRO with one rank beside backend torch: the bits of what they publish after the same steps."""
+"""FSDP2 and ZeRO with one rank against backend torch: published bits after the same steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The one table of all panels; dashboards, preview and tests are made from it.
 
-Guarantees nothing but data: no layout, no JSON. In queries `$run` and `$site` are dashboard variables, `$window` the
+Data only: no layout, no JSON. In queries `$run` and `$site` are dashboard variables, `$window` the
 rate window. Legends use Prometheus labels in double braces. `$run` is All at first: every query keeps the label `run`,
 and every legend says it.
 """
@@ -139,7 +139,7 @@ RUN_BOARD = Dashboard(
               note="Tokens. Look for a creep towards the limit, and for high and low rewards that drift apart."),
         Panel(title="Truncated completions", unit="percentunit", minimum=0, maximum=1,
               queries=_gauge("heterorl_learner_truncated_ratio", "{{run}}"),
-              note="Cut at max_new_tokens: such an answer is rarely right, whatever it says."),
+              note="Cut at max_new_tokens: such an answer is rarely right."),
         Panel(title="Groups with equal rewards", unit="percentunit", minimum=0, maximum=1,
               queries=_gauge("heterorl_learner_uniform_groups_ratio", "{{run}}"),
               note="They give no gradient: all right is too easy, all wrong too hard."),
@@ -167,7 +167,7 @@ RUN_BOARD = Dashboard(
                    " Publishing: a version is rounded and copied, or takes longer than a step."),
         Panel(title="Progress of the step", unit="percentunit",
               queries=_gauge("heterorl_learner_step_progress_ratio", "{{run}}"), minimum=0, maximum=1,
-              note="Micro-batches done of the step under way; 0 between steps."),
+              note="Micro-batches done of the current step; 0 between steps."),
         Panel(title="Steps per minute", unit="none",
               queries=_query(f"60 * sum by (run, applied) (rate(heterorl_learner_steps_total{{{RUN}}}[$window]))",
                              "applied {{applied}}"), minimum=0),
@@ -266,7 +266,7 @@ WEIGHTS_BOARD = Dashboard(
               note="from_coordinator and from_bucket cross the line, to_nodes stays at the site."),
         Panel(title="Payload reads at relays", unit="ops", minimum=0,
               queries=_rate("heterorl_relay_payload_reads_total", "{{outcome}}", RUN, "outcome"),
-              note="passed: larger than cache_bytes, or no disk; damaged: a disk changed bytes, fetched anew."),
+              note="passed: larger than cache_bytes, or no disk; damaged: a disk changed bytes, fetched again."),
         Panel(title="Cache of relays", unit="percentunit", minimum=0, maximum=1,
               queries=_query(f"heterorl_relay_cache_bytes{{{RUN}}} / heterorl_relay_cache_limit_bytes{{{RUN}}}",
                              "{{instance}}")),
@@ -341,7 +341,7 @@ SITES_BOARD = Dashboard(
         Panel(title="Assignments held", unit="none", minimum=0,
               queries=(*_gauge("heterorl_coordinator_site_work_groups", "{{site}}", SITE),
                        *_gauge("heterorl_coordinator_site_away_groups", "{{site}} away", SITE)),
-              note="Away: a silent site that works ahead holds them, and they count against nobody until it returns."),
+              note="Away: a silent site that works ahead holds them, and they count against no site until it returns."),
         Panel(title="Quota used", unit="percentunit", minimum=0,
               queries=_query(f"heterorl_coordinator_site_pending_bytes{{{SITE}}} / on (run) group_left"
                              f" heterorl_coordinator_site_quota_bytes{{{RUN}}}", "{{site}}")),

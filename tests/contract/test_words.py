@@ -1,4 +1,4 @@
-"""The language of pages, help texts and module docstrings: no banned word, short sentences, a budget of words a page."""
+"""The language of pages, help texts, module docstrings and comments of deployment: banned words, lengths, budgets."""
 
 import ast
 import re
@@ -20,6 +20,16 @@ BANNED = re.compile(
     r"|but\s+for|at\s+hand|comes\s+of)\b",
     re.IGNORECASE,
 )
+COMMENTED = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "Makefile", ".ci/run", ".github/workflows/*.yml", "requirements/vllm_lock.sh", "services/launch/units/*",
+        "deploy/Dockerfile", "deploy/config/*.toml", "deploy/slurm/*.sbatch", "deploy/prometheus/targets/*",
+        "deploy/**/*.yaml", "deploy/**/*.yml", "deploy/**/*.sh",
+    )
+    for path in sorted(ROOT.glob(pattern))
+]  # fmt: skip
+"""Files whose comments are read; other scripts of `requirements` are part of an environment's name."""
 INVERTED = re.compile(r"(?:What|Of|Where) (?!.*\?$)")
 """Beginnings that put a clause before the subject; a question may have them."""
 MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_FIRST_LINE, MOST_WORDS_OF_A_PAGE = 28, 14, 1000
@@ -106,6 +116,30 @@ def problems(text: str) -> list[str]:
     return found
 
 
+def comments(text: str) -> Iterator[str]:
+    """Comments, joined over lines, and the sentences of `make help`, units and alerts."""
+    yield from (" ".join(re.findall(r"^ *#+ ?(.*)", block, re.MULTILINE)) for block in _blocks(text))
+    yield from re.findall(r"^ *[^#\s].*?\s##? (.*)", text, re.MULTILINE)
+    yield from re.findall(r"(?:^Description=|\bsummary: )(.*)", text, re.MULTILINE)
+
+
+def _blocks(text: str) -> list[str]:
+    """Runs of lines that are comments."""
+    return re.findall(r"(?:^ *#(?!!).*\n)+", text, re.MULTILINE)
+
+
+def problems_of_comments(text: str) -> list[str]:
+    """The rules that a file's comments break."""
+    found = []
+    for comment in comments(text):
+        plain = re.sub(r"`[^`\n]*`", "", comment)
+        found += [f"says {word!r}: {comment[:60]}" for word in BANNED.findall(plain)]
+        found += [
+            f"begins with a clause: {one[:60]}" for one in re.split(r"(?<=[.!?])\s+", comment) if INVERTED.match(one)
+        ]
+    return found
+
+
 def _is_command(node: ast.AST) -> bool:
     """Whether it is a function under `@app.command()`, whose docstring is its text of help."""
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
@@ -156,6 +190,11 @@ def test_module_docstrings_and_help_texts_keep_the_language():
     assert problems_of_folders() == {}
 
 
+@pytest.mark.parametrize("name", COMMENTED)
+def test_comments_and_help_sentences_keep_the_language(name):
+    assert problems_of_comments((ROOT / name).read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
@@ -172,6 +211,20 @@ def test_module_docstrings_and_help_texts_keep_the_language():
 )
 def test_the_check_of_words_sees_what_is_wrong(text, count):
     assert len(problems(text)) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("# Two lines\n# of one comment.\n", 0),
+        ("# Two lines. What is\n# inverted.\n", 1),
+        ("run: $(SETUP)  ## Run it beside a loop\n", 1),
+        ("Description=whatever\n    # under way\n", 2),
+        ("key = 1  # of nobody\nurl = 'beside#whatever'\n", 1),
+    ],
+)
+def test_the_check_of_comments_sees_what_is_wrong(text, count):
+    assert len(problems_of_comments(text)) == count
 
 
 def test_the_check_of_sources_sees_what_is_wrong():

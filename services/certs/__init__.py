@@ -1,4 +1,4 @@
-"""A private certificate authority for runs without one: keys, certificates and revocation as plain files.
+"""A private certificate authority: keys, certificates and revocation as plain files.
 
 Open `authority` first: what is signed, and for whom. `enrolment_client` and `enrolment_server` are the two ends of a
 node's enrolment.

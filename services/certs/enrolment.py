@@ -1,4 +1,4 @@
-"""Join tokens in an authority's directory, and the certificates that nodes get for them.
+"""Join tokens, and the certificates that nodes get for them.
 
 A token gives exactly one certificate, also under concurrent requests and crashes: key and serial number are written to
 its row (tokens/NUMBER.json, the fields of `Kept`) before anything is signed, and the same key gets the same certificate

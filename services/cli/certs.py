@@ -1,4 +1,7 @@
-"""The commands `heterorl certs` and `heterorl join`. They import cryptography when they run."""
+"""The commands `heterorl certs` and `heterorl join`.
+
+They import cryptography when they run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `heterorl env try`: one episode of a task's environment, by a model or by hand."""
+"""The command `heterorl env try`: one episode of a task's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode of `heterorl env try`: played by a model or a person, and shown on the terminal.
+"""An episode of `heterorl env try`, played by a model or person.
 
 It ends by the same rules as an episode of a sampler.
 """

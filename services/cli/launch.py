@@ -1,4 +1,4 @@
-"""The command `heterorl launch`: files that Compose, systemd, Slurm or Kubernetes start a run from."""
+"""The command `heterorl launch`: deployment files for Compose, systemd, Slurm or Kubernetes."""
 
 from __future__ import annotations
 

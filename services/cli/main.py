@@ -1,4 +1,4 @@
-"""The command `heterorl`: its subcommands, each of which imports what it needs when it runs."""
+"""The command `heterorl`: each subcommand imports its modules when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `heterorl evaluate` and `heterorl export`: score a model, and write a trained one as files."""
+"""The commands `heterorl evaluate` and `heterorl export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that steer a run: rollback, release of a site, backup, restore, audit, and a sampler's consent to a rewind.
+"""Commands that steer a run: rollback, release, backup, restore, audit, accept-rewind.
 
 A person gives the consent (`accept-rewind`) at the sampler's site: no coordinator can order it.
 """

@@ -1,4 +1,4 @@
-"""Code that two services share: values, wire, processes, identity, calls, weights, model, tasks, generation, pulls.
+"""Shared code: values, wire, processes, identity, calls, weights, model, tasks, generation, pulls.
 
 A test checks that each folder has two services that use it. Open `api.py` first: the coordinator as its callers see it.
 `errors.py` has all errors; each message says what to do.

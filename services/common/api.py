@@ -1,4 +1,4 @@
-"""The coordinator as its callers see it: one Protocol a role, in domain types.
+"""The coordinator's interface: one Protocol a role, in domain types.
 
 A certificate states the role (heterorl.coordinator.rpc.access). A process that holds a
 `heterorl.coordinator.core.Coordinator` calls it directly; `heterorl.common.rpc.client` implements the same over gRPC.

@@ -1,4 +1,6 @@
-"""The exception tree. Each class carries fields, writes its own message and states what to do next.
+"""The exception tree.
+
+Each class carries fields, writes its own message and states what to do next.
 
     HeterorlError
       OperatorError           the operator must change something

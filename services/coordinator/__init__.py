@@ -1,4 +1,4 @@
-"""The coordinator: keeps versions and payloads, hands out prompts, queues groups for the learner.
+"""The coordinator: keeps versions and payloads, leases prompts, queues groups.
 
 Each `*_column` module implements one part of `common/api.py` over one store; all of them share `context`. Decisions are
 pure functions in the subfolders. `core` opens, holds and closes everything; `servicers` translate protobuf; `rpc`

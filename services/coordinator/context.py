@@ -1,4 +1,4 @@
-"""The context that the columns of a coordinator share: store, payloads, sites, bells, clock."""
+"""Shared context of a coordinator's columns: store, payloads, sites, bells, clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The ring of kept samples: which groups are kept and evicted, and pages to read. Store operations.
+"""The ring of kept samples: groups kept and evicted, pages to read.
+
+Store operations.
 
     consumed    every k-th group that a version consumed    half of the bytes
     rejected    every group that failed a check             a quarter

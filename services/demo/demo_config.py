@@ -1,4 +1,4 @@
-"""Settings of the demo: checked options, two regimes, configurations, certificates, and the output directory.
+"""Settings of the demo: options, two regimes, configurations, certificates, output directory.
 
 It deletes only files that an earlier demo wrote, by name, and refuses other directories. Certificates are new for each
 demo and valid for a day.

@@ -1,6 +1,6 @@
-"""Results of a demo: pure functions that measure and judge its journals, and its HTML page.
+"""Results of a demo: measures and verdict of its journals, HTML page.
 
-Invariants: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
+Pure. Invariants: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
 promises; a failed run names its failure.
 """
 

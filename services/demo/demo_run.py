@@ -1,4 +1,6 @@
-"""`heterorl demo`: warm start, four processes on loopback with certificates, a live view, and a verdict.
+"""`heterorl demo`: warm start, four processes, live view, verdict.
+
+The processes use loopback and certificates.
 
 Invariants: a broken promise (ledger, digests, a failed process, accuracy) gives an exit code other than 0. Ctrl-C at
 any time stops all processes in order. After the first step every ending writes report and model.

@@ -1,4 +1,4 @@
-"""Starts and stops the demo's processes, and handles the signals that end it.
+"""The demo's processes: their start and stop, and signals.
 
 A signal is never lost and never breaks the stopping of processes: it raises before processes run, cancels while they
 are watched, and is only noted otherwise.

@@ -1,4 +1,7 @@
-"""The result of one check, for people and programs. Every fault has a remedy."""
+"""The result of one check, for people and programs.
+
+Every fault has a remedy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the link to the coordinator: name, port, handshake, round trips, messages, MTU.
+"""Checks of a coordinator's link: name, port, handshake, round trips, messages, MTU.
 
 Measurements end within their time limit and send only handshakes and padding. Judgements (`judge_*`) are pure.
 """

@@ -1,4 +1,4 @@
-"""`heterorl evaluate`: a model, or versions of a run, on sets of held-out prompts, on this machine.
+"""`heterorl evaluate`: scores of models or versions on held-out prompts.
 
 Open `evaluate_sets` first. Prompts are drawn and scored as in a run (`services/sampler/prompt_evaluator.py`).
 """

@@ -1,4 +1,4 @@
-"""Subjects of `heterorl evaluate`: the sets, and a model's files or pulled versions of a run."""
+"""Subjects of `heterorl evaluate`: sets, model files, pulled versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns a run into its nodes and checks them with each service's schema. Pure: equal runs give equal nodes in order."""
+"""The nodes of a run.toml, each with its checked configuration.
+
+Pure: equal runs give equal nodes in order.
+"""
 
 from __future__ import annotations
 

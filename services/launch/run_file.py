@@ -1,4 +1,6 @@
-"""Schema of run.toml: one run as its operator sees it. Keys of only one service go into its `config` table.
+"""Schema of run.toml: one run as its operator sees it.
+
+Keys of only one service go into its `config` table.
 
 It checks that hosts, sites, ports and devices fit together; each service's schema checks its own keys.
 """

@@ -1,4 +1,4 @@
-"""Progress, times, metrics and log line of a step; metrics of a version.
+"""Metrics of a step and a version: progress, times, log line.
 
     writes   the training loop, its phases one after another; the backend's thread, its micro-batches
     reads    the renewal of the lease, at any time

@@ -1,4 +1,7 @@
-"""Assumptions of a plan: each number with unit and source. `--set NAME=VALUE` changes one."""
+"""Assumptions of a plan: each number with unit and source.
+
+`--set NAME=VALUE` changes one.
+"""
 
 from __future__ import annotations
 

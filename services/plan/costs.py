@@ -1,4 +1,4 @@
-"""Costs of a run: memory, seconds, bytes on the WAN, GPUs of samplers.
+"""Costs of a run: memory, seconds, WAN bytes, GPUs of samplers.
 
 Memory of a rank while a step computes:
 

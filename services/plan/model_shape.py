@@ -1,4 +1,4 @@
-"""Sizes and parameter count of a dense decoder with gated layers: Llama, Mistral, Qwen2, Qwen3.
+"""Shape of a dense, gated decoder: Llama, Mistral, Qwen2, Qwen3.
 
 `ModelShape.parameters` equals the count of the model that transformers builds.
 """

@@ -1,4 +1,4 @@
-"""The cache directory: payloads by digest, an index built at the start, a bound on all bytes.
+"""The cache directory: payloads by digest, an index, a byte limit.
 
     payloads/DIGEST   complete payloads: renamed here after their digest was verified
     incoming/DIGEST   what has arrived of others, from the beginning on

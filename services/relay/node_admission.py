@@ -1,4 +1,4 @@
-"""Admission control of a relay: samplers of its own site, with bounds on calls and memory.
+"""Admission control of a relay: its site's samplers, bounded calls and memory.
 
 No call is answered or forwarded before its caller is admitted, and no message is read before there is room. A
 certificate that expires or is revoked ends its streams at their next message.

@@ -1,4 +1,4 @@
-"""Payloads for a site: read from the cache, from a running fetch, or fetched once for all.
+"""Payloads for a site: from cache, running fetch, or new fetch.
 
 One fetch of a payload runs at a time. A broken fetch resumes from the bytes on disk, also after a restart. A cached
 payload is verified once, and each block whenever it is sent; a damaged one is fetched again. A payload that cannot be

@@ -1,4 +1,4 @@
-"""Start and stop of a relay: cache, server, link to the coordinator, metrics, signals.
+"""Start and stop of a relay: cache, server, coordinator link, metrics, signals.
 
     loop      waits for                               unblocked by
     rpcs      messages of samplers                    the samplers; the end of the grace period

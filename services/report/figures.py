@@ -1,4 +1,7 @@
-"""Pictures of a run, and sparklines. Values that a learner did not state are left out."""
+"""Pictures of a run, and sparklines.
+
+Values that a learner did not state are left out.
+"""
 
 from __future__ import annotations
 

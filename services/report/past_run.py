@@ -1,4 +1,7 @@
-"""A run as a report sees it: read from store and journals, which it never changes, or asked of its coordinator."""
+"""A run for a report: store and journals, or the coordinator's answers.
+
+Files are never changed.
+"""
 
 from __future__ import annotations
 

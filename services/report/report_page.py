@@ -1,4 +1,7 @@
-"""The page about a past run: numbers, pictures and tables. The template escapes every value."""
+"""The page about a past run: numbers, pictures and tables.
+
+The template escapes every value.
+"""
 
 from __future__ import annotations
 

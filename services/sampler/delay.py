@@ -1,4 +1,4 @@
-"""Delay models: how far behind the newest version a sampler is held, for experiments.
+"""Delay models: the lag of a sampler behind the head, for experiments.
 
 `transit`: a version becomes visible D after its publication, a group arrives D after its generation.
 `refresh_interval` (the paper's): each time an interval D ends, the sampler takes the newest version; groups are not

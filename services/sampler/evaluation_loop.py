@@ -1,4 +1,6 @@
-"""The evaluation loop: leases held-out prompts of the engine's version, draws them and delivers results.
+"""The evaluation loop: leases held-out prompts, draws them, delivers results.
+
+The prompts are for the engine's version.
 
 While the site holds prompts, the engine keeps their version and rollouts go on; newer weights wait at most
 `evaluation_hold_s`. A drained site waits as long for the last version. Only the evaluated version draws what is

@@ -1,4 +1,4 @@
-"""The trust record: versions that this sampler verified, on disk, and the check of what may follow them.
+"""The trust record: verified versions on disk, and checks of their successors.
 
     versions.jsonl            one row for each version, with the fields of `SeenVersion`
     versions.VARIANT.jsonl    the same for a variant, whose states differ under the same numbers

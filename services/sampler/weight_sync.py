@@ -1,4 +1,4 @@
-"""Weight sync: watches the head, pulls and verifies versions while generation goes on.
+"""Weight sync: watches the head, pulls and verifies versions during generation.
 
 `take` returns only a version that is verified and recorded. The sync stages the target of the delay model, or the next
 version of the lineage if the learner abandoned the target, and never an older version than the newest one used. It

@@ -1,4 +1,5 @@
-"""A run's steps in experiment trackers: read from the coordinator, written by a process of its own.
+"""A run's steps in experiment trackers, by a separate process.
+It reads them from the coordinator.
 
 Open `follow` first. `tracker` is the Protocol; one file a tracker behind it.
 """

@@ -1,4 +1,4 @@
-"""The loop of `heterorl track`: follows a run, and writes missing rows to each tracker.
+"""The loop of `heterorl track`: follows a run and writes missing rows.
 
 The newest row in the tracker is the only state, so that no row is missing or doubled after an interruption. A tracker
 that fails does not delay the others.

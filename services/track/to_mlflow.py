@@ -1,4 +1,7 @@
-"""MLflow: the server of MLFLOW_TRACKING_URI, or an SQLite file; one batch of metrics a step."""
+"""MLflow tracker: one batch of metrics a step.
+
+It writes to the server of MLFLOW_TRACKING_URI, or an SQLite file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, one record a step; a repeated step purges earlier ones.
+"""TensorBoard tracker: one record a step; a repeated step purges earlier ones.
 
 Evaluations and samples count versions, not steps, so a purge would mix them up: they are runs of their own,
 `RUN/evaluation` and `RUN/samples`.

@@ -1,4 +1,7 @@
-"""Weights & Biases: one row of history a step, online or with WANDB_MODE=offline in files for `wandb sync`."""
+"""Weights & Biases tracker: one row of history a step.
+
+With WANDB_MODE=offline it writes files for `wandb sync`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Protocol of trackers, their rows of numbers and texts, and trackers by name."""
+"""Protocol of trackers, their rows of numbers and texts, and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source of an export file: one JSON object or Parquet row for each completion.
+"""Source of an export file: a JSON or Parquet row a completion.
 
 Completions of one sample must follow each other. The file is not trusted: line size, types and bounds are checked, and
 errors name the row.

@@ -1,4 +1,6 @@
-"""The HTML pages: a list and one sample. The templates escape every text.
+"""The HTML pages: a list and one sample.
+
+The templates escape every text.
 
 source (its thread) -> index (on disk) -> pages <- threads of the HTTP server
 """

@@ -1,4 +1,4 @@
-"""The index of a source's samples, on disk while the page is served.
+"""Index of a source's samples, on disk while the page is served.
 
 One thread writes; any thread reads and never waits for the writer.
 """

@@ -1,4 +1,4 @@
-"""The query of a list: filters, search text and place, from a URL to the index.
+"""Query of a list: filters, search text and place from a URL.
 
 SQLite's trigram index finds any part of a text, so formulas and languages without blanks work. A search that exceeds
 SEARCH_S returns its hits and the id to continue from.

@@ -1,4 +1,4 @@
-"""Tokens of a completion for the page: text, numbers, and colour classes for log-ratio and probability."""
+"""Tokens of a completion for the page: text, numbers, colour classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server for one user: GET and HEAD on 127.0.0.1, with a key.
+"""HTTP server for one user: GET and HEAD on loopback, by key.
 
 The Host check stops DNS rebinding by foreign pages; the key of the printed URL stops other users of this machine. The
 first visit moves the key from the URL into a cookie.

@@ -1,4 +1,4 @@
-"""Tables, small-screen lines and JSON of a run: state, sites, evaluations, versions to roll back to."""
+"""Tables, lines and JSON of a run: state, sites, evaluations, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of a run as text: completions, reward parts, time, progress of the step. All functions are pure.
+"""Curves of a run as text: completions, reward parts, time, progress. Pure.
 
 A value that the learner did not state is left out or shown as a dash, never as 0.
 """

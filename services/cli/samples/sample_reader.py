@@ -1,4 +1,4 @@
-"""Reads samples of a coordinator, decodes their tokens, and writes them to files.
+"""Reader of a coordinator's samples: decodes tokens and writes files.
 
 heterorl samples export run.parquet HOST
 pandas.read_parquet("run.parquet").groupby("site").reward.mean()

@@ -1,4 +1,6 @@
-"""Samples on a terminal. A model wrote the texts, so control characters are escaped.
+"""Samples on a terminal.
+
+A model wrote the texts, so control characters are escaped.
 
 If the learner stated log-ratios, tokens are coloured: red if it finds a token less likely than the sampler did by more
 than COLOURED nats, green if more likely. Tokens of the environment are dim.

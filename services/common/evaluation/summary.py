@@ -1,4 +1,4 @@
-"""Statistics of scores: avg@n and pass@k with intervals over prompts; best, last and gap of a run; table rows. Pure.
+"""Statistics of scores: avg@n, pass@k, intervals over prompts, table rows. Pure.
 
 Intervals are over prompts, since completions of one prompt are alike (Miller, 2024, arXiv 2411.00640, "clustered
 standard errors"). Student's t-intervals and Wilson's interval of a share need no statistics package; a single value has

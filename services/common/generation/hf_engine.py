@@ -1,4 +1,4 @@
-"""Reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU.
+"""Engine `hf`: generation with transformers and a key-value cache.
 
     submit -> waiting -> a pass over their prompts -> rows -> a pass for a token of every row -> collect
     ids, attention     padding on the left, so that all rows end in the same column

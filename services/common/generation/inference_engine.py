@@ -1,4 +1,4 @@
-"""Protocol of generation engines, their requests and completions, and the texts of the canary.
+"""Protocol of generation engines, their requests and completions, and canary texts.
 
     submit   never waits
     collect  waits for a finished completion or a lost request; `cancel` and a failed load unblock it

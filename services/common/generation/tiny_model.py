@@ -1,4 +1,4 @@
-"""A small Qwen3 model and its tokenizer, made locally and pretrained on a task.
+"""A small Qwen3 model and its tokenizer, pretrained on a task.
 
 Reinforcement learning needs some reward to start, so supervised training stops at a sampled accuracy of about a
 quarter. The result is cached by its settings.

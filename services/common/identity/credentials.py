@@ -1,4 +1,6 @@
-"""Certificates of a node and revoked serials: checked when read, read again when changed, as gRPC credentials.
+"""Certificates of a node and revoked serials, as gRPC credentials.
+
+Files are checked when read, and read again when changed.
 
 Guarantees: an unusable set (unreadable, key of another certificate, expired, foreign authority) is never taken. At the
 start it is a ConfigError; after a change the old set stays and one warning is logged.

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of versions: the publisher's key, and the keys that a node trusts.
+"""Ed25519 signatures of versions, and the keys that a node trusts.
 
 Manifests are signed as exact bytes. A private key is a PKCS 8 PEM file that only its owner may read; a public key is
 `ed25519:` and 64 hex digits. The content of a private key file is never in a message, an error or a log line.

@@ -1,4 +1,4 @@
-"""Settings of a link's security: certificates by default, plaintext only between processes of one machine.
+"""TLS settings of a link; plaintext only between processes of one machine.
 
 Guarantee: plaintext needs both `insecure = true` and a loopback address; a link never falls back to it.
 """

@@ -1,4 +1,4 @@
-"""The model that learner and samplers share: contract, tensors, adapters, quantised variants, log-probs.
+"""The model of learner and samplers: contract, tensors, adapters, variants, log-probs.
 
 Open `contract` first: the settings that a node states.
 """

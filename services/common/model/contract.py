@@ -1,4 +1,4 @@
-"""The contract of a node: from its tokenizer, task, sampling and adapter settings.
+"""The contract of a node, made from tokenizer, task, sampling and adapters.
 
 With adapters only they are published, unmerged: W + B A summed on another machine has other bits.
 """

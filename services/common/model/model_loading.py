@@ -1,4 +1,6 @@
-"""Loading of transformers models: one at a time in a process, with rotary positions that other texts do not change.
+"""Loading of transformers models.
+
+One loads at a time in a process, with rotary positions that other texts do not change.
 
 While transformers builds a model it replaces functions of `torch.nn.init`, and the learner one of `nn.Module`. Two
 threads at once would restore each other's replacement for good, and `normal_` would not write into a parameter. So a

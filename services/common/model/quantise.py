@@ -1,4 +1,6 @@
-"""Quantised variants of a state: weights in one byte each, with a scale for each row; small tensors stay as they are.
+"""Quantised variants of a state: one byte a weight, scales by row.
+
+Small tensors stay as they are.
 
 A tensor of two or more dimensions with rows (all but the first dimension) of at least MIN_ROW elements becomes
 

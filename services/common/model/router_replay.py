@@ -1,4 +1,4 @@
-"""Router replay of mixtures of experts: record the experts of drawn tokens, and reuse them in training.
+"""Router replay: experts of drawn tokens, recorded and reused in training.
 
 R3 (arXiv 2510.11370): a token near a tie of two experts may go to one in the sampler's engine and to the other in the
 learner's pass, so the same weights give other log-probs. With replay the learner's pass takes the sampler's experts;

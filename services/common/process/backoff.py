@@ -1,4 +1,6 @@
-"""Retry policy: backoff with full jitter on top of the server's delay; permanent errors are not retried.
+"""Retry policy: backoff with full jitter, added to the server's delay.
+
+Permanent errors are not retried.
 
     error                    next_delay
     RemoteError              as its class states (`is_transient`): a delay, or the error again

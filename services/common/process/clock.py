@@ -1,4 +1,4 @@
-"""Clocks as parameters: tests pass their own; a Bell ends a wait early."""
+"""Clocks as parameters, for tests and virtual time, and a Bell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Configuration: one TOML file a service, checked by pydantic; unknown keys are refused with their path.
+"""Configuration: one TOML file a service, checked by pydantic.
+
+Unknown keys are refused with their path.
 
 Precedence: `--set a.b=value`, then the file, then the default.
 """

@@ -1,4 +1,6 @@
-"""Durable files and directories: complete or absent, locked by one process, safe after a power cut.
+"""Durable files and directories: complete or absent after a power cut.
+
+One process locks a directory.
 
 A new name is durable only after an fsync of its directory. A function takes its descriptor before it changes anything,
 so a process without descriptors fails before the first change.

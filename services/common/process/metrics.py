@@ -1,4 +1,6 @@
-"""Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
+"""Every metric of every service, declared once.
+
+Names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
 
 Metrics of several services carry no service in their name. A process shows its own and the common ones. The scrape
 configuration or the coordinator adds the labels `run`, `service` and, at samplers and relays, `site`; so no metric has

@@ -1,4 +1,4 @@
-"""Threads, processes and tasks: waits that outlive cancellation, results in order, causes of failures."""
+"""Threads, processes and tasks: shielded waits, ordered results, causes of failures."""
 
 from __future__ import annotations
 

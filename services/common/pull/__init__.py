@@ -1,4 +1,4 @@
-"""Weight sync of a puller: plan, fetch, apply to a staging copy, verify the whole state.
+"""Pulls of weights: plan, fetch, apply to a staging copy, verify.
 
 A fetch resumes at every byte. Digests prove bytes, a signature proves a version, a root proves a state. Open `puller`
 first; `fallback` is the table of the next step after a failure.

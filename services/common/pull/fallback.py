@@ -1,4 +1,4 @@
-"""Fallback of pulls: how the next plan is built after a failure, as a table.
+"""Fallback of pulls: a table from failures to the next plan.
 
     basis     the plan starts from                         damaged    gone
     MERGED    a merged delta                               STRIKE     STRIKE

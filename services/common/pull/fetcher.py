@@ -1,4 +1,4 @@
-"""Downloads of payloads into a directory: resumable at every byte, over one stream or several.
+"""Downloads of payloads, resumable at every byte, over one or several streams.
 
     DIGEST           the payload's bytes from its beginning
     DIGEST.OFFSET    bytes from an offset on, while several streams fetch; appended to DIGEST when all are there

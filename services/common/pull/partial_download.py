@@ -1,4 +1,4 @@
-"""Files of partial downloads: which ranges are missing, and the writer that appends frames to a file.
+"""Partial downloads: missing ranges, and the writer that appends frames.
 
 A thread writes and hashes frames while the next ones arrive:
 

@@ -1,4 +1,4 @@
-"""Pull of a version: plan, fetch, apply to a staging copy, verify the whole state.
+"""Pull of a version: plan, fetch, apply to a staging copy, verify.
 
 Guarantees: the result has exactly the state of the manifest that was judged; the held version never changes; a fetch
 continues from the bytes on disk, also after a restart; a stalled link fails in bounded time. A failed check discards

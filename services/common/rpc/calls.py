@@ -1,4 +1,4 @@
-"""Base of the client: retries, deadlines, pacing, weight reads, log of an outage.
+"""Base of the client: retries, deadlines, pacing, weight reads.
 
 A retry has full jitter, a budget, the server's delay, and always the same key. `client` adds the calls of learners,
 samplers and operators.

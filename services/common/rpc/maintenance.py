@@ -1,4 +1,4 @@
-"""Diagnosis and backup of a coordinator: their values, their messages, and a client of each."""
+"""Diagnosis and backup of a coordinator: values, messages and clients."""
 
 from __future__ import annotations
 

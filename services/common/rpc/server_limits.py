@@ -1,4 +1,6 @@
-"""Limits of a server: memory of requests in flight, by kind of caller and message, and file descriptors.
+"""Limits of a server: memory of requests in flight, and file descriptors.
+
+Memory is counted by kind of caller and message.
 
 Short requests have a pool of their own, so neither a push over a slow line nor a silent caller delays a heartbeat. The
 learner and the operator have a pool that samplers never use.

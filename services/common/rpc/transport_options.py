@@ -1,4 +1,4 @@
-"""Transport settings of long, lossy links: gRPC options of both ends, bandwidth caps, memory for frames.
+"""Transport settings for long, lossy links: gRPC options, bandwidth caps, frame memory.
 
 Keepalive needs over a minute to notice a stopped peer; the http2 ping timeout with unlimited pings needs seconds.
 gRPC's own retries are off, because ours carry idempotency keys. Channels dial again every few seconds at least: by

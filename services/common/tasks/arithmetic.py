@@ -1,4 +1,4 @@
-"""Arithmetic tasks over all pairs of N-digit numbers: sums, and progressions with many terms.
+"""Arithmetic tasks over all pairs of N-digit numbers: sums and progressions.
 
 Every 19th pair of a fixed order is held out. Answers have their digits reversed, so that a small model can carry from
 one token to the next. In a progression, one wrong digit spoils all later terms.

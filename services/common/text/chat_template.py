@@ -1,4 +1,4 @@
-"""Chat templates: text of messages, equal on every node, and the tokens between two turns.
+"""Chat templates: rendered messages, equal on every node, and tokens between turns.
 
 transformers' renderer tells a template the machine's time, and its releases differ. Here jinja2 renders it, and
 `strftime_now` tells the run's date.

@@ -1,4 +1,4 @@
-"""Values of all three columns: names, digests, the contract of a run, sampling, the report of a step."""
+"""Values of all three columns: names, digests, contract, sampling, step report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values about evaluation: draws of a set, results of prompts, a version's results on a set."""
+"""Values about evaluation: draws, results of prompts, results of versions."""
 
 from __future__ import annotations
 

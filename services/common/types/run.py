@@ -1,4 +1,4 @@
-"""Values about a run: sites, heartbeats, the canary, the ledger, status, standstill, the learner's facts."""
+"""Values about a run: sites, heartbeats, canary, ledger, status, facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept samples: groups and evaluations whose text operators can read, and the JSON object of one completion.
+"""Kept samples: groups and evaluations with text, and their JSON.
 
 A sample is one prompt with all its completions. The coordinator keeps a bounded ring: every k-th trained group, every
 group that failed a check, every k-th group dropped for another reason, all evaluations. The learner adds texts, which

@@ -1,4 +1,6 @@
-"""Arena: all tensors of a model in one flat integer array per element width, cut into chunks.
+"""Arena: a model's tensors in flat integer arrays, cut into chunks.
+
+There is one array for each element width.
 
 Guarantees: equal tensor tables have equal layout ids; a tensor is a view into the arena, so applying a delta to a
 chunk changes tensors in place; tied tensors exist once. Values are never interpreted: everything is an exact integer.

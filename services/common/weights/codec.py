@@ -1,4 +1,6 @@
-"""Codec of one chunk of weights: exact, vectorised, no bit read as a float.
+"""Codec of one chunk of weights, exact and vectorised.
+
+No bit is read as a float.
 
     0  SAME      empty: all elements are unchanged.
     1  GAPULP    changed elements by position and integer step (heterorl.common.weights.sparse_codec).

@@ -1,4 +1,4 @@
-"""Composition of deltas: consecutive ones as one, and a delta undone, without the weights.
+"""Composition of deltas: several as one, or one undone, without weights.
 
 Steps are integers that wrap, so they add up. A payload either adds steps to a chunk or sets its values:
 

@@ -1,4 +1,4 @@
-"""Manifests: build one for a version, check a child against its parent and a state against its manifest."""
+"""Manifests: built for a version, checked against parent and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads: one file that rebuilds a state, or leads from one state to the next.
+"""Payloads: files that hold a state, or lead to the next one.
 
 Chunks of a snapshot are coded without a state before them. A payload is named by the blake3 of its bytes. A version is
 named by its state root, since compressed bytes may differ between builds of the compressor.

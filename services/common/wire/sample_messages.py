@@ -1,4 +1,4 @@
-"""Protobuf <-> kept samples: notes, lines and pages of a list, and whole samples.
+"""Protobuf <-> kept samples: notes, pages of a list, whole samples.
 
 The store keeps bytes: a group's canonical ones (heterorl.common.wire.sealed_groups), and the messages of notes and
 evaluations. `outline` reads the fields of a list from a group.

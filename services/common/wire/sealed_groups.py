@@ -1,4 +1,6 @@
-"""Sealed groups: canonical bytes made once by the sampler, opened only by readers of its numbers.
+"""Sealed groups: canonical bytes made once by the sampler.
+
+Only readers of the numbers open them.
 
     seal          group -> its canonical bytes        the sampler's outbox
     read_sealed   bytes of our own store              the outbox again, the coordinator's lease

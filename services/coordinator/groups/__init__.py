@@ -1,4 +1,4 @@
-"""The life of a group: assigned, received, validated, queued, leased, consumed or dropped with a reason.
+"""A group's life: assigned, received, validated, queued, leased, consumed or dropped.
 
 acked = pending + leased + consumed + dropped, always (`ledger`). Staleness is bounded four times: when work is handed
 out (`schedule`), when a group arrives (`validation`), when it is leased (`horizon`) and when it is consumed. `intake`

@@ -1,7 +1,8 @@
-"""Deadlines of leased assignments, and which assignments are away with a silent site. In memory.
+"""Deadlines of leased assignments, and assignments away with a silent site.
 
-The assignments of a silent site that works ahead are away: they count against no site and go to others when their term
-ends. A look reads only the holders that are due. A restart gives each lease a fresh term. Times are monotonic seconds.
+In memory. The assignments of a silent site that works ahead are away: they count against no site and go to others when
+their term ends. A look reads only the holders that are due. A restart gives each lease a fresh term. Times are
+monotonic seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The age of policies, and which groups are fresh enough to train on. Store operations.
+"""The age of policies, and groups fresh enough to train on.
 
-A policy's age counts from the publication of the next version, so the newest version has age 0 even if a run stands
-still. Groups go into versions in the order of their leases, as many for each version as the learner stated.
+Store operations. A policy's age counts from the publication of the next version, so the newest version has age 0 even
+if a run stands still. Groups go into versions in the order of their leases, as many for each version as the learner
+stated.
 """
 
 from __future__ import annotations

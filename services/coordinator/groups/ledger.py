@@ -1,4 +1,6 @@
-"""The ledger: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
+"""The ledger: acked = pending + leased + consumed + sum(dropped).
+
+Every group has exactly one account.
 
 `acked` and the final accounts are counters, changed in the transaction that moves the group. Pending and leased are
 counted from the groups, so a lost or doubly counted group breaks the equation. Assignments closed without a group have

@@ -1,7 +1,7 @@
-"""The durable queue of groups, and its order to the learner. Store operations.
+"""The durable queue of groups, and its order to the learner.
 
-A group that became too stale is dropped and counted, and its prompt is handed out again. A site's share binds only
-while another site has groups. No site starves:
+Store operations. A group that became too stale is dropped and counted, and its prompt is handed out again. A site's
+share binds only while another site has groups. No site starves:
 
     oldest    the oldest policy first; with a share, sites below it first
     fair      deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1

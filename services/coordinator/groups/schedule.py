@@ -1,4 +1,6 @@
-"""Pacing: how many prompts a site gets, and which. Pacing bounds staleness without throwing work away.
+"""Pacing: how many prompts a site gets, and which.
+
+Pacing bounds staleness without throwing work away.
 
 `decide_grant` and the functions of an assignment's number are pure. The window of difficulty uses mean rewards in the
 store:

@@ -1,4 +1,6 @@
-"""Pure checks of a pushed group: accept it, or name the reason and the wrong field.
+"""Pure checks of a pushed group.
+
+They accept it, or name the reason and the wrong field.
 
 Numbers are checked column by column before the commit, versions and assignment within it. `contract_problem` checks
 before a run begins that the largest group fits a message.

@@ -1,4 +1,6 @@
-"""Assignments: prompts handed out to sites, and prompts that come back without a group. Store operations.
+"""Assignments: prompts leased to sites, and prompts returned without a group.
+
+Store operations.
 
     work        holders, returned (JSON: counted returns by site), open_from (assignments below it are new ones first)
     returners   site, accepted (its groups at its newest counted return), num_returns (counted since such a group)

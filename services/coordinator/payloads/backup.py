@@ -1,4 +1,4 @@
-"""Backups of a running coordinator: one snapshot of the store and every payload it names, in a directory.
+"""Backups of a running coordinator: one store snapshot and its payloads.
 
     backups/<name>.partial    in progress; the next backup removes it
     backups/<name>            complete and durable: a data_dir from which a coordinator starts with payloads as files

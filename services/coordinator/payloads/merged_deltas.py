@@ -1,4 +1,4 @@
-"""Merged deltas: which spans are worth merging, and the cache of merged files.
+"""Merged deltas: spans worth merging, and the cache of merged files.
 
     data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
     data_dir/merged/compose*                       in progress; removed at the next start

@@ -1,4 +1,4 @@
-"""Store operations on payload rows: verified, offered, retired; and the scratch directory of rebuilds.
+"""Store operations on payload rows: verified, offered, retired; and the scratch directory.
 
 Each variant is its own graph over the same versions. A file may go only when no variant names it.
 """

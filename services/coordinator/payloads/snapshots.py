@@ -1,4 +1,4 @@
-"""Snapshots: when one is due, writing it, and proving a path of payloads.
+"""Snapshots: when one is due, its writing, and proof of a path.
 
 Both work chunk by chunk, so memory does not grow with the model. The proof rebuilds each state and compares the chunk
 digests with the version's manifest, which also locates a damaged payload.

@@ -1,4 +1,6 @@
-"""Opens the payload storage at the start: the data directory, or a bucket, chosen when a run begins.
+"""Opening of the payload storage: data directory or bucket.
+
+The choice is made when a run starts.
 
 With a bucket, the store's meta `payloads_owner` holds the name in the mark of its prefix. A prefix without a mark is
 claimed if it has every payload that the store names. A start lists the bucket and waits up to WAIT_S for it.

@@ -1,4 +1,4 @@
-"""Who may call what: a table of rpc and role, checked for each call and each message.
+"""Access control: a table of rpc and role, for calls and messages.
 
 An rpc without a row is refused for every caller. A sampler speaks for its own site only. A revoked or expired
 certificate is refused at its next message. Refusals are counted by reason.

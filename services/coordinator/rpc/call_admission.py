@@ -1,4 +1,6 @@
-"""Admission control: a call needs an admitted certificate and a place, a message needs room in memory.
+"""Admission control: places for calls, memory for messages.
+
+Each call needs an admitted certificate.
 
 gRPC parses the message of a unary call before a handler runs. So every handler is installed as a stream, and messages
 are read here: authorized, counted, parsed (long ones on a thread), checked field by field. Long answers are streamed

@@ -1,4 +1,4 @@
-"""The audit log: refusals, quarantines, releases and orders, in rows chained by digests.
+"""The audit log: refusals, quarantines, releases and orders, chained by digests.
 
 Rows are appended in the transaction of the event. Each has the digest of the row before, so a changed, removed or
 inserted row breaks the chain; the newest digest, noted elsewhere, proves that no row was cut off. It never has a

@@ -1,4 +1,4 @@
-"""Incarnations of a site: known group ids, and which incarnations are kept and shown.
+"""Incarnations of a site: known group ids, kept and shown incarnations.
 
 An incarnation is one sampler's outbox. A watermark and the few sequences beyond it tell which of its groups are known,
 so an id takes effect once. An incarnation that pushed stays for its watermark, and older ones are shown as one sum.

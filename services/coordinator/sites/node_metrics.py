@@ -1,4 +1,4 @@
-"""Metrics that nodes push, and the port that serves them with the coordinator's own.
+"""Metrics that nodes push, and the port that serves all metrics.
 
 A node's entry expires after KEPT_S without a push. Entries are in memory. A node may push twice a second, with a
 bounded number of different series an hour, since Prometheus keeps each for hours.

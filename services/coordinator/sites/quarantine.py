@@ -1,4 +1,6 @@
-"""Quarantine of sites: by canary, by the learner's checks, by lost members. Store operations.
+"""Quarantine of sites: by canary, by the learner's checks, by lost members.
+
+Store operations. Reasons:
 
 canary     the median difference of log-probs from the learner's exceeds the threshold: no work until a version of
            the site is right or an operator releases it

@@ -1,9 +1,9 @@
-"""Quotas of a site: assignments by an equal share less debts, pushes by token buckets. In memory.
+"""Quotas of a site: equal shares of assignments, token buckets for pushes.
 
-Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that never
-answers sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all away
-takes no share. Buckets: a refusal is free and says when to retry. A group larger than the burst passes when the bucket
-is full. A restart clears debts and fills buckets.
+In memory. Shares: a single site may hold everything; if it works ahead, it leaves a quarter for a newcomer. A site that
+never answers sinks to one assignment and regains one for each group that it delivers. A site whose assignments are all
+away takes no share. Buckets: a refusal is free and says when to retry. A group larger than the burst passes when the
+bucket is full. A restart clears debts and fills buckets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Registered sites (durable), and when each was last seen (in memory, monotonic clock)."""
+"""Registered sites, and the time each was last seen.
+
+Sites are durable; the time is in memory, by the monotonic clock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background loops that survive failures, and workers with a thread of lowest priority.
+"""Background loops that survive failures, and workers of lowest priority.
 
 A failed turn is logged once, counted and retried after PAUSE_S. Only the end of the store ends a loop.
 """

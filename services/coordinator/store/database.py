@@ -1,4 +1,6 @@
-"""One connection, one thread and group commit: an operation answers after its bytes are on disk.
+"""The database: one connection, one thread, group commit.
+
+An operation answers after its bytes are on disk.
 
 Operations run one after another, each completely or not at all; those that wait together share one fsync. On a full
 disk they run again one by one, so that those that need no room succeed; the others fail with StoreFull. Any other I/O

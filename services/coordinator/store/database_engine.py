@@ -1,4 +1,4 @@
-"""The interface of a database engine: connection, transactions with savepoints, meaning of errors.
+"""Interface of a database engine: connection, transactions with savepoints, error kinds.
 
 Operations write SQLite's SQL with `?` for values. IN_POSTGRES translates statements where the dialects differ.
 `Database` queues operations and shares commits.

@@ -1,4 +1,6 @@
-"""Free space on the disk of data_dir: groups are refused early, so that versions and deletions still have room.
+"""Free space on data_dir's disk: groups are refused before it ends.
+
+Versions and deletions then still have room.
 
 free bytes               effect
 below min_free_bytes     no group, merged delta or sample is written; the garbage collector deletes what may go

@@ -1,4 +1,4 @@
-"""Payload storage, cache and direct uploads, as files of data_dir.
+"""Base classes of payload storage: files in data_dir; the bucket overrides them.
 
 `store/bucket` derives from the three classes. `BlobStore` calls the storage before it reports a payload complete, and
 when it deletes one. Readers of files ask the cache first.

@@ -1,4 +1,4 @@
-"""The learner's lease and the chain of versions: pure decisions and store operations.
+"""The learner's lease and the version chain: decisions and store operations.
 
 Epochs only grow, and only they decide safety; time decides liveness. One compare-and-set transaction commits a version
 and consumes its groups. Versions have no gaps. The same step id gives the same answer.

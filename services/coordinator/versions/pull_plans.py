@@ -1,4 +1,4 @@
-"""Pull plans: the cheapest payloads from the version that a sampler has to the one it wants.
+"""Pull plans: the cheapest payloads from a sampler's version to another.
 
 Versions are nodes, payloads are edges; a snapshot starts at None. A path of payloads of b_1 ... b_n bytes takes
 sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs sum(b_i + object_bytes), where object_bytes

@@ -1,4 +1,4 @@
-"""An opened model directory: a model without weights, and its weights by name.
+"""Opened model directories: a model without weights, and named weights.
 
 A rank reads one tensor at a time, or block by block while a model computes, and keeps only its part.
 

@@ -1,4 +1,4 @@
-"""The optimizers, and trainable state as safetensors and JSON files.
+"""AdamW and Adafactor, and their state in checkpoint files.
 
     adamw       two moments as large as the parameter: 8 bytes of each element; works on any piece of a parameter
     adafactor   arXiv 1804.04235, without a first moment: mean squares of each row and column of a matrix, and of each

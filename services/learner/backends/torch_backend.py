@@ -1,4 +1,4 @@
-"""The backend of one process and one device: fp32 masters, AdamW or Adafactor.
+"""Backend of one process and device: fp32 masters, AdamW or Adafactor.
 
 Passes see the masters rounded as they are published. On the CPU a run is a pure function of its inputs, its weights and
 the number of threads.

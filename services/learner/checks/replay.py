@@ -1,4 +1,4 @@
-"""Log-probs, margins of repeated draws and log-ratios of a group; log-probs of the canary.
+"""Replay of a group: log-probs, margins of draws, log-ratios, canary.
 
 Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.

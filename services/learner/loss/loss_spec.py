@@ -1,4 +1,7 @@
-"""A loss as a value of its parts; only this module reads `kind`."""
+"""A loss as a value of its parts.
+
+Only this module reads `kind`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the backends: optimizer, step size, precision, devices, micro-batches, number of processes.
+"""Configuration of the backends: optimizer, step size, precision, devices, micro-batches, processes.
 
 A step's size depends on the configuration and two counts that outlive every process: steps of the run, which a version
 states, and steps of the optimizer, which a checkpoint holds. A new optimizer warms up again and goes on with the decay.

@@ -1,4 +1,4 @@
-"""A step's sequences: advantages and denominators of whole groups, shares of ranks, micro-batches.
+"""A step's sequences: advantages of whole groups, shares of ranks, micro-batches.
 
 Guarantees: advantages and log denominators are computed once, in float64, over each whole group and before any split. A
 rollout without drawn tokens is not a member.

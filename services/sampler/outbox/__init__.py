@@ -1,4 +1,4 @@
-"""Groups between generation and acknowledgement: durable, pushed in order, kept until their outcome is final.
+"""The outbox: durable groups, pushed in order, kept until their outcome.
 
 `outbox` makes a group durable, `turn_store` keeps turns of groups in flight, `outbox_file` opens the SQLite file of
 both, `delivery` pushes. Open `outbox` first.

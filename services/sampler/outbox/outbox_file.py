@@ -1,4 +1,4 @@
-"""The SQLite file of an outbox: opened durably or set aside, never deleted.
+"""The SQLite file of an outbox: opened or set aside, never deleted.
 
 A damaged file, or one of another site, moves to the directory set-aside and a new file begins, so that an operator can
 recover groups.

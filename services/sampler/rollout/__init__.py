@@ -1,4 +1,4 @@
-"""Leased work becomes groups: the engine generates, rewards score, the outbox takes each group.
+"""Rollouts: leased work is generated, scored and put into the outbox.
 
 Open `generation_loop` first.
 """

@@ -1,4 +1,4 @@
-"""The completion collector: scores completions, spools groups, and returns assignments that give no group.
+"""The completion collector: scores completions, spools groups, returns assignments without a group.
 
 A group is in the outbox before its assignment is forgotten. A reward or environment that fails costs one member, and
 the group if fewer than `min_members` are left.

@@ -1,4 +1,4 @@
-"""Runs members through their environments: each turn is stepped, and another turn or an end follows.
+"""Episode runner: steps each turn of a member in its environment.
 
 A failure of an environment ends one member; the event loop, the engine and other members go on. Drawn ids stay as
 drawn.

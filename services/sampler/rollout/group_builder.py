@@ -1,4 +1,4 @@
-"""Builds drafts from assignments and groups from scored drafts: prompts, seeds, texts, rewards.
+"""Builder of groups from assignments: prompts, seeds, texts, rewards.
 
 Every drawn token carries its version, a group its oldest one. A reward that fails is a lost member, not a zero reward.
 All methods except `group` block and run in threads.

@@ -1,4 +1,4 @@
-"""Groups in flight: their completions and scores, and what the next process in state_dir continues.
+"""Groups in flight: completions, scores, and work that a restart continues.
 
     begun -> completions end, one by one -> each is scored, or lost -> the last one completes the group
           -> too few members are left, or the engine fails: given up, its assignment is handed back

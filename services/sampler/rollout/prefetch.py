@@ -1,4 +1,4 @@
-"""Work leased ahead of need, and the sampler's speed, which decides how far ahead.
+"""Work leased ahead of need, sized by the sampler's speed.
 
 A question whose answer was lost is repeated unchanged, so that work is not granted twice. Assignments begin in the
 order of the lease. An expired lease is not dropped here: the push decides whether its group is still wanted.

@@ -1,4 +1,4 @@
-"""Swaps the engine's weights: which version is due, loaded, and compared with the learner.
+"""Swaps of the engine's weights: due version, loading, canary.
 
 Generation needs a verified version and stops at an engine failure; the engine then gets the version again with growing
 backoff. A state root is known from before its version's first token until no group in flight may name it.

@@ -1,4 +1,4 @@
-"""vLLM behind the Engine Protocol: a process whose weights are swapped in place.
+"""vLLM as an engine whose weights are swapped in place.
 
 Open `vllm_engine` first; `arena_worker` runs inside vLLM's workers.
 """

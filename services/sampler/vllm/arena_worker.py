@@ -1,4 +1,4 @@
-"""The worker extension inside vLLM's processes: loads a weights file into the model in place.
+"""Worker extension inside vLLM: loads a weights file into the model.
 
 After `load_arena_file`, every parameter and all that vLLM derived from it (fused, packed) comes from the file. A file
 that leaves a parameter out is an error. Reads safetensors only. Must never import vllm, whose worker mixes it in.

@@ -1,4 +1,4 @@
-"""The model that a node's vLLM engines share: reference on the CPU, layout, and weight files for their processes.
+"""The shared model of a node's vLLM engines: reference, layout, weight files.
 
     all weights   one safetensors file, read by every worker's `load_arena_file`; or a whole model, to start from
     adapters      a directory in the format of `peft`, read by vLLM's own loader, over the base model

@@ -1,4 +1,4 @@
-"""vLLM's arguments: of the engine and of a completion; and the reading of its answers.
+"""vLLM's arguments for engine and completion, and its parsed answers.
 
 A completion's random stream depends only on the assignment's seed and the member. Log-probs have the contract's
 meaning, or the configuration is refused. This module must never import vllm.

@@ -1,4 +1,4 @@
-"""vLLM behind the Engine Protocol: a process that keeps running while its weights are swapped in place.
+"""Engine `vllm`: a process whose weights are swapped in place.
 
     load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
            -> resume -> canary against the reference

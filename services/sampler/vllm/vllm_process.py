@@ -1,4 +1,6 @@
-"""vLLM's asynchronous engine as blocking calls: an event loop in a thread, the model in its own process.
+"""vLLM's asynchronous engine as blocking calls.
+
+Its event loop is in a thread, the model in another process.
 
 A worker process gets only a method's name, plain values and a file's path, never code or a pickled tensor. Every
 failure of vLLM is an EngineError. `close` ends the process. The caller decides about versions.

@@ -1,4 +1,4 @@
-"""The canary of a swap: compares the engine's log-probs with a float32 forward of the arena.
+"""The canary of a swap: engine log-probs against a float32 forward.
 
 A partial swap raises no error in an engine; it shows in its log-probs. The reference is the Hugging Face model in
 float32. It takes one module's weights at a time from the arena, so it needs no copy of the model and reads each weight

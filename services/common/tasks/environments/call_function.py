@@ -1,4 +1,6 @@
-"""Script that runs an agent function: `python -P call_function.py FILE NAME`, with a row as JSON on standard input.
+"""Script that runs an agent function: `python -P call_function.py FILE NAME`.
+
+A row comes as JSON on standard input.
 
 Calls `NAME(row, base_url, api_key)`, which may be async, and prints the reward or its named parts as the last line.
 It does not import heterorl.

@@ -1,4 +1,6 @@
-"""Environment: the class that an author writes; each episode gets a new object.
+"""Environment: the class that an author writes.
+
+Each episode gets a new object.
 
 A whole environment, for prompts of a file with an answer in each row:
 

@@ -1,4 +1,4 @@
-"""Task whose completions are episodes of an environment, and its rows of seeds."""
+"""Task whose completions are episodes, and its rows of seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat format for agent programs: reads or refuses requests, writes the policy's turns. Pure.
+"""OpenAI's chat format for agent programs: requests read, turns written. Pure.
 
 A request is another turn only where it begins with all known messages and adds some. Messages are compared by their
 parsed content; drawn tokens are never taken from a request.

@@ -1,4 +1,4 @@
-"""Verifiers of answers: equal text, or equal mathematics by math-verify in worker processes.
+"""Verifiers of answers: equal text, or equal mathematics by math-verify.
 
 A comparison that exceeds its processor time counts as a wrong answer. Processor time gives equal values on a busy
 machine. Any other failure is an error, never a zero reward.

@@ -1,4 +1,4 @@
-"""A language model as judge: one chat completion for each text, whose answer holds a score.
+"""Reward by a language model that judges: a completion with a score.
 
 Runs in a worker process. An answer without a score, or with one off the scale, is an error, not a score. The completion
 stands in the question unchanged, so the rubric should mark its start and end.

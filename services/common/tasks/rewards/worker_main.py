@@ -1,4 +1,6 @@
-"""Worker process of rewards and episodes: `python -P worker_main.py`, started and killed by `worker_pool`.
+"""Worker process of rewards and episodes.
+
+`worker_pool` starts it by `python -P worker_main.py`, and kills it.
 
 For a user's reward function it does not import heterorl, so that the user's packages meet none of ours. Environments
 and built-in tasks are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its

@@ -1,4 +1,6 @@
-"""Dataset over rows of Arrow files: prompts by position, some held out, answers compared as in `jsonl:`.
+"""Dataset over rows of Arrow files: prompts by position, some held out.
+
+Answers are compared as in `jsonl:`.
 
 Memory holds one number a prompt; rows stay mapped. No held-out prompt is trained on. Equal digests mean equal files,
 columns, filters and chosen rows.

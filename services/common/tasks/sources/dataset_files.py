@@ -1,4 +1,4 @@
-"""Rows of a dataset by its name: commit on the hub, download, and mapped Arrow table with a digest of its files.
+"""Rows of a dataset by name: commit, download, mapped Arrow table, digest.
 
 A branch moves, so nodes that start on two days would train on two datasets. A node therefore pins a branch to its
 commit when it first starts, in a note in its own directory; the contract's digest exposes a node with another commit. A

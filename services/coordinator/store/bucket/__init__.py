@@ -1,4 +1,4 @@
-"""Payloads in an S3-compatible bucket, with a bounded cache in the data directory.
+"""Payloads in an S3-compatible bucket, with a bounded local cache.
 
 Open `bucket_storage` first.
 """

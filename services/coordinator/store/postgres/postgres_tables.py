@@ -1,4 +1,4 @@
-"""The tables in PostgreSQL: created, counted, and copied to and from a SQLite file.
+"""The tables in PostgreSQL: created, counted, and copied from or to SQLite.
 
 They are the tables of `store/schema.py` in PostgreSQL's types, plus a row that names the writer. Texts compare by
 bytes, as in SQLite. Group content is stored uncompressed, since it is compressed already. A coordinator that takes a

@@ -1,4 +1,4 @@
-"""Waits for the store: until the server is up, or until the active coordinator ends.
+"""Waits for the store: for its server, or the active coordinator's end.
 
 The lock ends with the holder's process, or seconds after its host is gone. A refusal before the first session is an
 operator's error; later errors are retried.

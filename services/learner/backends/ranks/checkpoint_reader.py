@@ -1,4 +1,4 @@
-"""A checkpoint read by all ranks: each its pieces, or rank 0 sends them."""
+"""Checkpoint reader of ranks: each reads its pieces, or rank 0 sends."""
 
 from __future__ import annotations
 

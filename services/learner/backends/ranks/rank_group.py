@@ -1,4 +1,6 @@
-"""One rank's membership: meet the others at a store of torch.distributed, compare, join, leave.
+"""Membership of one rank: meet, compare, join, leave.
+
+The ranks meet at a store of torch.distributed.
 
     round                   name of the newest round
     hello/R                 a random word of rank R's newest process

@@ -1,4 +1,6 @@
-"""Sandbox of foreign Python code by bubblewrap: no network, no file but its interpreter, bounded time and memory.
+"""Sandbox of foreign Python code by bubblewrap.
+
+It has no network, no file but its interpreter, bounded time and memory.
 
 bubblewrap makes namespaces of files, processes, network, IPC and host name. `sandbox_main` sets limits of memory,
 processor time, processes and files on itself, and installs the filter of system calls, before it reads foreign code.

@@ -1,4 +1,6 @@
-"""Unit tests of a completion's code as a reward: read from the prompt's answer, run in a sandbox each.
+"""Reward by unit tests of a completion's code.
+
+Tests come from the prompt's answer; each runs in a sandbox.
 
 The answer is JSON: a list of tests, an object with the list `tests`, or an object with the lists `inputs` and
 `outputs`, and `fn_name` for a function. An answer that is not JSON is one test in Python. A test is Python that runs

@@ -1,4 +1,4 @@
-"""Scores of reasoning-gym's datasets, by one server in a sandbox for each worker.
+"""Scores of reasoning-gym's datasets, by one sandboxed server a worker.
 
 Verifiers of reasoning-gym run answers as Python, so no completion is scored in a service. A completion that raises,
 hangs, takes too much or ends the server gets 0. A sandbox that cannot be built is an error, not a value. No completion

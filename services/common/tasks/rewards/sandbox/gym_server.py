@@ -1,4 +1,4 @@
-"""Server in the sandbox that imports reasoning-gym once and forks for each completion.
+"""Sandboxed server that imports reasoning-gym once and forks for each completion.
 
 Verifiers of reasoning-gym run answers as Python, so a child scores one completion. The parent reads a bounded answer
 until a deadline, then kills and waits for all other processes of its namespace; the kernel tells their processor time.

@@ -1,4 +1,6 @@
-"""Program in the sandbox: `python -s -B sandbox_main.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S CALLS`.
+"""Program in the sandbox: runs a completion's code under limits.
+
+`python -s -B sandbox_main.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S CALLS`.
 
 Sets its limits and installs the seccomp filter CALLS (hexadecimal), then reads one JSON document a line from ORDERS.
 Foreign code runs in this process, so neither its output nor its status proves that a test passed. REPORT says that the

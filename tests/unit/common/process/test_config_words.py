@@ -5,14 +5,17 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.process.config_file import problems_of
+from heterorl.common.process.config_file import FORMER, all_keys, problems_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.loss.loss_spec import ALGORITHMS
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
-def problem(table):
+def problem(table, schema=CoordinatorConfig):
     with pytest.raises(ValidationError) as refused:
-        CoordinatorConfig.model_validate(table)
-    return "; ".join(map(str, problems_of(CoordinatorConfig, refused.value)))
+        schema.model_validate(table)
+    return "; ".join(map(str, problems_of(schema, refused.value)))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +46,38 @@ def test_other_values_are_quoted():
     [
         ({"flavour": "int8"}, "flavour: is a key no longer; it is `variant`"),
         ({"ballast_bytes": 1}, "ballast_bytes: is a key no longer; .* see min_free_bytes"),
+        ({"evaluation_lease_s": 9.0}, "evaluation_lease_s: is a key no longer; .* work_lease_s; see evaluation_hold_s"),
         ({"payloads": {"take_over": "ab"}}, r"payloads\.take_over: is a key no longer; .*operate\.md"),
     ],
 )
 def test_key_of_an_earlier_release_says_what_stands_in_its_place(table, said):
     assert re.search(said, problem(table))
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_no_former_key_is_a_key_today(former):
+    known = {key for schema in (CoordinatorConfig, LearnerConfig, SamplerConfig) for key in all_keys(schema)}
+
+    assert former not in known
+    assert former.removeprefix("loss.kind = ") not in ALGORITHMS
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"loss": {"kind": "vcpo"}},
+            "loss.kind: 'vcpo' is a kind no longer; .*function of vcpo: see docs/own-losses.md",
+        ),
+        (
+            {"loss": {"kind": "gepo", "beta": 1}},
+            "loss.beta: is a key no longer; .*function of tba: see docs/own-losses.md",
+        ),
+        (
+            {"publish_interval": {"kind": "ucb", "price": 1}},
+            "publish_interval: is a key no longer; set steps_per_version",
+        ),
+    ],
+)
+def test_key_or_kind_of_an_earlier_loss_says_where_it_is(table, said):
+    assert re.search(said, problem(table, LearnerConfig))

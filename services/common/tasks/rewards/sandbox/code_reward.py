@@ -240,8 +240,9 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """Answers requests of a worker, and the version of its Python."""
     limits = SandboxLimits(
-        cpu_s=job["test_timeout_s"], timeout_s=job["patience"] * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
-        work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],
+        cpu_s=job["test_timeout_s"], timeout_s=job["patience"] * job["test_timeout_s"],
+        memory_bytes=job["memory_bytes"], work_bytes=job["work_bytes"], output_bytes=job["output_bytes"],
+        num_processes=job["num_processes"],
     )  # fmt: skip
     try:
         sandbox = find_sandbox(python=job["python"], shown=job["shown"], limits=limits)
@@ -265,8 +266,8 @@ def judged(
 ) -> dict[str, Any]:
     """Value of code: 1 where all tests pass, or the share of passed tests; and how close it came to a time limit.
 
-    `cpu_s` is processor time for all tests, `patience` times as much by the clock; the sandbox limits one. A test without time left fails. The `share` of the
-    limit is then 1, since a faster machine may have passed it.
+    `cpu_s` is processor time for all tests, `patience` times as much by the clock; the sandbox limits one. A test
+    without time left fails. The `share` of the limit is then 1, since a faster machine may have passed it.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0

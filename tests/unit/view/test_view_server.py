@@ -2,11 +2,15 @@
 
 import http.client
 import socket
+import stat
+import tempfile
 from http import HTTPStatus
+from types import SimpleNamespace
 
 import pytest
 
 from heterorl.common.errors import PortInUse
+from heterorl.view import pages
 from heterorl.view.pages import redirect_file
 from heterorl.view.view_server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
 
@@ -134,3 +138,18 @@ def test_a_browser_is_led_to_the_page_by_a_file_of_this_user_alone():
         assert 'content="0;url=http://127.0.0.1:8000/?key=a-b_c&amp;x=1"' in path.read_text()
         assert "key" not in path.as_uri()
     assert not path.parent.exists()
+
+
+def test_the_index_is_below_tmpdir_and_deleted_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = []
+    source = SimpleNamespace(name="x", start=lambda: said.append("start"), close=lambda: said.append("close"))
+
+    with pages.served(lambda index: source):
+        (directory,) = tmp_path.iterdir()
+        assert directory.name.startswith("heterorl-view-")
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert list(directory.iterdir())
+
+    assert list(tmp_path.iterdir()) == []
+    assert said == ["start", "close"]

@@ -37,8 +37,9 @@ def test_a_tracker_must_be_named():
 
 
 def test_a_coordinator_that_is_not_there_is_said_at_once():
-    with pytest.raises(HeterorlError, match="127.0.0.1:1"):
+    with pytest.raises(HeterorlError, match="127.0.0.1:1") as caught:
         raise invoke("--to", "tensorboard").exception
+    assert caught.value.exit_code == 2
 
 
 def shown(problem, *sent):

@@ -1,5 +1,6 @@
 """Metrics are served on a port of their own, with names by convention."""
 
+import inspect
 import logging
 import re
 import urllib.request
@@ -8,6 +9,9 @@ import pytest
 
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import logs, metrics
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler.sampler_config import SamplerConfig
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
@@ -41,6 +45,12 @@ def test_metrics_are_served_and_a_taken_port_names_its_key():
     assert "heterorl_sampler_" not in page
     with pytest.raises(PortInUse, match="metrics_port"):
         metrics.serve(port, service="coordinator")
+
+
+@pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig, RelayConfig])
+def test_metrics_are_on_loopback_unless_the_file_says_otherwise(schema):
+    assert schema.model_fields["metrics_host"].default == "127.0.0.1"
+    assert inspect.signature(metrics.serve).parameters["address"].default == "127.0.0.1"
 
 
 def test_second_service_that_was_given_no_port_finds_one_beside_the_first():

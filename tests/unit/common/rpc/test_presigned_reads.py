@@ -59,6 +59,30 @@ async def test_range_that_begins_elsewhere_is_refused():
     await connections.close()
 
 
+async def test_no_redirect_is_followed():
+    asked = []
+
+    async def elsewhere(reader, writer):
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(
+            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/other\r\nContent-Length: 0\r\n"
+            b"Connection: close\r\n\r\n" % port
+        )
+        await writer.drain()
+        writer.close()
+
+    connections = UrlClient("any")
+    server = await asyncio.start_server(elsewhere, "127.0.0.1", 0)
+    async with server, store(10) as (there, heads):
+        own, port = server.sockets[0].getsockname()[1], int(there.split(":")[2].split("/")[0])
+        with pytest.raises(Unreachable, match="answers 302"):
+            await read(reads.PresignedReads(connections, SystemClock()), f"http://127.0.0.1:{own}/p")
+    await connections.close()
+
+    assert len(asked) == 1
+    assert heads == []
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [(b"bytes and more", "sends more than was asked for"), (b"byte", "ended early")]
 )

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -88,6 +89,25 @@ def test_failures_that_pass_are_asked_again_within_the_time_limit():
     with serving(reply) as server, task_of(http(server)) as task:
         assert task.score(task.prompt(0), "four")[0].value == 0.4
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("status", http_reward._RETRIED)
+def test_each_status_that_passes_is_asked_again_and_the_page_names_it(status):
+    replies = [(status, {"Retry-After": "0"}, b"later"), {"rewards": [0.5]}]
+
+    with serving(lambda _: replies.pop(0)) as server:
+        assert http_reward.Server(url=server.url).post({}, deadline=time.monotonic() + 20) == {"rewards": [0.5]}
+    assert replies == []
+    named = ", ".join(map(str, http_reward._RETRIED))
+    assert f"| {named}, a failed connection |" in (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 501, 505])
+def test_any_other_status_is_an_error_at_once(status):
+    with serving(lambda _: (status, {}, b"no")) as server:
+        with pytest.raises(http_reward.ServerRefused, match=f"^status {status}: no"):
+            http_reward.Server(url=server.url).post({}, deadline=time.monotonic() + 20)
+        assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize("wait", ["-5", "nan", "Wed, 21 Oct 2015 07:28:00 GMT"])

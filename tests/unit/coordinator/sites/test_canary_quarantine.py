@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.common.types.rollout import PushStatus
 from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -94,6 +95,19 @@ async def test_site_that_is_off_gets_no_work_until_one_of_its_versions_is_right(
     )
     assert await run.lease()
     assert (await _status(core)).quarantine == ""
+    await core.close()
+
+
+async def test_groups_of_a_site_that_is_off_are_still_taken(config, tmp_path):
+    core = await Coordinator.open(config, ManualClock())
+    run = await _run(core, tmp_path / "run")
+    await run.publish()
+    groups = [run.group(work) for work in await run.lease(2)]
+    assert (await core.report_canary(report((-9.0,) * 4))).quarantine
+
+    outcomes = await core.push_groups(groups)
+
+    assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * 2
     await core.close()
 
 

@@ -1,6 +1,7 @@
 """Numbers that pages state of the product are those that it has: each fragment is written from the constant itself."""
 
 import dataclasses
+import json
 import math
 import re
 import tomllib
@@ -140,3 +141,28 @@ def test_a_start_waits_for_the_lock_as_long_as_the_page_says():
     assert (
         f"waits {engine.HELD_S:g} s for the lock, then ends with code 1" in (ROOT / "docs" / "operate.md").read_text()
     )
+
+
+def smaller(lr, versions):
+    """How many times smaller a delta of the default scheme is, as pages write it."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "weights.json").read_text())["rows"]
+    [ratio] = [
+        row["ratio"]
+        for row in rows
+        if (row["scheme"], row.get("lr"), row.get("lag_versions")) == ("gapulp", lr, versions)
+    ]
+    return f"{ratio:.0f}" if ratio > 20 else f"{ratio:.1f}"
+
+
+def test_deltas_are_as_small_as_the_committed_measurement():
+    readme, results, variants = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/results.md", "docs/variants.md")
+    )
+
+    assert f"[{smaller(1e-5, 1)} times smaller](docs/results.md#what-a-version-costs-on-the-link)" in readme
+    assert f"at learning rate 1e-5, {smaller(1e-6, 1)} times at 1e-6" in readme
+    for lr in (1e-6, 1e-5, 1e-4):
+        assert f"| {lr:g} | {smaller(lr, 1)}x | {smaller(lr, 8)}x |" in results
+    for lr, versions in ((1e-6, 1), (1e-6, 8), (1e-6, 24), (1e-5, 1), (1e-4, 1)):
+        assert re.search(rf"\| {lr:g} \| {versions} \| [\d.]+ % \| {re.escape(smaller(lr, versions))}x \|", variants)

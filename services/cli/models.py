@@ -43,9 +43,12 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="Override one of its keys: `--set engine.device=cuda`.")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Evaluate only this [[evaluation]] set; repeatable.")] = None,
-    task: Annotated[str, typer.Option(help="Evaluate this task instead, such as `jsonl:test.jsonl`.")] = "",
+    task: Annotated[
+        str, typer.Option(help="Evaluate this task instead, every row of a file such as `jsonl:test.jsonl`.")
+    ] = "",
     prompts: Annotated[
-        int | None, typer.Option(help="Held-out prompts of each set; default: as configured.", min=1)
+        int | None,
+        typer.Option(help="Prompts of each set, the first ones; default: as configured, all of --task's file.", min=1),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Completions of each prompt; default: as configured.", min=1)
@@ -70,10 +73,8 @@ def evaluate(
 
     silence_grpc()
     logs.configure(style="console", fields={"role": "evaluate"})
-    overrides = [*(set_ or ()), *([f'task.name="{task}"'] if task else ())]
+    overrides = [*(set_ or ()), *(_in_place_of_the_files(task) if task else ())]
     loaded: SamplerConfig = load_service("sampler", config, overrides)
-    if task:
-        loaded = loaded.model_copy(update={"evaluation": ()})
     is_run = not Path(subject).exists() and _ADDRESS.match(subject) is not None
     if version and not is_run:
         raise ConfigError("--version", f"{subject} is a model, which has no versions", action="give host:port of a run")
@@ -86,8 +87,8 @@ def evaluate(
     }
     from heterorl.evaluation.subject import configured
 
-    sets = configured(loaded, names=only or (), **changes)
-    rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets)
+    sets = configured(loaded, names=only or (), every_row=bool(task), **changes)
+    rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets, every_row=bool(task))
     from heterorl.evaluation.evaluate_sets import as_json, tables
 
     if out is not None:
@@ -101,8 +102,20 @@ def evaluate(
         console_of().print(*tables(rows))
 
 
+def _in_place_of_the_files(task: str) -> list[str]:
+    """Overrides of a sampler's file that put a named task in the place of its own, with no other held-out prompts."""
+    keys = [f'task.name="{task}"', 'task.evaluation_path=""', 'task.data.evaluation_split=""']
+    return keys if task == "mixture" else [*keys, "task.sources=[]"]
+
+
 def _evaluate(
-    subject: str, versions: list[int], *, is_run: bool, config: SamplerConfig, sets: tuple[EvaluationSetConfig, ...]
+    subject: str,
+    versions: list[int],
+    *,
+    is_run: bool,
+    config: SamplerConfig,
+    sets: tuple[EvaluationSetConfig, ...],
+    every_row: bool,
 ) -> list[Row]:
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
@@ -121,7 +134,7 @@ def _evaluate(
         opened = []
         for one in sets:
             _say(f"reading the set {one.name}")
-            opened.append(open_set(one, measure=measure, notes=config.state_dir / NOTES))
+            opened.append(open_set(one, measure=measure, notes=config.state_dir / NOTES, every_row=every_row))
             stack.callback(close_task, opened[-1].task)
         if is_run:
             subjects = _announced(stack.enter_context(open_versions(subject, versions, config)), subject, versions)

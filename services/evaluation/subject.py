@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
+from heterorl.common.evaluation.evaluation_sets import MAX_PROMPTS, EvaluationSetConfig
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
@@ -27,6 +27,7 @@ from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.tasks.task import Measure
+from heterorl.common.tasks.task_config import names_rows
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
@@ -50,14 +51,20 @@ class OpenSet(SiteSet):
     draws: EvaluationDraws
 
 
-def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -> tuple[EvaluationSetConfig, ...]:
+def configured(
+    config: SamplerConfig, *, names: Sequence[str], every_row: bool = False, **changes: Any
+) -> tuple[EvaluationSetConfig, ...]:
     """The sets in `names` (empty: all), with `changes` of their keys (None: unchanged).
 
-    Without configured sets, the task's own held-out prompts, drawn as [sampling] states.
+    Without configured sets, or with `every_row`, the task's own prompts, drawn as [sampling] states. `every_row` draws
+    all of a dataset unless `changes` bound them.
     Raises ConfigError: a name is unknown, or a change is invalid.
     """
-    sampling = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
-    sets = config.evaluation or (EvaluationSetConfig(name=FROM_TASK, task=config.task, **sampling),)
+    drawn: dict[str, Any] = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
+    if every_row and names_rows(config.task.name):
+        drawn["num_prompts"] = MAX_PROMPTS
+    own = (EvaluationSetConfig(name=FROM_TASK, task=config.task, **drawn),)
+    sets = own if every_row else config.evaluation or own
     known = {one.name: one for one in sets}
     for name in names:
         if name not in known:
@@ -70,10 +77,12 @@ def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -
         raise InvalidConfig(problems_of(EvaluationSetConfig, error), source="the set") from error
 
 
-def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None) -> OpenSet:
-    """Load a set's task, with its rewards in processes that can be killed.
+def open_set(
+    config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
+) -> OpenSet:
+    """Load a set's task, with `every_row` of its dataset, and with its rewards in processes that can be killed.
     Raises ConfigError: its data cannot be read, or has no held-out prompts."""
-    found = open_site_set(config, measure=measure, notes=notes)
+    found = open_site_set(config, measure=measure, notes=notes, every_row=every_row)
     num = min(config.num_prompts, found.task.num_evaluation_prompts)
     draws = dataclasses.replace(config.draws, num_prompts=num)
     return OpenSet(name=found.name, task=found.task, tool_parser=found.tool_parser, draws=draws)

@@ -71,13 +71,15 @@ def with_workers(config: TaskConfig) -> TaskConfig:
     return config.model_copy(update={"reward_workers": REWARD_WORKERS})
 
 
-def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None) -> SiteSet:
-    """Load a set's task. `notes` is the file that keeps the commits of hub branches.
+def open_set(
+    config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False
+) -> SiteSet:
+    """Load a set's task, with `every_row` of its dataset. `notes` is the file that keeps the commits of hub branches.
 
     Raises ConfigError: its data cannot be read, or has no held-out prompts.
     """
     settings = with_workers(config.task)
-    task = score_in_workers(build_task(settings, measure=measure, notes=notes), settings)
+    task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
     if not task.num_evaluation_prompts:
         raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
     return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)

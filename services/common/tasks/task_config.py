@@ -25,6 +25,11 @@ _KINDS = (
 _OF_FILES = ("jsonl", "parquet", "hf")
 
 
+def names_rows(name: str) -> bool:
+    """Whether a task's name states files or a dataset, not a generator of prompts."""
+    return name.partition(":")[0] in _OF_FILES
+
+
 class SourceConfig(Config):
     """Prompts of one source, and their reward."""
 
@@ -154,10 +159,13 @@ class TaskConfig(SourceConfig):
         return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
 
 
-def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None) -> Task:
+def build_task(
+    config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
+) -> Task:
     """The task that a configuration names.
 
     `measure` counts tokens for datasets with a bound of the prompt. The file `notes` keeps the commits of branches.
+    With `every_row` all rows of a dataset are held out, for a task that is only evaluated.
 
     Raises:
         ConfigError: the name is unknown, or its data cannot be read.
@@ -165,7 +173,7 @@ def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: P
     """
     if isinstance(config, TaskConfig) and config.sources:
         return _mixture(config, measure=measure, notes=notes)
-    return _completed(_build(config, measure=measure, notes=notes), config)
+    return _completed(_build(config, measure=measure, notes=notes, every_row=every_row), config)
 
 
 def _completed(task: Task, config: SourceConfig) -> Task:
@@ -176,8 +184,9 @@ def _completed(task: Task, config: SourceConfig) -> Task:
     return _with_rewards(task, config) if config.reward or config.rewards else task
 
 
-def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None) -> Task:
+def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False) -> Task:
     kind, _, argument = config.name.partition(":")
+    num_held_out = None if every_row else config.evaluation_size
     task: Task
     if kind == "arithmetic" and not argument:
         task = ArithmeticTask(digits=config.digits, seed=config.seed)
@@ -204,7 +213,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
         task = JsonlTask(
             path=Path(argument),
             evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
-            evaluation_size=config.evaluation_size,
+            evaluation_size=num_held_out,
             matcher=_matcher(config),
             data=config.data,
             measure=measure,
@@ -222,7 +231,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             loaded,
             held_out,
             config=config.data,
-            evaluation_size=config.evaluation_size,
+            evaluation_size=num_held_out,
             matcher=_matcher(config),
             measure=measure,
             needs_answers=_needs_answers(config),

@@ -117,6 +117,58 @@ def test_a_set_with_bounded_prompts_counts_the_tokens_of_the_model(model_dir, tm
     assert found["num_prompts"] == 2
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_named_file_is_evaluated_row_for_row(model_dir, tmp_path, kind):
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(70)]
+    # A row that is there twice is evaluated twice.
+    rows.append(rows[0])
+    file = tmp_path / f"test.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    (tmp_path / "other.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    config = tmp_path / "sampler.toml"
+    config.write_text(
+        SETS.replace("digits = 1", f'evaluation_path = "{tmp_path}/other.jsonl"\ndata.cache_dir = "{tmp_path}/cache"')
+    )
+    out = tmp_path / "all.json"
+
+    def asked(*options):
+        run(model_dir, "-c", config, "--task", f"{kind}:{file}", "--max-new-tokens", 1, "--out", out, *options)
+        (found,) = json.loads(out.read_text())["evaluations"]
+        return [prompt["prompt"] for prompt in found["prompts"]]
+
+    assert asked() == [row["prompt"] for row in rows]
+    assert asked("--prompts", 3) == [row["prompt"] for row in rows[:3]]
+
+
+@pytest.mark.process
+def test_a_named_file_takes_the_place_of_a_mixture_and_of_a_split(model_dir, tmp_path):
+    file = tmp_path / "test.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "2+2=", "answer": "4"}]), file)
+    config = tmp_path / "sampler.toml"
+    config.write_text(
+        f'[task]\nname = "mixture"\ndata = {{evaluation_split = "test", cache_dir = "{tmp_path}/cache"}}\n'
+        '[[task.sources]]\nlabel = "sums"\n'
+    )
+
+    (found,) = json.loads(
+        run(model_dir, "-c", config, "--task", f"parquet:{file}", "--max-new-tokens", 1, "--json").stdout
+    )["evaluations"]
+
+    assert (found["set"], found["num_prompts"]) == ("task", 1)
+
+
+@pytest.mark.process
+def test_a_named_file_without_rows_is_refused(model_dir, tmp_path):
+    (tmp_path / "test.jsonl").write_text("\n")
+
+    with pytest.raises(ConfigError, match=r"task\.name: .*test\.jsonl has no prompts"):
+        run(model_dir, "--task", f"jsonl:{tmp_path}/test.jsonl")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -42,15 +42,15 @@ class ArrowTask(MatchedTask):
         held_out: Loaded | None,
         *,
         config: DataConfig,
-        evaluation_size: int,
+        evaluation_size: int | None,
         matcher: Matcher,
         measure: Measure | None,
         needs_answers: bool = True,
     ) -> None:
         """Choose the rows; raises ConfigError if too few are left, or a column has the wrong type.
 
-        Without `held_out`, `evaluation_size` different prompts of `loaded` are held out. With `needs_answers`, rows
-        without an answer are dropped.
+        Without `held_out`, `evaluation_size` different prompts of `loaded` are held out, or for None every row, which
+        is then a training prompt too. With `needs_answers`, rows without an answer are dropped.
         """
         self._columns = columns = Columns(loaded.table, config, needs_answers)
         self._held_columns = columns
@@ -113,8 +113,10 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
     return rows
 
 
-def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
-    """Hold out `size` different prompts, at most half, with every row that repeats one."""
+def _split(columns: Columns, rows: Rows, size: int | None) -> tuple[Rows, Rows]:
+    """Hold out `size` different prompts, at most half, with every row that repeats one; None: all rows."""
+    if size is None:
+        return rows, rows
     texts = _texts_of(columns, rows)
     different = texts.unique()
     count = min(size, len(different) // 2)

@@ -59,7 +59,7 @@ class JsonlTask(MatchedTask):
         *,
         path: Path,
         evaluation_path: Path | None,
-        evaluation_size: int,
+        evaluation_size: int | None,
         matcher: Matcher,
         data: DataConfig,
         measure: Measure | None = None,
@@ -67,8 +67,8 @@ class JsonlTask(MatchedTask):
     ) -> None:
         """Read the files.
 
-        Without `evaluation_path`, `evaluation_size` different prompts are held out. With `needs_answers` each row must
-        have an answer.
+        Without `evaluation_path`, `evaluation_size` different prompts are held out, or for None every row, which is
+        then a training prompt too. With `needs_answers` each row must have an answer.
         """
 
         def read(key: str, path: Path) -> list[Row]:
@@ -105,8 +105,12 @@ class JsonlTask(MatchedTask):
         return self._held_out[index].prompt(index)
 
 
-def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row], list[Row]]:
-    """Hold out `evaluation_size` different prompts, at most half, with every line that repeats one."""
+def _split(path: Path, rows: list[Row], evaluation_size: int | None) -> tuple[list[Row], list[Row]]:
+    """Hold out `evaluation_size` different prompts, at most half, with every line that repeats one; None: all lines."""
+    if evaluation_size is None:
+        if not rows:
+            raise ConfigError("task.name", f"{path} has no prompts")
+        return rows, rows
     ranked = sorted({row.asked for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
     held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])
     log_held_out(len(held_out), wanted=evaluation_size, different=len(ranked))

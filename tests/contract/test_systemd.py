@@ -157,6 +157,16 @@ def test_services_are_started_again_as_often_as_the_pages_say():
     assert set(said) == {f'"on-failure:{tries}"'}
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.service")), ids=lambda path: path.name)
+def test_a_worker_that_the_kernel_ends_for_its_memory_does_not_end_the_service(path):
+    """Workers have a higher score, so the kernel chooses them; systemd must not stop the service for it."""
+    found = directives(path)
+
+    assert found["Service.OOMPolicy"] == ["continue"]
+    # A service that is chosen itself starts again.
+    assert found["Service.Restart"] == ["on-failure"]
+
+
 def test_stop_takes_longer_than_what_it_waits_for():
     timeouts = {path.stem: seconds(directives(path)["Service.TimeoutStopSec"][0]) for path in UNITS}
 

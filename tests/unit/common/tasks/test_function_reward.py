@@ -278,6 +278,12 @@ def test_what_hangs_or_crashes_costs_one_answer(place, monkeypatch, completion, 
         os.kill(first, 0)
 
 
+def test_a_worker_is_chosen_before_its_service_when_memory_is_full(place):
+    worker = task_in(place)._reward.pool.workers[0]
+
+    assert int(Path(f"/proc/{worker.process.pid}/oom_score_adj").read_text()) >= 500
+
+
 def test_a_worker_that_reads_nothing_is_not_waited_for_either(place, monkeypatch):
     task = task_in(place, reward_timeout_s=60.0)
     worker = task._reward.pool.workers[0]

@@ -88,19 +88,19 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                 acked = (await cluster.until(client, lambda status: True, timeout_s=60)).ledger.acked
                 await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked, timeout_s=600)
                 if name == "worker":
-                    await _kill_worker(cluster, chooser)
+                    await _kill_worker(cluster, chooser, kept)
                 else:
                     if name in SAMPLERS:
-                        await _until(lambda name=name: _is_up(cluster, name) and kept_turns(cluster, name))
+                        kept |= await _frozen_between_turns(cluster, name)
                     cluster.kill(name)
-                    kept |= kept_turns(cluster, name) if name in SAMPLERS else {}
                     cluster.start(name)
                 killed[name] += 1
             head = (await cluster.until(client, lambda status: True, timeout_s=60)).head_version
-            await cluster.until(client, lambda status: status.head_version >= head + 3, timeout_s=600)
+            last = await cluster.until(client, lambda status: status.head_version >= head + 3, timeout_s=600)
         finally:
             cluster.stop()
-    result = account(cluster, set(), SAMPLERS)
+    # No witness counts here: the coordinator does.
+    result = {**account(cluster, set(), SAMPLERS), "acknowledged": last.ledger.acked}
     return {"kills": kills, "seed": seed, "killed": killed, **result, **_assignments(cluster), **_turns(cluster, kept)}
 
 
@@ -114,10 +114,26 @@ def kept_turns(cluster: Cluster, site: str) -> Kept:
     return found
 
 
-async def _kill_worker(cluster: Cluster, chooser: random.Random) -> None:
+async def _frozen_between_turns(cluster: Cluster, site: str) -> Kept:
+    """Turns in the journal of a sampler, which is up and stands still from then on."""
+    pid = cluster.children[site].process.pid
+    while True:
+        await _until(lambda: _is_up(cluster, site) and kept_turns(cluster, site))
+        # The group may end, and take its turns out of the journal, until then.
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED)
+        if kept := kept_turns(cluster, site):
+            return kept
+        os.kill(pid, signal.SIGCONT)
+
+
+async def _kill_worker(cluster: Cluster, chooser: random.Random, kept: Kept) -> None:
     # Without its first worker a sampler does not start.
+    await _until(lambda: _is_up(cluster, "site-a"))
+    # A member whose worker is killed does not count, so that one group that was kept ends first.
+    await _until(lambda: {key[:2] for key in kept} - {key[:2] for key in kept_turns(cluster, "site-a")})
     pid = cluster.children["site-a"].process.pid
-    workers = await _until(lambda: _is_up(cluster, "site-a") and _workers_of(pid))
+    workers = await _until(lambda: _workers_of(pid))
     os.kill(chooser.choice(workers), signal.SIGKILL)
 
 

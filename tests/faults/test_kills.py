@@ -29,5 +29,6 @@ async def test_trajectories_go_on_when_processes_are_killed(tmp_path, record_pro
 
     record_property("kills", json.dumps(summary))
     assert is_kept(summary), summary
+    assert summary["acknowledged"] >= summary["kills"], summary
     assert summary["continued"], summary
     assert min(summary["killed"].values()) >= 1, summary

@@ -126,9 +126,15 @@ def _signed(
         issuer = x509.load_pem_x509_certificate(authority.cert)
         issuer_key = load_pem_private_key(authority.key, password=None)
     except (ValueError, TypeError) as error:
-        raise ConfigError("--dir", f"the authority cannot be read: {error}") from error
+        raise ConfigError(
+            "--dir",
+            f"the authority cannot be read: {error}",
+            action="give the directory that `heterorl certs init` made",
+        ) from error
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
-        raise ConfigError("--dir", "the authority's key is not ECDSA")
+        raise ConfigError(
+            "--dir", "the authority's key is not ECDSA", action="make an authority with `heterorl certs init`"
+        )
     if now >= issuer.not_valid_after_utc:
         raise ConfigError("--dir", "the authority has expired", action="heterorl certs init in a new directory")
     end = issuer.not_valid_after_utc
@@ -198,12 +204,20 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.DNSName(host)
     except ValueError as error:
-        raise ConfigError("--host", f"{host!r} is neither a DNS name nor an IP address") from error
+        raise ConfigError(
+            "--host",
+            f"{host!r} is neither a DNS name nor an IP address",
+            action="give a name such as coordinator.example.org, or an address",
+        ) from error
 
 
 def _check_name(key: str, text: str) -> None:
     if not is_name(text):
-        raise ConfigError(key, f"{text!r} is not 1 to 64 letters, digits, dots, dashes or underscores")
+        raise ConfigError(
+            key,
+            f"{text!r} is not 1 to 64 letters, digits, dots, dashes or underscores",
+            action="choose a shorter name of these characters",
+        )
 
 
 def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:

@@ -112,7 +112,11 @@ class Authority:
                 )
             identity = self._read(target / "node.crt")
             if not self.path_of(identity.serial).exists():
-                raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority")
+                raise ConfigError(
+                    "DIRECTORY",
+                    f"{target} holds no certificate of this authority",
+                    action="give the directory that `heterorl certs issue` wrote",
+                )
             if self.is_revoked(identity.serial):
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
             hosts = hosts or hosts_of((target / "node.crt").read_bytes())
@@ -138,7 +142,11 @@ class Authority:
                 return self._refuse(self._all_of(role=node.role, site=node.site))
             serial = self._read(path).serial if path.is_file() else _serial(what)
             if not self.path_of(serial).exists():
-                raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
+                raise ConfigError(
+                    "WHAT",
+                    f"certificate {serial:x} is not of this authority",
+                    action="give a certificate of `heterorl certs list`",
+                )
             return self._refuse([self._read(self.path_of(serial))])
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
@@ -209,15 +217,27 @@ class Authority:
         try:
             return parse_serials(self.revoked_path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
-            raise ConfigError("--dir", f"cannot read {self.revoked_path}: {error}") from error
+            raise ConfigError(
+                "--dir",
+                f"cannot read {self.revoked_path}: {error}",
+                action="make it readable for this user, or restore it from a copy",
+            ) from error
 
     def _read(self, path: Path) -> Identity:
         try:
             identity = read_identity(path.read_bytes())
         except OSError as error:
-            raise ConfigError("DIRECTORY", f"cannot read {path}: {error.strerror}") from error
+            raise ConfigError(
+                "DIRECTORY",
+                f"cannot read {path}: {error.strerror}",
+                action="give the directory that `heterorl certs issue` wrote, as its owner",
+            ) from error
         if isinstance(identity, Refusal):
-            raise ConfigError("DIRECTORY", f"{path}: {identity.message}")
+            raise ConfigError(
+                "DIRECTORY",
+                f"{path}: {identity.message}",
+                action="give the directory of a certificate that `heterorl certs issue` made",
+            )
         return identity
 
     def _hand_out(self, pair: Pair, target: Path) -> None:
@@ -235,7 +255,11 @@ def _serial(text: str) -> int:
     try:
         return int(text, 16)
     except ValueError as error:
-        raise ConfigError("WHAT", f"{text} is neither a file nor a serial number") from error
+        raise ConfigError(
+            "WHAT",
+            f"{text} is neither a file nor a serial number",
+            action="give a certificate's file, or its serial in hexadecimal from `heterorl certs list`",
+        ) from error
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:

@@ -64,7 +64,11 @@ class Enrolment:
         if role is Role.COORDINATOR:
             raise ConfigError("--role", "a coordinator cannot join", action="heterorl certs issue coordinator")
         if not is_name(site):
-            raise ConfigError("--site", f"{site!r} is not 1 to 64 letters, digits, dots, dashes or underscores")
+            raise ConfigError(
+                "--site",
+                f"{site!r} is not 1 to 64 letters, digits, dots, dashes or underscores",
+                action="choose a shorter name of these characters",
+            )
         run = self._authority.run()
         certificate = x509.load_pem_x509_certificate(self._authority.pair().cert)
         token = Token(

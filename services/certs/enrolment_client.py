@@ -152,7 +152,7 @@ def _own_key(out: Path) -> ec.EllipticCurvePrivateKey:
         key = ec.generate_private_key(ec.SECP256R1())
         write_file(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), mode=SECRET)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("--out", f"{path}: {error}") from error
+        raise ConfigError("--out", f"{path}: {error}", action="name a directory that this user can write") from error
     return key
 
 

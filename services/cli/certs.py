@@ -354,5 +354,5 @@ def parse_duration(text: str) -> float:
     """Seconds of a duration such as 30m, 1h or 2d; raises ConfigError for other text."""
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
     if match is None or int(match[1]) == 0:
-        raise ConfigError("--expires", f"{text!r} is not like 30m, 1h or 2d")
+        raise ConfigError("--expires", f"{text!r} is not like 30m, 1h or 2d", action="give a number and m, h or d")
     return float(int(match[1]) * _UNITS[match[2]])

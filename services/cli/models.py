@@ -95,7 +95,9 @@ def evaluate(
         try:
             out.write_text(json.dumps(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
         except OSError as error:
-            raise ConfigError("--out", f"cannot write: {error}") from error
+            raise ConfigError(
+                "--out", f"cannot write: {error}", action="name a directory that this user can write"
+            ) from error
     if json_:
         typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
     else:

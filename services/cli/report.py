@@ -58,7 +58,7 @@ def report(
             for name, png in pngs.items():
                 (pictures / f"{name}.png").write_bytes(png)
     except OSError as error:
-        raise ConfigError("--out", f"cannot write: {error}") from error
+        raise ConfigError("--out", f"cannot write: {error}", action="name a file that this user can write") from error
     typer.echo(f"written: {out}")
 
 

@@ -57,11 +57,17 @@ def check_options(options: DemoOptions) -> None:
     if not 0 <= options.seed <= MAX_SEED:
         raise ConfigError("--seed", f"{options.seed} is not between 0 and {MAX_SEED}")
     if options.cache.exists() and not options.cache.is_dir():
-        raise ConfigError("--cache", f"{options.cache} is not a directory")
+        raise ConfigError(
+            "--cache", f"{options.cache} is not a directory", action="name a directory, or leave the option out"
+        )
     try:
         options.cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--cache", f"cannot create {options.cache}: {error.strerror}") from error
+        raise ConfigError(
+            "--cache",
+            f"cannot create {options.cache}: {error.strerror}",
+            action="name a directory that this user can write",
+        ) from error
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise DependencyMissing(package, "demo")
@@ -246,7 +252,7 @@ def claim(out: Path) -> Iterator[Path]:
     Raises ConfigError if the directory is not a demo's, is not writable, or another demo runs in it.
     """
     if out.exists() and not out.is_dir():
-        raise ConfigError("--out", f"{out} is not a directory")
+        raise ConfigError("--out", f"{out} is not a directory", action="name a directory, or leave the option out")
     try:
         if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
             raise ConfigError(
@@ -257,7 +263,9 @@ def claim(out: Path) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / MARKER).open("a", encoding="ascii")
     except OSError as error:
-        raise ConfigError("--out", f"cannot write to {out}: {error.strerror}") from error
+        raise ConfigError(
+            "--out", f"cannot write to {out}: {error.strerror}", action="name a directory that this user can write"
+        ) from error
     with file:
         # Child processes do not inherit the lock.
         if not try_lock(file):

@@ -215,7 +215,11 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
             model: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
         model.tie_weights()
     except Exception as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+        raise ConfigError(
+            "model_dir",
+            f"cannot load {model_dir}: {first_line(error)}",
+            action="name a directory with config.json of a transformers model",
+        ) from error
     if lora.is_on:
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names

@@ -87,7 +87,9 @@ def write_tree(tree: Tree, directory: Path) -> None:
             target.write_text(text, encoding="utf-8")
             target.chmod(0o755 if path.endswith(".sh") else 0o644)
     except OSError as error:
-        raise ConfigError("--out", f"cannot write {directory}: {error.strerror}") from error
+        raise ConfigError(
+            "--out", f"cannot write {directory}: {error.strerror}", action="name a directory that this user can write"
+        ) from error
 
 
 def project(run_id: str) -> str:
@@ -100,6 +102,7 @@ def _check(launcher: Launcher, run: RunFile) -> None:
         raise ConfigError(
             "learner.other_hosts",
             f"must name the {run.learner.nnodes - 1} other machines of nnodes = {run.learner.nnodes}",
+            action="list one host for each further machine",
         )
     if launcher not in ("compose", "k8s"):
         return

@@ -88,9 +88,17 @@ def shape_of_directory(model_dir: Path) -> ModelShape:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         return _shape_of(config, name=model_dir.name)
     except (OSError, ValueError) as error:
-        raise ConfigError("--model-dir", f"{model_dir}: config.json cannot be read: {error}") from error
+        raise ConfigError(
+            "--model-dir",
+            f"{model_dir}: config.json cannot be read: {error}",
+            action="name a model's directory, or give --params",
+        ) from error
     except (KeyError, TypeError) as error:
-        raise ConfigError("--model-dir", f"{model_dir}: config.json lacks {error}") from error
+        raise ConfigError(
+            "--model-dir",
+            f"{model_dir}: config.json lacks {error}",
+            action="name a model's directory, or give --params",
+        ) from error
 
 
 def _shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:

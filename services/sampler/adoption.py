@@ -155,7 +155,11 @@ def _validated(values: dict[str, Any]) -> SamplerConfig:
         return SamplerConfig.model_validate(values)
     except ValidationError as error:
         problem = problems_of(SamplerConfig, error)[0]
-        raise ConfigError("join", f"what the run states does not fit this file: {problem}") from error
+        raise ConfigError(
+            "join",
+            f"what the run states does not fit this file: {problem}",
+            action="change this key of the site's file, or leave it out to adopt the run's value",
+        ) from error
 
 
 async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> Adopted | None:
@@ -229,7 +233,11 @@ def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
     elif kind == "hf":
         _check_hub(argument, join)
     elif kind not in _BUILT_IN:
-        raise ConfigError("join.accept", f"the run's task is {kind!r}, which this program does not know")
+        raise ConfigError(
+            "join.accept",
+            f"the run's task is {kind!r}, which this program does not know",
+            action="install the coordinator's release of heterorl",
+        )
     # Also without a name: the file's own source, or another one, may use them.
     _check_patterns(source.get("data", {}))
     if held_out := source.get("evaluation_path"):
@@ -280,7 +288,11 @@ def _check_hub(argument: str, join: JoinConfig) -> None:
 def _check_path(kind: str, path: str, join: JoinConfig) -> None:
     # Both sides follow links: the file that would be read counts.
     if path.startswith("~"):
-        raise ConfigError("join.accept", f"the run's task reads {path}: a home is another one at each site")
+        raise ConfigError(
+            "join.accept",
+            f"the run's task reads {path}: a home is another one at each site",
+            action="set task.name in the site's file, or let the learner name a path without ~",
+        )
     try:
         target = Path(path).resolve()
     except (OSError, ValueError, RuntimeError) as error:

@@ -81,7 +81,11 @@ def open_set(
     settings = with_workers(config.task)
     task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
     if not task.num_evaluation_prompts:
-        raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
+        raise ConfigError(
+            f"evaluation.{config.name}.task",
+            "has no held-out prompts",
+            action="set evaluation_size, evaluation_path or evaluation_split in its data",
+        )
     return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
 
 

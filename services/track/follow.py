@@ -173,7 +173,10 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
             try:
                 found = await api.get_status()
                 if status is not None and found.run_id != status.run_id:
-                    raise OperatorError(f"the coordinator now serves run {found.run_id}, not {status.run_id}")
+                    raise OperatorError(
+                        f"the coordinator now serves run {found.run_id}, not {status.run_id}",
+                        action="start heterorl track again",
+                    )
                 status = found
                 all_have = True
                 for slot in slots:

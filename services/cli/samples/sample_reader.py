@@ -88,7 +88,11 @@ def decoder(tokenizer: str) -> Decode:
         loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError("--tokenizer", f"cannot load one from {tokenizer}: {first}") from error
+        raise ConfigError(
+            "--tokenizer",
+            f"cannot load one from {tokenizer}: {first}",
+            action="name a directory with tokenizer.json, such as model_dir",
+        ) from error
 
     def text(token_ids: Int32Array, *, with_special: bool) -> str:
         found: str = loaded.decode(
@@ -132,7 +136,9 @@ def check_target(out: Path) -> None:
     Raises ConfigError for an unknown suffix, DependencyMissing without pyarrow.
     """
     if out.suffix not in SUFFIXES:
-        raise ConfigError("OUT", f"{out.name} must end in .jsonl or .parquet")
+        raise ConfigError(
+            "OUT", f"{out.name} must end in .jsonl or .parquet", action="name the file samples.jsonl or samples.parquet"
+        )
     if out.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401 - whether it is there
@@ -169,7 +175,7 @@ def exporting(out: Path, *, with_tokens: bool) -> Iterator[Export]:
         try:
             file = stack.enter_context(replacing(out, is_durable=False, mode=0o600))
         except OSError as error:
-            raise ConfigError("OUT", f"cannot write: {error}") from error
+            raise ConfigError("OUT", f"cannot write: {error}", action="name a file that this user can write") from error
         format_of = _parquet if out.suffix == ".parquet" else _json_lines
         export = Export(stack.enter_context(format_of(file, with_tokens=with_tokens)), with_tokens=with_tokens)
         yield export

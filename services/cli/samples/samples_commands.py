@@ -185,7 +185,9 @@ def _filter(
 
     match = re.fullmatch(r"(\d{0,15})(:?)(\d{0,15})", version)
     if match is None or version == ":":
-        raise ConfigError("--version", f"{version!r} is not N or A:B")
+        raise ConfigError(
+            "--version", f"{version!r} is not N or A:B", action="give one version, or first and last as in 3:7"
+        )
     first, colon, last = match.groups()
     return SampleFilter(
         site=site,

@@ -82,12 +82,24 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
     try:
         private = load_pem_private_key(key, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError("tls.key", f"is not an unencrypted PEM private key: {error}") from error
+        raise ConfigError(
+            "tls.key",
+            f"is not an unencrypted PEM private key: {error}",
+            action="name node.key of `heterorl certs issue`, without a password",
+        ) from error
     public = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if private.public_key().public_bytes(*public) != chain[0].public_key().public_bytes(*public):
-        raise ConfigError("tls.key", "is not the key of tls.cert")
+        raise ConfigError(
+            "tls.key",
+            "is not the key of tls.cert",
+            action="take key and certificate from the same `heterorl certs issue`",
+        )
     if len(chain) == 1 and not any(_issued(chain[0], authority) for authority in authorities):
-        raise ConfigError("tls.cert", "was issued by no authority in tls.ca")
+        raise ConfigError(
+            "tls.cert",
+            "was issued by no authority in tls.ca",
+            action="copy ca.crt of the authority that issued it, or issue another certificate: `heterorl certs issue`",
+        )
     identity = read_identity(cert)
     refusal = identity if isinstance(identity, Refusal) else identity.refuse_at(now)
     if isinstance(identity, Refusal) or refusal is not None:
@@ -134,14 +146,20 @@ def _read(key: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            key,
+            f"cannot read {path}: {error.strerror}",
+            action="check the path, and that the service's user can read the file",
+        ) from error
 
 
 def _certificates(key: str, pem: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise ConfigError(key, f"holds no PEM certificate: {error}") from error
+        raise ConfigError(
+            key, f"holds no PEM certificate: {error}", action="name a .crt file of `heterorl certs issue`"
+        ) from error
 
 
 def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:

@@ -65,7 +65,9 @@ def new_key(path: Path) -> Signer:
             KEY, f"{path} exists", action="choose another file: a lost key cannot be made again"
         ) from error
     except OSError as error:
-        raise ConfigError(KEY, f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(
+            KEY, f"cannot write {path}: {error.strerror}", action="name a directory that this user can write"
+        ) from error
     return Signer(key)
 
 
@@ -98,7 +100,11 @@ def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
                 raise ValueError
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.removeprefix(PREFIX)))
         except ValueError as error:
-            raise ConfigError("trusted_keys", f"{text!r} is not {PREFIX} and 64 hex digits") from error
+            raise ConfigError(
+                "trusted_keys",
+                f"{text!r} is not {PREFIX} and 64 hex digits",
+                action="copy the line that `heterorl keys show` prints",
+            ) from error
         try:
             key.verify(signature, data)
         except InvalidSignature:

@@ -91,7 +91,11 @@ class SamplingConfig(Config):
     def members(self, group_size: int) -> int:
         """Rollouts of a group that must be trainable; raises ConfigError if more than group_size."""
         if self.min_members > group_size:
-            raise ConfigError("sampling.min_members", f"{self.min_members}, and group_size is {group_size}")
+            raise ConfigError(
+                "sampling.min_members",
+                f"{self.min_members}, and group_size is {group_size}",
+                action="set it to at most group_size",
+            )
         return self.min_members or -(-group_size // 2)
 
     def semantics(self) -> SamplingSemantics:
@@ -126,7 +130,11 @@ def build_contract(
     """
     ends = tuple(sorted(set(end_token_ids)))
     if ends and ends[-1] >= vocab_size:
-        raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is not a token of the model, which has {vocab_size}")
+        raise ConfigError(
+            "sampling.end_token_ids",
+            f"{ends[-1]} is not a token of the model, which has {vocab_size}",
+            action="remove it, or use the tokenizer of this model",
+        )
     return Contract(
         tokenizer_digest=text[0],
         chat_template_digest=text[1],

@@ -84,7 +84,11 @@ def token_limits_at(model_dir: str) -> TokenLimits:
     try:
         return token_limits_of(AutoConfig.from_pretrained(model_dir))
     except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot read config.json of {model_dir}: {first_line(error)}") from error
+        raise ConfigError(
+            "model_dir",
+            f"cannot read config.json of {model_dir}: {first_line(error)}",
+            action="name a directory with config.json, weights and tokenizer of a transformers model",
+        ) from error
 
 
 def token_limits_of(config: Any) -> TokenLimits:
@@ -183,7 +187,11 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
             loader: Any = AutoModelForCausalLM
             model, found = loader.from_pretrained(model_dir, dtype=dtype, **options)
     except Exception as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+        raise ConfigError(
+            "model_dir",
+            f"cannot load {model_dir}: {first_line(error)}",
+            action="name a directory with config.json and safetensors of a causal language model, or copy it again",
+        ) from error
     _check_found(model_dir, found)
     hold_positions(model)
     return model

@@ -91,7 +91,11 @@ def routing_shape(model: nn.Module) -> RoutingShape:
         )
     ((top_k, num_experts),) = kinds
     if num_experts > 1 << 15:
-        raise ConfigError("sampling.router_replay", f"{num_experts} experts; 32768 can be recorded")
+        raise ConfigError(
+            "sampling.router_replay",
+            f"{num_experts} experts; 32768 can be recorded",
+            action='set router_replay = "none"',
+        )
     return RoutingShape(num_layers=len(routers), top_k=top_k, num_experts=num_experts)
 
 

@@ -255,7 +255,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     """Split `a.b=value`; the value is TOML, or else a plain string."""
     path, separator, raw = text.partition("=")
     if not separator or not path.strip():
-        raise ConfigError(text, "is not of the form key.path=value")
+        raise ConfigError(text, "is not of the form key.path=value", action="write --set backend.lr=1e-6")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
@@ -271,9 +271,17 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError("--config", f"cannot read {path}: {error.strerror}") from error
+            raise ConfigError(
+                "--config",
+                f"cannot read {path}: {error.strerror}",
+                action="check the path, and that this user can read the file",
+            ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError("--config", f"{path} is not TOML: {error}") from error
+            raise ConfigError(
+                "--config",
+                f"{path} is not TOML: {error}",
+                action="correct this line; text needs quotes, and a [table] comes after the keys above it",
+            ) from error
         sources.update({key: str(path) for key in flatten(table)})
     for text in overrides:
         keys, value = parse_override(text)
@@ -281,7 +289,11 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         for key in keys[:-1]:
             section = section.setdefault(key, {})
             if not isinstance(section, dict):
-                raise ConfigError(".".join(keys), f"{key} is a value, not a section")
+                raise ConfigError(
+                    ".".join(keys),
+                    f"{key} is a value, not a section",
+                    action="write the keys below it in a [table] of this name, or remove the dot",
+                )
         section[keys[-1]] = value
         sources[".".join(keys)] = "--set"
     return table, sources

@@ -368,7 +368,11 @@ def serve(
             server, _ = start_http_server(candidate, addr=address, registry=own)
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError("metrics_host", f"{address} is not an address of this machine") from error
+                raise ConfigError(
+                    "metrics_host",
+                    f"{address} is not an address of this machine",
+                    action="set 127.0.0.1, 0.0.0.0 or an address of `ip address`",
+                ) from error
             if error.errno != errno.EADDRINUSE:
                 raise
         else:

@@ -209,12 +209,20 @@ BETWEEN = "\x1e"
 def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
     """Messages of parsed JSON: objects with `role` and `content`, the user's last; else ConfigError with the place."""
     if not isinstance(value, list) or not value:
-        raise ConfigError(key, f"{place}: messages must be a list of objects with role and content")
+        raise ConfigError(
+            key,
+            f"{place}: messages must be a list of objects with role and content",
+            action="change the row, or name another column",
+        )
     messages = []
     for entry in value:
         role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
         if role not in ROLES or not isinstance(content, str):
-            raise ConfigError(key, f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content")
+            raise ConfigError(
+                key,
+                f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content",
+                action="change the row's message",
+            )
         messages.append(Message(role=role, content=content))
     if messages[-1].role != "user":
         raise ConfigError(key, f"{place}: the last message is not the user's", action="remove the answer")

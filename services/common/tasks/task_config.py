@@ -239,7 +239,11 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
-        raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
+        raise ConfigError(
+            "task.name",
+            f"{config.name!r} is none of {', '.join(_KINDS)}{hint}",
+            action="docs/recipes.md lists the sources of prompts",
+        )
     return task
 
 

@@ -80,7 +80,11 @@ class ChatTemplate:
         try:
             self._template: Template = environment.from_string(source_of(tokenizer))
         except TemplateError as error:
-            raise ConfigError("model_dir", f"the chat template cannot be used: {first_line(error)}") from error
+            raise ConfigError(
+                "model_dir",
+                f"the chat template cannot be used: {first_line(error)}",
+                action="name a model directory with a valid chat template, or set use_chat_template = false",
+            ) from error
         given = {name: value for name, value in arguments.items() if name != CLOCK}
         self._variables = {**tokenizer.special_tokens_map, **given, "documents": None}
 

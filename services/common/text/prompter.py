@@ -55,11 +55,19 @@ class Prompter:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         except Exception as error:
             # The library raises many types for a broken file.
-            raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
+            raise ConfigError(
+                "model_dir",
+                f"cannot load a tokenizer from {model_dir}: {first_line(error)}",
+                action="name a directory with tokenizer.json and tokenizer_config.json",
+            ) from error
         if template_arguments and not use_chat_template:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
+            raise ConfigError(
+                "model_dir",
+                f"the tokenizer of {model_dir} has no end-of-sequence token",
+                action="set eos_token in tokenizer_config.json",
+            )
         self._template = self._compiled(model_dir, template_arguments) if use_chat_template else None
         self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
@@ -77,10 +85,18 @@ class Prompter:
     def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
         source = source_of(self.tokenizer)
         if not source:
-            raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
+            raise ConfigError(
+                "use_chat_template",
+                f"the tokenizer of {model_dir} has no chat template",
+                action="set use_chat_template = false, or add chat_template.jinja to the model's directory",
+            )
         taken = arguments.keys() & _OURS
         if taken:
-            raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
+            raise ConfigError(
+                "chat_template_arguments",
+                f"{', '.join(sorted(taken))}: heterorl sets it itself",
+                action="remove these names",
+            )
         if has_clock(source):
             told = arguments.get(CLOCK, DATE)
             _LOG.info("a prompt's template may write the date: it is %s (chat_template_arguments.%s)", told, CLOCK)
@@ -230,7 +246,9 @@ def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
     listed = named if isinstance(named, list) else [] if named is None else [named]
     if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
         raise ConfigError(
-            "model_dir", f"{_ENDS} in the files of {model_dir} is not a list of token ids: {named!r}"[:300]
+            "model_dir",
+            f"{_ENDS} in the files of {model_dir} is not a list of token ids: {named!r}"[:300],
+            action="correct the file, or set sampling.end_token_ids",
         )
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(sorted({*listed, *own}))
@@ -262,7 +280,11 @@ def _read(model_dir: str, name: str) -> dict[str, Any]:
     except OSError:
         return {}
     except ValueError as error:
-        raise ConfigError("model_dir", f"{name} of {model_dir} is not JSON: {error}") from error
+        raise ConfigError(
+            "model_dir",
+            f"{name} of {model_dir} is not JSON: {error}",
+            action="copy the file from the model's source again",
+        ) from error
     return content if isinstance(content, dict) else {}
 
 

@@ -92,7 +92,11 @@ def _restore(
     with open_store(source) as connection:
         own = get_meta(connection, "run_id")
         if own != run_id:
-            raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}")
+            raise ConfigError(
+                "run_id",
+                f"{source} is of run {own}, this coordinator serves {run_id}",
+                action="name a backup of this run, or set run_id",
+            )
         with contextlib.closing(sqlite3.connect(store)) as copy:
             connection.backup(copy)
     store.chmod(0o600)
@@ -180,7 +184,10 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
                 raw.execute((WRITER + WHOLE).encode())
                 yield raw
         except psycopg.Error as error:
-            raise OperatorError(f"PostgreSQL refuses: {' '.join(str(error).split())[:300]}") from error
+            raise OperatorError(
+                f"PostgreSQL refuses: {' '.join(str(error).split())[:300]}",
+                action="check store.url, and that its user may create tables",
+            ) from error
 
 
 def _write(file: sqlite3.Connection, raw: psycopg.Connection[Any], partial: Path) -> None:

@@ -139,4 +139,8 @@ class Server:
 
 def _check_own(identity: Identity, *, run_id: str) -> None:
     if identity.role is not Role.COORDINATOR or identity.run != run_id:
-        raise ConfigError("tls.cert", f"names {identity.uri}; this is the coordinator of run {run_id}")
+        raise ConfigError(
+            "tls.cert",
+            f"names {identity.uri}; this is the coordinator of run {run_id}",
+            action="issue a certificate for this run's coordinator: `heterorl certs issue`, or correct run_id",
+        )

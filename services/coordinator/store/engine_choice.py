@@ -45,7 +45,11 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
     """A wait for the store at a url; an impatient one waits for the server, not for another coordinator.
     Raises ConfigError: there is no url, or data_dir has its own store."""
     if not url:
-        raise ConfigError("store.url", "--standby needs a store that two coordinators reach: one in PostgreSQL")
+        raise ConfigError(
+            "store.url",
+            "--standby needs a store that two coordinators reach: one in PostgreSQL",
+            action="set store.url to postgresql://..., or start without --standby",
+        )
     _require_psycopg()
     from heterorl.coordinator.store.postgres.standby import Standby
 

@@ -276,7 +276,11 @@ def open_reference(
     model = opened.model.requires_grad_(False)
     shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
     if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in model.state_dict().items()):
-        raise ConfigError(REFERENCE_KEY, f"{model_dir} has other shapes than the learner's model")
+        raise ConfigError(
+            REFERENCE_KEY,
+            f"{model_dir} has other shapes than the learner's model",
+            action="name a copy of the model in model_dir, or one of the same configuration",
+        )
     choose_attention(model, config)
     apply_liger(model, config)
     return opened

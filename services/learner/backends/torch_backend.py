@@ -69,7 +69,11 @@ class TorchBackend:
         try:
             self._model = fill(opened, device=config.device)
         except (RuntimeError, AssertionError) as error:
-            raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+            raise ConfigError(
+                "backend.device",
+                f"cannot use {config.device}: {error}",
+                action='set backend.device = "cpu", or install a torch for this GPU',
+            ) from error
         # Free a model that was read whole.
         del opened
         self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))

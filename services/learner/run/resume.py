@@ -259,7 +259,11 @@ class Resumption:
         if cursor is None:
             return None
         if cursor.run_id != self.run_id:
-            raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
+            raise ConfigError(
+                "state_dir",
+                f"{path} belongs to run {cursor.run_id}, not {self.run_id}",
+                action="name an empty directory, or the run_id of this one",
+            )
         committed = await self.backoff.retry(lambda: self.api.get_step(step_id=cursor.step_id))
         plan, reason = decide(
             cursor,

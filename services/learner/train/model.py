@@ -192,7 +192,11 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
     tensors = published_tensors(model)
     shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
     if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in tensors.items()):
-        raise ConfigError(REFERENCE_KEY, f"{model_dir} has other shapes than the learner's model")
+        raise ConfigError(
+            REFERENCE_KEY,
+            f"{model_dir} has other shapes than the learner's model",
+            action="name a copy of the model in model_dir, or one of the same configuration",
+        )
     if config.forward_weights == "published":
         dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
         with torch.no_grad():

@@ -245,7 +245,11 @@ def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]
 def _room(rank: int) -> int:
     room = [larger for larger in LORA_RANKS if larger >= rank]
     if not room:
-        raise ConfigError("lora.rank", f"vLLM takes adapters up to rank {LORA_RANKS[-1]}")
+        raise ConfigError(
+            "lora.rank",
+            f"vLLM takes adapters up to rank {LORA_RANKS[-1]}",
+            action='set a smaller rank at the learner, or engine.kind = "hf"',
+        )
     return room[0]
 
 

@@ -59,7 +59,11 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
 def logprobs_mode(sampling: SamplingSemantics) -> str:
     """vLLM's mode in which log-probs of drawn tokens have the contract's meaning. Raises ConfigError: there is none."""
     if sampling.temperature < MIN_TEMPERATURE:
-        raise ConfigError("sampling.temperature", f"vLLM draws at no temperature below {MIN_TEMPERATURE}")
+        raise ConfigError(
+            "sampling.temperature",
+            f"vLLM draws at no temperature below {MIN_TEMPERATURE}",
+            action='set a higher temperature at the learner, or engine.kind = "hf"',
+        )
     is_of_logits = sampling.logprob_temperature == 1.0
     if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
         return "raw_logprobs"

@@ -140,7 +140,11 @@ class WorkerScoredTask(TaskWrapper):
         try:
             reply = self.pool.ask(request)
         except LoadFailed as error:
-            raise ConfigError("task.name", f"the process that computes rewards cannot load it: {error}") from error
+            raise ConfigError(
+                "task.name",
+                f"the process that computes rewards cannot load it: {error}",
+                action="correct the import; it must work in `python -c` with the packages of this node",
+            ) from error
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
         return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())

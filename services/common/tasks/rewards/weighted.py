@@ -252,9 +252,15 @@ def _rubric(reward: JudgeRewardConfig, *, key: str) -> str:
             with Path(reward.rubric_file).open("rb") as file:
                 text = file.read(MAX_RUBRIC_BYTES + 1).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{key}.rubric_file", f"cannot read {reward.rubric_file}: {error}") from error
+            raise ConfigError(
+                f"{key}.rubric_file",
+                f"cannot read {reward.rubric_file}: {error}",
+                action="check the path, and that this user can read the file",
+            ) from error
     if len(text) > MAX_RUBRIC_BYTES:
-        raise ConfigError(f"{key}.rubric_file", f"longer than {MAX_RUBRIC_BYTES} characters")
+        raise ConfigError(
+            f"{key}.rubric_file", f"longer than {MAX_RUBRIC_BYTES} characters", action="shorten the rubric"
+        )
     if "{completion}" not in text:
         raise ConfigError(
             f"{key}.rubric", "has no {completion}", action="add it, since the judge must see the completion"

@@ -187,7 +187,11 @@ class Columns:
         kind = self._prompts.type
         self._has_messages = _is_messages(pa, kind)
         if not self._has_messages and config.messages:
-            raise ConfigError(key, f"column {config.messages} is {kind}, not a list of tables with role and content")
+            raise ConfigError(
+                key,
+                f"column {config.messages} is {kind}, not a list of tables with role and content",
+                action="name a column of messages, or set task.data.prompt to a column of text",
+            )
         if not self._has_messages and not _is_text(pa, kind):
             raise ConfigError(key, f"column {self.asked_in} is {kind}, neither text nor messages", action=_OTHER)
         self.answered_in = config.answer
@@ -281,7 +285,9 @@ class Columns:
                 allowed = self._pa.array(values).cast(column.type)
             except self._pa.ArrowException as error:
                 problem = f"{values} are not values of a column of {column.type}"
-                raise ConfigError(f"task.data.where.{name}", problem) from error
+                raise ConfigError(
+                    f"task.data.where.{name}", problem, action="give values of the column's type"
+                ) from error
             mask &= _mask(pc.is_in(column, value_set=allowed))
         for kind, bounds, compare in (
             ("at_least", config.at_least, pc.greater_equal),
@@ -291,7 +297,11 @@ class Columns:
                 key = f"task.data.{kind}.{name}"
                 column = _column(self._table, key, name)
                 if not (self._pa.types.is_integer(column.type) or self._pa.types.is_floating(column.type)):
-                    raise ConfigError(key, f"column {name} is {column.type}, not numbers")
+                    raise ConfigError(
+                        key,
+                        f"column {name} is {column.type}, not numbers",
+                        action="name a column of numbers, or use task.data.where",
+                    )
                 mask &= _mask(pc.fill_null(compare(column.cast(self._pa.float64()), bound), False))
         return mask
 
@@ -349,12 +359,20 @@ def _column(table: Any, key: str, name: str) -> Any:
 
     first, *rest = [name] if name in table.column_names else name.split(".")
     if first not in table.column_names:
-        raise ConfigError(key, f"there is no column {name}; there are {', '.join(table.column_names)}"[:500])
+        raise ConfigError(
+            key,
+            f"there is no column {name}; there are {', '.join(table.column_names)}"[:500],
+            action="name one of these columns",
+        )
     column = table.column(first)
     for part in rest:
         fields = [field.name for field in column.type] if str(column.type).startswith("struct") else []
         if part not in fields:
-            raise ConfigError(key, f"there is no {part} of {name}; there are {', '.join(fields) or 'no fields'}"[:500])
+            raise ConfigError(
+                key,
+                f"there is no {part} of {name}; there are {', '.join(fields) or 'no fields'}"[:500],
+                action="name one of these fields",
+            )
         column = pc.struct_field(column, part)
     return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
 

@@ -45,7 +45,7 @@ def load_directory(
         DependencyMissing: the datasets library is not installed.
     """
     if not directory.is_dir():
-        raise ConfigError(key, f"{directory} is not a directory")
+        raise ConfigError(key, f"{directory} is not a directory", action="check the path")
     if any((directory / name).exists() for name in _SAVED):
         return _saved(key, directory, split)
     data_files = {split.partition("[")[0]: list(files)} if files else None
@@ -56,7 +56,7 @@ def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
     """Rows of Parquet files, in the order of their names."""
     found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
     if not found:
-        raise ConfigError(key, f"there is no file {pattern}")
+        raise ConfigError(key, f"there is no file {pattern}", action="check the path and its pattern")
     return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": found})
 
 
@@ -80,7 +80,11 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(key, f"cannot read split {split} of {path}: {_words(error)}") from error
+        raise ConfigError(
+            key,
+            f"cannot read split {split} of {path}: {_words(error)}",
+            action="check name, split and revision, and that the files are complete",
+        ) from error
     wanted = {part.strip().partition("[")[0] for part in split.split("+")}
     sources = [
         Path(file)
@@ -89,7 +93,11 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
         for file in listed
     ]
     if not sources:
-        raise ConfigError(key, f"split {split} of {path} has no files, whose digest would identify it")
+        raise ConfigError(
+            key,
+            f"split {split} of {path} has no files, whose digest would identify it",
+            action="write it with save_to_disk or to Parquet, and name that",
+        )
     return Loaded(table=rows.data.table, digest=digest_of([split, options.get("name")], sources))
 
 
@@ -98,7 +106,7 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
     name = split.partition("[")[0]
     place = directory / name if (directory / "dataset_dict.json").exists() else directory
     if not place.is_dir():
-        raise ConfigError(key, f"{directory} has no split {name}")
+        raise ConfigError(key, f"{directory} has no split {name}", action="name a split of this directory")
     if name != split:
         raise ConfigError(key, f"{directory} was written by save_to_disk: take a whole split of it, not {split}")
     try:
@@ -107,7 +115,9 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
         # Other Arrow files there are caches of the library.
         named = [place / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(key, f"cannot read {place}: {_words(error)}") from error
+        raise ConfigError(
+            key, f"cannot read {place}: {_words(error)}", action="copy the file again, or name another one"
+        ) from error
     if state.get("_indices_data_files"):
         # The library ignores indices, so all rows would be back.
         raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)

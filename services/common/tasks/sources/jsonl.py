@@ -123,7 +123,7 @@ def _split(path: Path, rows: list[Row], evaluation_size: int | None) -> tuple[li
 def _refuse_overlap(path: Path, training: list[Row], evaluation_path: Path, held_out: list[Row]) -> None:
     for key, file, rows in (("task.name", path, training), ("task.evaluation_path", evaluation_path, held_out)):
         if not rows:
-            raise ConfigError(key, f"{file} has no prompts")
+            raise ConfigError(key, f"{file} has no prompts", action="name a file with one JSON object a line")
     trained = {row.asked for row in training}
     shared = [row.asked for row in held_out if row.asked in trained]
     if shared:
@@ -152,7 +152,11 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[R
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(key, f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+                    raise ConfigError(
+                        key,
+                        f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes",
+                        action="shorten the line or remove it",
+                    )
                 if line.strip():
                     place = f"{path}, line {number}"
                     row = _row(key, place, line, data)
@@ -164,7 +168,9 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[R
                         raise ConfigError(key, problem, action=action)
                     rows.append(row)
     except OSError as error:
-        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            key, f"cannot read {path}: {error.strerror}", action="check the path, and that this user can read the file"
+        ) from error
     return rows
 
 
@@ -189,14 +195,22 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
         messages = read_messages(key, place, prompt)
         prompt = messages[-1].content
     elif not isinstance(prompt, str):
-        raise ConfigError(key, f"{place}: {name} is neither text nor a list of messages")
+        raise ConfigError(
+            key,
+            f"{place}: {name} is neither text nor a list of messages",
+            action="change the field, or name another one in task.data",
+        )
     if not prompt.strip():
-        raise ConfigError(key, f"{place}: {name} is empty")
+        raise ConfigError(key, f"{place}: {name} is empty", action="fill the field or remove the line")
     row = Row(prompt, _answer(key, place, entry, data), messages, entry)
     try:
         json.dumps([row.asked, row.answer, row.columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(key, f"{place}: half a surrogate pair is not text") from error
+        raise ConfigError(
+            key,
+            f"{place}: half a surrogate pair is not text",
+            action="write the file as UTF-8 again, or remove the line",
+        ) from error
     return row
 
 
@@ -207,7 +221,11 @@ def _answer(key: str, place: str, entry: Mapping[str, Any], data: DataConfig) ->
         return ""
     # bool is a subclass of int, and not an answer.
     if isinstance(value, bool):
-        raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
+        raise ConfigError(
+            key,
+            f"{place}: {data.answer} must be text, a number, a list or an object",
+            action="change the field, or name another one in task.data.answer",
+        )
     if not (text := answer_text(value)):
         problem = f"{place}: {data.answer} is {json.dumps(value)[:40]}, and no answer"
         raise ConfigError(key, problem, action='take the line out; task.data.answer = "" reads no answers at all')

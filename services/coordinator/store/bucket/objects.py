@@ -192,10 +192,14 @@ def read_credentials(path: Path) -> dict[str, str]:
         if token := section.get("aws_session_token"):
             found["session_token"] = token
     except OSError as error:
-        raise ConfigError(key, f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            key,
+            f"{path} cannot be read: {error.strerror}",
+            action="check the path, and that the coordinator's user can read the file",
+        ) from None
     except (configparser.Error, KeyError, UnicodeDecodeError):
         problem = f"{path} has no section default with aws_access_key_id and aws_secret_access_key"
-        raise ConfigError(key, problem) from None
+        raise ConfigError(key, problem, action="write it as the AWS command line does") from None
     return found
 
 

@@ -293,7 +293,7 @@ class Lying(Counting):
 
 @pytest.mark.parametrize(
     ("about", "error"),
-    [("manifests", (StateMismatch, "version 1 is that of version 0")), ("plans", (UnsignedManifest, "version 1"))],
+    [("manifests", (StateMismatch, "version 1 names version 0")), ("plans", (UnsignedManifest, "version 1"))],
 )
 async def test_learner_without_its_disk_refuses_weights_that_are_not_proven(tmp_path, key, about, error):
     async with serving(tmp_path / "data") as client:

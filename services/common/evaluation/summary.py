@@ -223,7 +223,7 @@ def standing(averages: Iterable[tuple[int, Estimate | None]]) -> Standing | None
 
 
 UNDER_WAY = (EvaluationState.OPEN, EvaluationState.RUNNING)
-HEADS = ("set", "version", "avg@n", "pass", "best", "last", "gap", "under way", "by")
+HEADS = ("set", "version", "avg@n", "pass", "best", "last", "gap", "running", "by")
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:

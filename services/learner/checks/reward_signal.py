@@ -49,7 +49,7 @@ class RewardSignal:
     def note(self, groups: Sequence[QueuedGroup]) -> None:
         if any(has_signal(queued.group) for queued in groups):
             if self.num_flat >= NUM_STEPS:
-                _LOG.info("rewards differ again, after %d steps", self.num_flat)
+                _LOG.info("rewards of a step differ again; %d steps before had equal ones", self.num_flat)
             self.num_flat = 0
         else:
             self.num_flat += 1

@@ -183,7 +183,7 @@ class PublishedVersions:
         self.trust.check(signed.data, signed.signature, version=version)
         stated = manifest_from_bytes(signed.data).version
         if stated != version:
-            raise StateMismatch(f"the manifest of version {version} is that of version {stated}")
+            raise StateMismatch(f"the manifest of version {version} names version {stated}")
         return signed.data
 
     async def digest(self, version: int) -> str:

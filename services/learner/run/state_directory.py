@@ -109,7 +109,7 @@ def check_groups(grant: LeaseGrant, *, groups_per_version: int) -> None:
     """Refuse versions of more groups than the coordinator hands out before one is published: none would be whole."""
     most = grant.most_groups_per_version
     if 0 < most < groups_per_version:
-        problem = f"a version needs {groups_per_version} groups, and the coordinator has at most {most} under way"
+        problem = f"a version needs {groups_per_version} groups, and the coordinator hands out at most {most} at once"
         action = "set the coordinator's groups_per_version to groups_per_step times steps_per_version, or lower these"
         raise ConfigError("steps_per_version", problem, action=action)
 

@@ -101,7 +101,7 @@ class Delivery:
                 await self._forget(settled)
             except DiskFull as error:
                 # The coordinator recognises their next push, and they are deleted then.
-                _LOG.error("what was delivered cannot be deleted from the outbox: %s", error)
+                _LOG.error("the outbox cannot delete delivered groups: %s", error)
                 await self._clock.sleep(self._backoff.delay_s())
                 return
             dropped = sum(outcome.status is PushStatus.DROPPED for _, outcome in answered)

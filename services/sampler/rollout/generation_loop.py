@@ -147,7 +147,7 @@ class GenerationLoop:
         for group in left:
             draft = await asyncio.to_thread(self.builder.resume, group, begun_at=self._journal.begun_at(group))
             if draft is None:
-                _LOG.warning("assignment %d goes back: its prompt is another one now", group.first.assignment)
+                _LOG.warning("assignment %d is returned: its prompt has changed", group.first.assignment)
                 self.collector.give_back([group.first.assignment])
                 continue
             num_turns += len(group.turns)

@@ -126,7 +126,7 @@ class VllmEngine:
         ids = request.prompt.tolist()
         with self._news:
             if not self.is_whole:
-                raise EngineError("the engine generates nothing: its weights are not those of a version")
+                raise EngineError("the engine generates nothing: no version is loaded")
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
                 asked = drawing(

@@ -148,7 +148,7 @@ class VllmProcess:
             self.give_up()
             self._wait(_shutdown(self._engine), ANSWER_S)
         except EngineDied as error:
-            _LOG.info("the engine was gone already: %s", error)
+            _LOG.info("the engine had ended before its stop: %s", error)
         self._end_loop()
 
     def _begin(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:

@@ -196,7 +196,7 @@ async def test_version_of_more_groups_than_are_ever_under_way_is_refused_and_the
     # Steps of 2 groups: 3 steps are as many as 3 versions' groups, 4 are more.
     fitting, too_long = {"steps_per_version": 3}, {"steps_per_version": 4}
     try:
-        with pytest.raises(ConfigError, match=r"steps_per_version.* 8 groups.* 6 under way"):
+        with pytest.raises(ConfigError, match=r"steps_per_version.* 8 groups.* 6 at once"):
             await learn(config.model_copy(update=too_long), core)
         run = asyncio.create_task(learn(config.model_copy(update=fitting), core))
         await fill(core, 6)

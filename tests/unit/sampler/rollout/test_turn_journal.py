@@ -232,5 +232,5 @@ async def test_group_whose_prompt_changed_goes_back(play, monkeypatch, caplog):
     world.start()
     await collected(world, monkeypatch, 2)
 
-    assert caplog.text.count("its prompt is another one now") == len(mine)
+    assert caplog.text.count("its prompt has changed") == len(mine)
     assert not mine & {assignment for assignment, _ in kept(world)}

@@ -89,6 +89,20 @@ def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_pa
     assert "crashed while running" in said
 
 
+def test_mark_that_a_conftest_adds_counts(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "conftest.py").write_text(
+        "import pytest\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    [item.add_marker(pytest.mark.process) for item in items]\n"
+    )
+    text = "def test_it(request):\n    assert request.node.get_closest_marker('timeout').args[0] == 240.0 * PATIENCE\n"
+    (tmp_path / "folder" / "test_there.py").write_text(f"from tests.support.limits import PATIENCE\n\n{text}")
+    code, said, _ = run(tmp_path, "", "-n", "0")
+
+    assert (code, "1 passed" in said) == (0, True), said
+
+
 def test_process_without_the_mark_fails_its_test_even_where_the_test_hides_it(tmp_path):
     code, said, results = run(tmp_path, STARTING)
 

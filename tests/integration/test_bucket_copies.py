@@ -19,7 +19,7 @@ from heterorl.coordinator.store.bucket import bucket_cache as bucket_copies
 from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.payload_storage import Repair
 from tests.support.bucketed import payloads_of
-from tests.support.clock import ManualClock
+from tests.support.clock import CountingBell, ManualClock
 from tests.support.narrow import Narrow
 from tests.support.relayed import LargeRun
 
@@ -80,10 +80,12 @@ async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bou
         copies, data = core.context.cache, tmp_path / "data"
         line.down_bytes_per_s = 4e6
         peak, readers = 0, [asyncio.ensure_future(read(core, d)) for d in sorted(core.context.storage.digests())]
-        for _ in range(40):
+        looks = 0
+        while looks < 40 or not files_of(data, "copies"):
             # Whoever waits lets the others on.
             await asyncio.wait(readers, timeout=0.02)
             peak = max(peak, bytes_of(data, "blobs", "partial", "copies"))
+            looks += 1
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
@@ -117,20 +119,22 @@ async def test_reader_for_whom_there_is_no_room_waits_for_another_or_comes_again
         await begun(core, tmp_path, versions=2)
         first, second = sorted(core.context.storage.digests())
         copies, files = core.context.cache, core.blobs
+        files.freed = bell = CountingBell()
         async with copies.at_hand([first]):
+            before = bell.num_tickets
             waiting = asyncio.ensure_future(read(core, second))
-            while not copies._in_use[second]:  # noqa: ASYNC110 - says nothing
-                await asyncio.sleep(0)
-            await asyncio.wait([waiting], timeout=0.2)
+            await bell.until_asked(before)
             assert not waiting.done()
+            assert second not in copies._promised
             assert files.has(first)
             assert not files.has(second)
         assert await waiting > 0
 
-        monkeypatch.setattr(bucket_copies, "WAIT_S", 0.2)
         async with copies.at_hand([first]):
-            with pytest.raises(Busy, match="cache_bytes"):
-                await read(core, second)
+            with monkeypatch.context() as patch:
+                patch.setattr(bucket_copies, "WAIT_S", 0.2)
+                with pytest.raises(Busy, match="cache_bytes"):
+                    await read(core, second)
             # What is there is read by as many as like.
             assert await read(core, first) > 0
         # One reader alone may have more than there is room for, as a proof of a way needs all of it.

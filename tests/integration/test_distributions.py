@@ -25,7 +25,7 @@ SOURCES = {path.relative_to(ROOT / "services") for path in (ROOT / "services").r
 
 def build(kind, source, directory):
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(directory)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     (built,) = directory.iterdir()
     return built
 
@@ -45,7 +45,7 @@ def linked(tmp_path_factory):
     """What `pip install -e .` installs."""
     directory = tmp_path_factory.mktemp("editable")
     code = f"import hatchling.build as build; build.build_editable({str(directory)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     (built,) = directory.iterdir()
     return built
 

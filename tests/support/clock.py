@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from heterorl.common.process.clock import Bell
+
 
 class ManualClock:
     """Implements heterorl.common.process.clock.Clock; sleepers wake when `advance` passes their instant."""
@@ -31,3 +33,20 @@ class ManualClock:
             if at <= self._now and not future.done():
                 future.set_result(None)
         self._sleepers = [(at, future) for at, future in self._sleepers if not future.done()]
+
+
+class CountingBell(Bell):
+    """A bell that knows how many tickets were taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tickets = 0
+
+    def ticket(self) -> asyncio.Event:
+        self.num_tickets += 1
+        return super().ticket()
+
+    async def until_asked(self, before: int) -> None:
+        """Wait until a ticket was taken after the first `before` ones, and its taker waits."""
+        while self.num_tickets <= before:  # noqa: ASYNC110 - a number
+            await asyncio.sleep(0.001)

@@ -37,8 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Last: a folder's conftest may add the mark `process`, as for a bucket.
     for item in items:
         marker = item.get_closest_marker("timeout")
         is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")

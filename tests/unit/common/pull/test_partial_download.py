@@ -80,13 +80,17 @@ async def test_slow_disk_holds_the_link_back_and_memory_is_bounded(tmp_path, dis
     task = begin(source, tmp_path, clock)
     # The first frame is being written, the rest waits for it; after that nothing more is asked for.
     await until(lambda: source.sent >= FRAME + BATCH_BYTES)
-    for _ in range(20):
-        # Each time the watch on the link wakes, looks and sleeps again.
-        await until(lambda: clock._sleepers or task.done())
-        clock.advance(STALL_S)
-    assert source.sent <= 2 * FRAME + BATCH_BYTES
-    assert not task.done()
-    disk.is_open.set()
+    try:
+        for _ in range(20):
+            clock.advance(STALL_S)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            # The watch on the link woke, looked and sleeps again.
+            assert clock._sleepers
+        assert source.sent <= 2 * FRAME + BATCH_BYTES
+        assert not task.done()
+    finally:
+        disk.is_open.set()
 
     assert (await task).read_bytes() == DATA
 

@@ -6,14 +6,13 @@ import contextlib
 import pytest
 from blake3 import blake3
 
+from heterorl.coordinator.store.bucket import bucket_cache
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
+from tests.support.clock import CountingBell
 
-pytestmark = pytest.mark.timeout(60)
 MIB = 1 << 20
 DATA = {blake3(data).hexdigest(): data for data in (bytes([number]) * (6 * MIB) for number in range(3))}
 A, B, C = DATA
-SOON_S = 10.0
-"""Far below `WAIT_S`, after which a waiter looks again in any case."""
 
 
 class Home:
@@ -57,13 +56,16 @@ def home():
 
 
 @pytest.fixture
-def copies(home, tmp_path):
+def copies(home, tmp_path, monkeypatch):
+    # A reader that is not told of room waits for ever.
+    monkeypatch.setattr(bucket_cache, "WAIT_S", 1e6)
     (tmp_path / SCRATCH).mkdir()
 
     async def make_room(missing_bytes):
         await copies.make_room(missing_bytes)
 
     files = CacheFiles(tmp_path, store_bytes=13 * MIB, max_payload_bytes=64 * MIB, make_room=make_room, storage=home)
+    files.freed = CountingBell()
     copies = BucketCache(files, home)
     return copies
 
@@ -75,13 +77,15 @@ async def read(copies, digest):
 
 @contextlib.asynccontextmanager
 async def waiting(copies, digest):
-    """While a reader waits for room, and is told of it soon after the end."""
+    """While a reader waits for room, of which it is told by the end."""
+    bell = copies._files.freed
+    before = bell.num_tickets
     task = asyncio.ensure_future(read(copies, digest))
-    await asyncio.wait([task], timeout=0.1)
+    await bell.until_asked(before)
     assert not task.done()
+    assert digest not in copies._promised
     yield
-    async with asyncio.timeout(SOON_S):
-        await task
+    await task
 
 
 @pytest.mark.parametrize("sent", [3, 6])

@@ -45,7 +45,7 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
         witness = Witness(client, contract, seed=seed)
         try:
-            await cluster.until(client, lambda status: status.head_version >= 2, timeout_s=120)
+            await cluster.until(client, lambda status: status.head_version >= 2)
             pushing = asyncio.create_task(witness.run())
             with Progress(transient=True, disable=seed > 0) as progress:
                 bar = progress.add_task("kills", total=kills)
@@ -54,18 +54,18 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
                     names = list(WEIGHTS)
                     chosen = chooser.choices(names, list(WEIGHTS.values()))[0]
                     name = names[number] if number < len(names) else chosen
-                    await witness.reaches(len(witness.acknowledged) + 1, timeout_s=120)
+                    await witness.reaches(len(witness.acknowledged) + 1)
                     await asyncio.sleep(chooser.uniform(*pause_s))
                     cluster.kill(name)
                     killed[name] += 1
                     started = time.monotonic()
                     cluster.start(name)
                     if name == "coordinator":
-                        await cluster.until(client, lambda status: True, timeout_s=30)
+                        await cluster.until(client, lambda status: True)
                         recoveries.append(time.monotonic() - started)
                     progress.advance(bar)
-            head = (await cluster.until(client, lambda status: True, timeout_s=30)).head_version
-            await cluster.until(client, lambda status: status.head_version >= head + 5, timeout_s=180)
+            head = (await cluster.until(client, lambda status: True)).head_version
+            await cluster.until(client, lambda status: status.head_version >= head + 5)
             pushing.cancel()
             await asyncio.wait([pushing])
         finally:

@@ -238,7 +238,7 @@ async def campaign(
             ):
                 # Its answers are all wrong: groups with equal rewards move no weight.
                 witness = Witness(client, contract, seed=seed, operator=operator, pause_s=3.0, right=0.0)
-                await cluster.until(operator, lambda status: True, timeout_s=60)
+                await cluster.until(operator, lambda status: True)
                 pushing = asyncio.create_task(witness.run())
                 try:
                     await doer.run(operator, faults, versions=versions, limit_s=limit_s)
@@ -246,7 +246,7 @@ async def campaign(
                     pushing.cancel()
                     await asyncio.wait([pushing])
                 # The learner has ended: the head stands.
-                head = (await cluster.until(operator, _all_at_head, timeout_s=60)).head_version
+                head = (await cluster.until(operator, _all_at_head)).head_version
                 if setting.cache is not None:
                     held = await asyncio.to_thread(held_out, cluster, head=head)
                     measured = {"held_out": held, "evaluations": curve(cluster)}

@@ -56,9 +56,9 @@ class Rotation:
         ):
             witness = Witness(client, contract, seed=1, operator=operator)
             try:
-                await self.cluster.until(operator, lambda status: len(status.sites) == 2, timeout_s=200)
+                await self.cluster.until(operator, lambda status: len(status.sites) == 2)
                 pushing = asyncio.create_task(witness.run())
-                await witness.reaches(1, timeout_s=200)
+                await witness.reaches(1)
                 for _ in range(rounds):
                     for ending in (signal.SIGTERM, signal.SIGKILL):
                         self.renew_all()
@@ -101,14 +101,13 @@ class Rotation:
         """Wait until the learner published, both samplers delivered and the witness got acknowledgements."""
         before = await operator.get_status()
         had = {site.site: site.groups_accepted for site in before.sites}
-        await witness.reaches(len(witness.acknowledged) + 4, timeout_s=200)
+        await witness.reaches(len(witness.acknowledged) + 4)
         await self.cluster.until(
             operator,
             lambda status: (
                 status.head_version >= before.head_version + 2
                 and all(site.groups_accepted > had[site.site] for site in status.sites)
             ),
-            timeout_s=200,
         )
 
     async def end_coordinator(self, ending: signal.Signals) -> None:

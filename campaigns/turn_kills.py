@@ -85,8 +85,8 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                 names = list(WEIGHTS)
                 chosen = chooser.choices(names, list(WEIGHTS.values()))[0]
                 name = names[number] if number < len(names) else chosen
-                acked = (await cluster.until(client, lambda status: True, timeout_s=60)).ledger.acked
-                await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked, timeout_s=600)
+                acked = (await cluster.until(client, lambda status: True)).ledger.acked
+                await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked)
                 if name == "worker":
                     await _kill_worker(cluster, chooser, kept)
                 else:
@@ -95,8 +95,8 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                     cluster.kill(name)
                     cluster.start(name)
                 killed[name] += 1
-            head = (await cluster.until(client, lambda status: True, timeout_s=60)).head_version
-            last = await cluster.until(client, lambda status: status.head_version >= head + 3, timeout_s=600)
+            head = (await cluster.until(client, lambda status: True)).head_version
+            last = await cluster.until(client, lambda status: status.head_version >= head + 3)
         finally:
             cluster.stop()
     # No witness counts here: the coordinator does.

@@ -103,7 +103,7 @@ class TwoSites:
             ):
                 # Slow enough that the learner makes a version every few seconds while site B is away.
                 witness = Witness(client, contract, seed=1, operator=operator, pause_s=1.0)
-                await self.cluster.until(operator, self._both_delivered, timeout_s=240)
+                await self.cluster.until(operator, self._both_delivered)
                 pushing = asyncio.create_task(witness.run())
                 try:
                     summary = await self._phases(link, operator, ports)
@@ -162,9 +162,7 @@ class TwoSites:
         await self._mark("begin", operator)
         rtt_s = [self._connect_s(ports[SAMPLERS[0]]) for _ in range(9)]
         await asyncio.sleep(self.steady_s)
-        await self.cluster.until(
-            operator, lambda status: all(site.work_leased for site in self._sites(status)), timeout_s=120
-        )
+        await self.cluster.until(operator, lambda status: all(site.work_leased for site in self._sites(status)))
         link.say("down")
         self.times["cut"] = time.time()
         # What had come through is still being committed.
@@ -194,7 +192,7 @@ class TwoSites:
                 site.policy_version >= head for site in self._sites(status)
             ),
         }.items():
-            await self.cluster.until(operator, condition, timeout_s=300)
+            await self.cluster.until(operator, condition)
             recovery[name] = round(time.time() - self.times["heal"], 1)
         self.times["recovered"] = time.time()
         await asyncio.sleep(self.steady_s)

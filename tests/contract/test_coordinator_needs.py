@@ -36,7 +36,7 @@ import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common
 def coordinator_without(*names):
     return subprocess.run(
         [sys.executable, "-c", BLOCKED_IMPORT, *names],
-        cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False,
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
 

@@ -273,7 +273,7 @@ def test_site_builds_without_a_broken_link(tmp_path):
 
     done = subprocess.run(
         [mkdocs, "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
-        cwd=ROOT, capture_output=True, text=True, timeout=50,
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

@@ -16,12 +16,7 @@ SCRIPT = ROOT / "deploy" / "install.sh"
 
 def install(*arguments):
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
 
 

@@ -83,7 +83,7 @@ def _slurm(tmp_path, words):
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
         return subprocess.run(
             ["bash", *words(config)], cwd=tmp_path, env=environment | {"IS_TIME_OVER": over}, capture_output=True, text=True,
-            check=False, timeout=30,
+            check=False,
         )  # fmt: skip
 
     return run

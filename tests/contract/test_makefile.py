@@ -33,7 +33,7 @@ def make(*words):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "T"}
     command = ["make", "--no-print-directory", *words]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment, timeout=50
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     ).stdout.splitlines()
 
 

@@ -24,7 +24,7 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, 
             sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(tmp_path / "demo"),
             "--cache", str(cache),
         ],
-        capture_output=True, text=True, timeout=380, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     assert result.returncode == 0, result.stdout + result.stderr
@@ -70,7 +70,7 @@ def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_know
         children = psutil.Process(demo.pid).children(recursive=True)
         commands = [process.cmdline() for process in children]
         demo.send_signal(signal.SIGINT)
-        rest, errors = demo.communicate(timeout=120)
+        rest, errors = demo.communicate()
     finally:
         # The same process, not another one that was given its number.
         left = [process for process in children if process.is_running()]

@@ -1,5 +1,6 @@
 """A run from one run.toml: the commands of its units as processes, over certificates that its own script made."""
 
+import asyncio
 import tomllib
 
 import pytest
@@ -48,8 +49,8 @@ async def test_units_of_one_run_file_train_two_versions_over_certificates(tmp_pa
         for unit in started:
             machine.start(unit)
         async with CoordinatorClient(f"{HOST}:{port}", tls=TlsConfig(**files_in(tree / "operator"))) as client:
-            status = await cluster.until(client, _is_done, timeout_s=180)
-    except TimeoutError:
+            status = await cluster.until(client, _is_done)
+    except (TimeoutError, asyncio.CancelledError):
         pytest.fail(machine.said())
     finally:
         machine.stop()

@@ -43,7 +43,7 @@ async def test_texts_of_a_run_are_read_bounded_and_survive_the_kill_of_the_coord
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
             # More than the ring holds: a sample takes 6144 bytes, so 32 fit.
-            await cluster.until(client, lambda status: status.ledger.consumed >= 120, timeout_s=150)
+            await cluster.until(client, lambda status: status.ledger.consumed >= 120)
             # Notes of the newest version may be under way.
             assert sum(entry.has_texts for entry in (await everything(client)).samples) > 4
             found = await asyncio.to_thread(objects, cluster, "--limit", "5")
@@ -60,7 +60,7 @@ async def test_texts_of_a_run_are_read_bounded_and_survive_the_kill_of_the_coord
             connection.close()
             assert real_bytes < kept_bytes <= SAMPLES_BYTES
             cluster.start("coordinator")
-            await cluster.until(client, lambda _: True, timeout_s=60)
+            await cluster.until(client, lambda _: True)
             after = await everything(client)
         finally:
             cluster.stop()

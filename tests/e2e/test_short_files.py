@@ -26,7 +26,7 @@ async def test_sampler_with_a_short_file_joins_and_its_groups_are_trained_on(tmp
         cluster.start(name)
     async with CoordinatorClient(cluster.address, tls=certificates.tls("operator", "op")) as client:
         try:
-            status = await cluster.until(client, lambda status: status.head_version >= 3, timeout_s=200)
+            status = await cluster.until(client, lambda status: status.head_version >= 3)
         finally:
             cluster.stop()
     assert [site.groups_accepted > 0 for site in status.sites] == [True]
@@ -48,7 +48,7 @@ async def test_sampler_behind_a_relay_joins_with_a_short_file(tmp_path):
         cluster.start(name)
     async with CoordinatorClient(cluster.address, tls=certificates.tls("operator", "op")) as client:
         try:
-            status = await cluster.until(client, lambda status: status.head_version >= 2, timeout_s=200)
+            status = await cluster.until(client, lambda status: status.head_version >= 2)
         finally:
             cluster.stop()
     assert {site.site: site.groups_accepted > 0 for site in status.sites} == {"eu.gpu1": True}

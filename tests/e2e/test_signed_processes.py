@@ -34,9 +34,9 @@ async def test_signed_run_is_used_by_those_who_trust_it_and_passes_the_audit(tmp
     cluster.start("site-b")
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
-            await cluster.until(client, lambda status: status.head_version >= 4, timeout_s=120)
+            await cluster.until(client, lambda status: status.head_version >= 4)
             refused = tmp_path / "logs" / "site-b.log"
-            await cluster.until(client, lambda _: "none of the 1 trusted keys" in refused.read_text(), timeout_s=60)
+            await cluster.until(client, lambda _: "none of the 1 trusted keys" in refused.read_text())
             status = await client.get_status()
         finally:
             cluster.stop()

@@ -48,7 +48,7 @@ async def test_sites_in_other_time_zones_write_the_same_prompts(tmp_path, monkey
             cluster.start(name)
     try:
         async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
-            status = await cluster.until(client, are_both_trained_on, timeout_s=600)
+            status = await cluster.until(client, are_both_trained_on)
     finally:
         cluster.stop()
 

@@ -79,7 +79,7 @@ async def test_hf_and_vllm_samplers_train_together_over_twenty_swaps(tmp_path, m
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
             # vLLM starts slowly: the others would only move on without it.
-            await cluster.until(client, lambda status: status.sites, timeout_s=420)
+            await cluster.until(client, lambda status: status.sites)
             cluster.start("hf")
             status = await cluster.until(
                 client,
@@ -89,7 +89,6 @@ async def test_hf_and_vllm_samplers_train_together_over_twenty_swaps(tmp_path, m
                     and status.head_version >= NUM_VERSIONS
                     and all(site.canary_difference is not None for site in status.sites)
                 ),
-                timeout_s=420,
             )
             metrics = scraped(log)
             for child in cluster.children.values():

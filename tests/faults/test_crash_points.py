@@ -33,6 +33,7 @@ from heterorl.sampler.trust_record import TrustRecord
 from heterorl.sampler.weight_sync import WeightSync
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
+from tests.support.limits import WAIT_S
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
@@ -140,7 +141,7 @@ async def test_learner_that_publishes_while_a_step_computes(tmp_path):
     disk = Disk(tmp_path / "run", machines=("coordinator", "learner"))
     backend, is_out = NumpyBackend(), threading.Event()
     # Step 2 ends when version 1 is committed, and its own version is not watched.
-    backend.on_step = lambda: len(backend.reports) != 1 or is_out.wait(60)
+    backend.on_step = lambda: len(backend.reports) != 1 or is_out.wait(WAIT_S)
     with disk.installed():
         core = await open_coordinator(disk.root)
 

@@ -14,6 +14,7 @@ from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
+from tests.support.limits import WAIT_S
 from tests.support.run import Run
 
 ROOM = 24
@@ -46,17 +47,15 @@ async def test_silent_sockets_take_all_descriptors_and_destroy_nothing(coordinat
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, limit))
         with contextlib.ExitStack() as sockets:
             for _ in range(3 * ROOM):
-                sockets.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-            async with asyncio.timeout(30):
-                while process.num_fds() < limit:
-                    await client.get_status()
+                sockets.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+            while process.num_fds() < limit:
+                await client.get_status()
             # They are told to come again.
             refused = await asyncio.gather(*(_is_refused(client, payload) for _ in range(64)))
             assert [payload] == list((await _plan(client)).payloads)
 
-        async with asyncio.timeout(60):
-            while await _is_refused(client, payload):
-                pass
+        while await _is_refused(client, payload):
+            pass
         assert await run.publish() == 1
         record_property("refused", sum(refused))
         assert process.is_running()
@@ -77,7 +76,6 @@ async def _plan(client):
 
 
 async def _until_it_serves(client):
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(Exception):
-                return await client.get_status()
+    while True:
+        with contextlib.suppress(Exception):
+            return await client.get_status()

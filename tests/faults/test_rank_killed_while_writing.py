@@ -30,10 +30,8 @@ if "--rank" in sys.orig_argv:
 """Rank 1 has written its pieces, and is about to make them durable."""
 
 
-def _read_when_there(path, *, timeout_s=100):
-    deadline = time.monotonic() + timeout_s
+def _read_when_there(path):
     while not path.exists():
-        assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.05)
     return path.read_text()
 
@@ -70,8 +68,8 @@ def test_checkpoint_before_the_one_that_a_rank_died_in_resumes_at_another_number
         _read_when_there(trained)
         victim = int(_read_when_there(held))
         os.kill(victim, signal.SIGKILL)
-        asking.join(60)
-        assert ranks.process.wait(30) == 1
+        asking.join()
+        assert ranks.process.wait() == 1
     finally:
         ranks.process.kill()
         asking.join()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.support.limits import WAIT_S
 from tests.support.wan_link import ADDRESS_A, ADDRESS_B, WanLink, inside, unavailable
 
 DELAY_S, LOSS, NUM_PACKETS = 0.05, 0.3, 200
@@ -38,7 +39,7 @@ def _measure():
     link = WanLink(delay_s=DELAY_S, jitter_s=0.0, loss=0.0)
     with socket.create_server((ADDRESS_A, 0)) as server, inside(link.site_b):
         started = time.perf_counter()
-        socket.create_connection(server.getsockname(), 10).close()
+        socket.create_connection(server.getsockname(), WAIT_S).close()
         round_trip_s = time.perf_counter() - started
     link.close()
     link = WanLink(delay_s=DELAY_S, jitter_s=0.0, loss=LOSS)
@@ -46,14 +47,14 @@ def _measure():
         receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     receiver.bind((ADDRESS_B, 0))
-    arrived = _send(sender, receiver)
+    arrived = _send(sender, receiver, lambda: _not_lost(link))
     stats = link.stats()
     link.say("down")
     link.stats()
-    while_cut = _send(sender, receiver)
+    while_cut = _send(sender, receiver, lambda: 0)
     link.say("up")
     link.stats()
-    after = _send(sender, receiver)
+    after = _send(sender, receiver, lambda: 1)
     link.close()
     for each in (sender, receiver):
         each.close()
@@ -63,13 +64,21 @@ def _measure():
     }, sys.stdout)  # fmt: skip
 
 
-def _send(sender, receiver):
+def _not_lost(link):
+    """Packets that the line lets through, once it has seen all."""
+    while (stats := link.stats())["seen"] < NUM_PACKETS:
+        time.sleep(DELAY_S)
+    return NUM_PACKETS - stats["lost"]
+
+
+def _send(sender, receiver, expected):
+    """Packets that arrive: the expected ones however late, others until the line is silent."""
     for _ in range(NUM_PACKETS):
         sender.sendto(b"x", receiver.getsockname())
-    receiver.settimeout(20 * DELAY_S)
-    arrived = 0
+    least, arrived = expected(), 0
     try:
         while True:
+            receiver.settimeout(WAIT_S if arrived < least else 20 * DELAY_S)
             receiver.recv(10)
             arrived += 1
     except TimeoutError:

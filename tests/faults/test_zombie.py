@@ -18,18 +18,18 @@ async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
         cluster.start(name)
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
-            await cluster.until(client, lambda status: status.head_version >= 3, timeout_s=120)
+            await cluster.until(client, lambda status: status.head_version >= 3)
             zombie = cluster.children["learner"].process
             os.kill(zombie.pid, signal.SIGSTOP)
             cluster.start("learner-2")
-            taken = await cluster.until(client, lambda status: status.learner == "learner-2", timeout_s=120)
-            await cluster.until(client, lambda s: s.head_version >= taken.head_version + 2, timeout_s=120)
+            taken = await cluster.until(client, lambda status: status.learner == "learner-2")
+            await cluster.until(client, lambda s: s.head_version >= taken.head_version + 2)
             os.kill(zombie.pid, signal.SIGCONT)
 
             # It ends by itself with a typed error; the other goes on.
-            zombie.wait(60)
+            zombie.wait()
             head = (await client.get_status()).head_version
-            await cluster.until(client, lambda status: status.head_version >= head + 2, timeout_s=60)
+            await cluster.until(client, lambda status: status.head_version >= head + 2)
         finally:
             cluster.stop()
 

@@ -16,6 +16,7 @@ from heterorl.coordinator.rpc.access import RULES
 from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.certificates import DAY, Certificates
 from tests.support.groups import push_of
+from tests.support.limits import WAIT_S
 from tests.support.protos import METHODS, NOT_SERVED
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals
@@ -142,7 +143,7 @@ async def _once(channel, name, *, site):
     stub = getattr(channel, kind)(
         name, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString
     )
-    call = stub(iter([request]) if method.client_streaming else request, timeout=20)
+    call = stub(iter([request]) if method.client_streaming else request, timeout=WAIT_S)
     try:
         if method.server_streaming:
             # A stream that begins is an admitted one.

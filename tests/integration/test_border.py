@@ -19,6 +19,7 @@ from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.support.groups import group_to_pb, push_of
+from tests.support.limits import WAIT_S
 from tests.support.protos import METHODS, NOT_SERVED, bytes_field, entries, fields, is_repeated, wrapped
 from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
@@ -45,7 +46,7 @@ def _start(channel, name, *data):
     method = METHODS[name]
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(name)
-    return call(_each(data), timeout=20) if method.client_streaming else call(data[0], timeout=20)
+    return call(_each(data), timeout=WAIT_S) if method.client_streaming else call(data[0], timeout=WAIT_S)
 
 
 async def _each(data):
@@ -79,9 +80,8 @@ async def _settled(secure):
 
 async def _until(is_so):
     # Counted in the server, which tells nobody.
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 def _bounded(request):

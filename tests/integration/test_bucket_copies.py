@@ -20,6 +20,7 @@ from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.payload_storage import Repair
 from tests.support.bucketed import payloads_of
 from tests.support.clock import CountingBell, ManualClock
+from tests.support.limits import WAIT_S
 from tests.support.narrow import Narrow
 from tests.support.relayed import LargeRun
 
@@ -175,7 +176,7 @@ async def test_copy_that_is_read_or_nobody_waits_for_while_it_is_deleted(opened,
 
         def slow(path):
             loop.call_soon_threadsafe(begins.set)
-            assert may_end.wait(30)
+            assert may_end.wait(WAIT_S)
             remove(path)
 
         monkeypatch.setattr(blobs, "remove_file", slow)

@@ -28,6 +28,7 @@ from heterorl.v1 import policy_pb2
 from tests.support.bucket import KEY, SECRET
 from tests.support.bucketed import incoming_of, payloads_of, received, run_at
 from tests.support.cluster import Cluster, free_port
+from tests.support.limits import WAIT_S
 from tests.support.prometheus import metrics_port
 from tests.support.relay import Relay
 from tests.support.run import Run, frames
@@ -291,7 +292,7 @@ async def test_only_the_lease_holder_is_given_an_address_or_has_something_taken(
 
 def received_by(child):
     """Payload bytes that a coordinator's process received."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port(child.log)}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port(child.log)}/metrics", timeout=WAIT_S) as answer:
         text = answer.read().decode()
     found = re.findall(r"^heterorl_bytes_total\{([^}]*)\} (\S+)", text, re.MULTILINE)
     return sum(float(value) for labels, value in found if 'direction="in"' in labels and 'kind="weights"' in labels)
@@ -353,8 +354,8 @@ async def test_learners_process_publishes_and_the_coordinators_receives_no_paylo
         for name in ("coordinator", "learner"):
             cluster.start(name)
         async with CoordinatorClient(cluster.address, tls=TlsConfig(insecure=True)) as client:
-            status = await cluster.until(client, lambda status: (status.head_version or 0) >= 0, timeout_s=180)
-            head = await asyncio.wait_for(anext(aiter(client.watch_head(after_version=-1))), 120)
+            status = await cluster.until(client, lambda status: (status.head_version or 0) >= 0)
+            head = await anext(aiter(client.watch_head(after_version=-1)))
         assert head.version == 0
         assert await asyncio.to_thread(received_by, cluster.children["coordinator"]) == 0
     finally:

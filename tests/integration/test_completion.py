@@ -27,7 +27,7 @@ def environment(tmp_path):
 
 
 def run(environment, *words):
-    result = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False, env=environment)
+    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.certificates import Certificates, paths
+from tests.support.limits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -43,7 +44,7 @@ def build(directory):
                     else:
                         shutil.copy(ROOT / name, where)
             elif keyword == "RUN":
-                subprocess.run(["sh", "-euc", moved(rest)], cwd=source, check=True, timeout=600, capture_output=True)
+                subprocess.run(["sh", "-euc", moved(rest)], cwd=source, check=True, capture_output=True)
             else:
                 assert keyword in {"ENV", "WORKDIR", "ARG"}, keyword
     return directory / "opt" / "heterorl"
@@ -82,7 +83,7 @@ def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monk
             health = [program, "health", address, *moved(files)]
             up = subprocess.run(health, capture_output=True, text=True, check=False, cwd=tmp_path)
             served.send_signal(signal.SIGTERM)
-            code = served.wait(60)
+            code = served.wait(WAIT_S)
         finally:
             served.kill()
             served.wait()

@@ -47,7 +47,7 @@ def test_services_themselves_start(project):
     ]
     try:
         for child in children:
-            child.process.wait(100)
+            child.process.wait()
             assert "colour: unknown key" in child.log.read_text()
     finally:
         for child in children:

@@ -218,7 +218,7 @@ async def test_certificate_that_expires_on_an_open_link_is_refused_and_worth_rep
     with pytest.raises(Unauthenticated, match="expired") as refused:
         await secure.run.lease(1)
     assert refused.value.retry_after_s > 0
-    await asyncio.wait_for(_publish_at(secure, 0.0), 20)
+    await _publish_at(secure, 0.0)
     secure.ahead_s = 2 * 86400.0
     with pytest.raises(Unauthenticated, match="expired"):
         await anext(watch)

@@ -14,6 +14,7 @@ from heterorl.launch.nodes import nodes_of
 from heterorl.launch.render import render, write_tree
 from tests.support.cluster import free_port
 from tests.support.launches import NODES, run_file, run_table
+from tests.support.limits import WAIT_S
 from tests.support.tools import check, tool
 
 _LOG = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def test_jobs_start_after_what_they_need_and_complete(tmp_path):
             quietly(*environment, "scancel", "--me")
             for process in processes:
                 process.terminate()
-                process.wait(30)
+                process.wait(WAIT_S)
 
     states = dict(re.findall(r"Name=my-run-(\S+) JobState=(\S+)", ended.read_text()))
     assert states == dict.fromkeys(NODES, "COMPLETED")

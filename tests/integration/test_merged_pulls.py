@@ -91,7 +91,7 @@ async def test_kill_in_the_middle_of_a_composition_costs_only_the_work(tmp_path,
     child = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tests.support.merge_child", str(tmp_path), str(num_chunks)],
-        cwd=ROOT, env=environment, capture_output=True, timeout=50, check=False,
+        cwd=ROOT, env=environment, capture_output=True, check=False,
     )  # fmt: skip
     assert child.returncode == -signal.SIGKILL, child.stderr
     folder = tmp_path / "data" / "merged"

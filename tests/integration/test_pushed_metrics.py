@@ -14,6 +14,7 @@ from heterorl.common.wire.common_messages import series_to_pb
 from heterorl.v1 import metrics_pb2, metrics_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster
+from tests.support.limits import WAIT_S
 from tests.support.prometheus import PROMETHEUS, metrics_port, start_prometheus
 
 RPCS = "heterorl_rpc_seconds_count"
@@ -57,7 +58,7 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
             async def push(site, labels, *, count=1, name=RPCS):
                 one = metrics_pb2.MetricSeries(name=name, labels=[labels] * count, values=[1.0] * count)
                 request = metrics_pb2.PushSamplerMetricsRequest(site=site, series=[one])
-                answer = stub.PushSamplerMetrics(request, timeout=20)
+                answer = stub.PushSamplerMetrics(request, timeout=WAIT_S)
                 code = await answer.code()
                 assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
                 return code is grpc.StatusCode.OK
@@ -72,7 +73,7 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
                 dataclasses.replace(one, labels=one.labels[:20], values=one.values[:20]) for one in series_of(registry)
             ]
             request = metrics_pb2.PushSamplerMetricsRequest(site="good", series=series_to_pb(series))
-            assert (await stub.PushSamplerMetrics(request, timeout=20)).is_kept
+            assert (await stub.PushSamplerMetrics(request, timeout=WAIT_S)).is_kept
             assert await push("last", 'code="1",method="m",side="s"')
 
         # What was pushed last is there, so Prometheus took a page that had all of it.
@@ -114,7 +115,7 @@ async def test_relay_hands_its_metrics_out_and_its_panels_have_data(tmp_path):
         found = {key: row["metric"][key] for key in ("run", "service", "site", "instance")}
         assert found == {"run": "kills", "service": "relay", "site": "eu", "instance": "eu"}
         page = await asyncio.to_thread(
-            lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/nodes", timeout=10).read()
+            lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/nodes", timeout=WAIT_S).read()
         )
         assert b"heterorl_sampler_" not in page
     finally:

@@ -13,12 +13,13 @@ import pytest
 
 from heterorl.learner.learner_config import LearnerConfig
 from tests.support.cluster import free_port
+from tests.support.limits import PATIENCE
 from tests.support.patched import patched_path
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 4.0
+TIMEOUT_S = 4.0 * PATIENCE
 
 FAIL = """
 def fail(*_, **__):

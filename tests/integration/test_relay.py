@@ -23,6 +23,7 @@ from heterorl.common.rpc.channel import check_health
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
 from heterorl.v1 import run_pb2
+from tests.support.limits import WAIT_S
 from tests.support.relayed import HASTY, Site, counted, large_run, registration, since
 
 REGISTER = "/heterorl.v1.RunService/Heartbeat"
@@ -41,9 +42,8 @@ async def site(run, tmp_path):
 
 
 async def _head_known(site):
-    async with asyncio.timeout(20):
-        async for _ in site.client("eu.watch").watch_head(after_version=-1):
-            return
+    async for _ in site.client("eu.watch").watch_head(after_version=-1):
+        return
 
 
 async def _carried(run, pair, shown, *, site="eu.1", method=REGISTER):
@@ -52,7 +52,7 @@ async def _carried(run, pair, shown, *, site="eu.1", method=REGISTER):
     request = run_pb2.HeartbeatRequest(site=site, incarnation="inc-1").SerializeToString()
     async with grpc.aio.secure_channel(run.address, credentials) as channel:
         try:
-            await channel.unary_unary(method)(request, metadata=[(NODE_KEY, each) for each in shown], timeout=20)
+            await channel.unary_unary(method)(request, metadata=[(NODE_KEY, each) for each in shown], timeout=WAIT_S)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
     return None
@@ -91,13 +91,14 @@ async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_t
     async with grpc.aio.secure_channel(f"127.0.0.1:{site.port}", credentials) as channel:
         names = ("RolloutService/LeaseWork", "PolicyService/PlanPull", "RolloutService/PushGroups")
         calls = [channel.stream_stream(f"/heterorl.v1.{name}")(nothing()) for name in names for _ in range(8)]
-        async with asyncio.timeout(20):
-            # All room of short messages, and what one node may have of the others'.
-            while site.server.admission._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        # All room of short messages, and what one node may have of the others'.
+        while site.server.admission._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
+            await asyncio.sleep(0)
         held = run.server.admission.shares.num_calls - before
         grant = await client.lease_work(site="eu.1", incarnation="inc-1", max_groups=1, policy_version=0)
-        health = await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=10)
+        health = await check_health(
+            f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=WAIT_S
+        )
     await asyncio.gather(*(call.code() for call in calls))
 
     assert (held, len(grant.assignments), health.is_serving) == (0, 1, True)
@@ -165,9 +166,8 @@ async def test_a_new_version_is_told_to_all_by_one_watch(run, site, tmp_path):
     watching = [asyncio.ensure_future(next_version(number)) for number in range(3)]
     await run.run.publish()
 
-    async with asyncio.timeout(20):
-        assert await asyncio.gather(*watching) == [1, 1, 1]
-        pulled = await site.puller(tmp_path / "spool").pull(held=None, want_version=-1)
+    assert await asyncio.gather(*watching) == [1, 1, 1]
+    pulled = await site.puller(tmp_path / "spool").pull(held=None, want_version=-1)
     assert pulled.version == 1
     assert run.server.admission.shares._of_rpc.total() <= 1
 
@@ -193,7 +193,7 @@ async def test_what_is_kept_survives_a_restart_and_an_outage(run, site, tmp_path
             pass
     frames = [frame async for frame in client.read_payload(digest=digest, offset=10, stop=20)]
     assert len(b"".join(frames)) == 10
-    assert (await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=10)).is_serving  # fmt: skip
+    assert (await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=WAIT_S)).is_serving  # fmt: skip
 
 
 async def test_a_fetch_that_broke_goes_on_from_its_bytes(run, site, tmp_path):
@@ -245,9 +245,8 @@ async def test_a_relay_that_lies_is_refused_by_the_sampler(run, site, tmp_path, 
     puller = site.puller(tmp_path / "a")
     with monkeypatch.context() as patch:
         patch.setattr(site.weights.payloads, "read", other_bytes)
-        async with asyncio.timeout(60):
-            with pytest.raises(CorruptData):
-                await puller.pull(held=None, want_version=-1)
+        with pytest.raises(CorruptData):
+            await puller.pull(held=None, want_version=-1)
 
     async def other_manifest(**request):
         return SignedManifest(data=b"anything", signature=b"s" * 64)

@@ -38,13 +38,13 @@ async def test_sampler_that_saw_newer_versions_refuses_and_works_on_when_its_ope
         try:
             for name in ("coordinator", "learner", "site-a"):
                 cluster.start(name)
-            await cluster.until(client, holds(1), timeout_s=120)
+            await cluster.until(client, holds(1))
             stop([cluster.children["coordinator"]])
             shutil.copytree(tmp_path / "coordinator", tmp_path / "copy")
             with contextlib.closing(cluster.database()) as connection:
                 ((head,),) = connection.execute("SELECT max(version) FROM versions")
             cluster.start("coordinator")
-            await cluster.until(client, holds(head + 2), timeout_s=60)
+            await cluster.until(client, holds(head + 2))
             cluster.stop()
 
             cluster.coordinator["data_dir"] = str(tmp_path / "restored")
@@ -66,6 +66,6 @@ async def test_sampler_that_saw_newer_versions_refuses_and_works_on_when_its_ope
             cluster.start("site-a")
             # The first one's state is of versions that are gone.
             cluster.start("learner-2")
-            await cluster.until(client, holds(head + 2), timeout_s=100)
+            await cluster.until(client, holds(head + 2))
         finally:
             cluster.stop()

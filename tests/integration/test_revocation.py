@@ -61,10 +61,9 @@ async def test_nodes_that_joined_are_refused_at_the_next_call_once_the_list_was_
     tables = {"run_id": "my-run", "data_dir": str(data), "listen": address, "metrics_port": 0, "tls": tls}
     child = start("coordinator", name="coordinator", tables=tables, directory=tmp_path)
     try:
-        async with asyncio.timeout(40):
-            while not (data / "address").exists():
-                child.check()
-                await asyncio.sleep(0.05)
+        while not (data / "address").exists():
+            child.check()
+            await asyncio.sleep(0.05)
         assert await outcome(address, operator, lambda client: client.get_status()) is None
         assert await outcome(address, site, lease) is NotRegistered
 

@@ -52,18 +52,18 @@ async def test_site_cut_off_works_on_from_its_reserve_and_delivers_everything_af
             cluster.start("site-a")
             # 10 completions a second, two a group: the reserve holds many times what is under way.
             status = await cluster.until(
-                client, lambda status: (site := site_of(status)) is not None and site.work_leased >= 60, timeout_s=300
+                client, lambda status: (site := site_of(status)) is not None and site.work_leased >= 60
             )
             # The answer with the reserve has arrived when groups came after it.
             acked = status.ledger.acked
-            await cluster.until(client, lambda status: status.ledger.acked >= acked + 3, timeout_s=300)
+            await cluster.until(client, lambda status: status.ledger.acked >= acked + 3)
             relay.cut()
             made = next_sequence(cluster)
             while next_sequence(cluster) < made + 30:  # noqa: ASYNC110 - another process's file
                 await asyncio.sleep(0.1)
             relay.mend()
             made = next_sequence(cluster)
-            await cluster.until(client, lambda status: status.ledger.acked >= made - 1, timeout_s=300)
+            await cluster.until(client, lambda status: status.ledger.acked >= made - 1)
             cluster.children["site-a"].process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(cluster.children["site-a"].process.wait) == 0
     finally:
@@ -97,12 +97,11 @@ async def test_signal_in_the_middle_of_long_completions_gives_them_up_and_hands_
                 lambda status: (
                     (site := site_of(status)) is not None and site.work_leased >= 32 and status.ledger.acked > 0
                 ),
-                timeout_s=300,
             )
             child.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(child.process.wait) == 0
             spooled = cluster.outbox_sequences("site-a")[1]
-            await cluster.until(client, lambda status: site_of(status).work_leased <= len(spooled), timeout_s=300)
+            await cluster.until(client, lambda status: site_of(status).work_leased <= len(spooled))
     finally:
         cluster.stop()
 

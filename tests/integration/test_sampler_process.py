@@ -10,11 +10,10 @@ from tests.support.cluster import Cluster
 
 async def line_in(path, text):
     """Wait until a log says something."""
-    async with asyncio.timeout(200):
-        while True:
-            if text in path.read_text():
-                return
-            await asyncio.sleep(0.05)
+    while True:
+        if text in path.read_text():
+            return
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A group's bytes from the outbox to the learner, over certificates and sockets: the same at every station."""
 
-import asyncio
 import dataclasses
 import threading
 
@@ -149,8 +148,7 @@ async def test_row_whose_bytes_changed_is_dropped_and_the_next_one_leased(secure
         connection.execute("UPDATE groups SET payload = ? WHERE sequence = 1", (bytes(spoilt),))
 
     await secure.core.database.run(flip)
-    async with asyncio.timeout(20):
-        queued = await anext(secure.learner.stream_groups(epoch=secure.run.epoch, held=(), credits=credits_of(1)))
+    queued = await anext(secure.learner.stream_groups(epoch=secure.run.epoch, held=(), credits=credits_of(1)))
 
     assert queued.group.id.sequence == 2
     assert (await secure.operator.get_status()).ledger.dropped == {DropReason.INVALID: 1}

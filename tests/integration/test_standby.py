@@ -20,6 +20,7 @@ from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.demo.processes import start, stop
 from tests.support.clock import ManualClock
 from tests.support.cluster import free_port
+from tests.support.limits import WAIT_S
 from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
@@ -295,7 +296,7 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
         await shown(lambda: deaths)
     finally:
         server.start()
-    engine = await asyncio.wait_for(waiting, 30)
+    engine = await waiting
     assert engine.epoch == 1
     engine.close()
 
@@ -330,8 +331,10 @@ async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_n
             operator.execute("ALTER SYSTEM RESET default_transaction_read_only")
             operator.execute("SELECT pg_reload_conf()")
             await active.close()
-            await asyncio.wait((waiting,), timeout=30)
-            standby.give_up()
+            try:
+                await asyncio.wait((waiting,))
+            finally:
+                standby.give_up()
     engine = await waiting
     assert engine is not None
     assert engine.epoch == 2
@@ -340,7 +343,7 @@ async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_n
 
 
 def shown_by(port, path="/metrics"):
-    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode()
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S).read().decode()
 
 
 @pytest.mark.slow

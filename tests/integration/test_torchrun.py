@@ -17,10 +17,11 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator
 from tests.support.learner_world import rows
+from tests.support.limits import PATIENCE
 from tests.support.nodes import Agents, Machine, can_make_namespaces, joined_namespace
 
 pytestmark = pytest.mark.slow
-RANK_TIMEOUT_S = 8.0
+RANK_TIMEOUT_S = 8.0 * PATIENCE
 
 
 @contextlib.contextmanager

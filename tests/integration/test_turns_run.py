@@ -75,7 +75,7 @@ def test_trajectories_are_played_checked_trained_and_evaluated(cluster):
     for name in ("eu-1", "us-1"):
         cluster.start(name)
 
-    assert learner.process.wait(240) == 0, (cluster.directory / "logs" / "learner.log").read_text()[-3000:]
+    assert learner.process.wait() == 0, (cluster.directory / "logs" / "learner.log").read_text()[-3000:]
 
     summary, completions = asyncio.run(evaluated(cluster, STEPS))
     cluster.stop()

@@ -37,13 +37,10 @@ async def test_cheater_is_quarantined_the_honest_site_goes_on_and_release_lets_t
         try:
             status = await cluster.until(
                 client, lambda status: site_of(status, "cheater") and site_of(status, "cheater").quarantine,
-                timeout_s=150,
             )  # fmt: skip
             reason = site_of(status, "cheater").quarantine
             accepted = site_of(status, "cheater").groups_accepted
-            status = await cluster.until(
-                client, lambda later: later.head_version >= status.head_version + 2, timeout_s=100
-            )
+            status = await cluster.until(client, lambda later: later.head_version >= status.head_version + 2)
             assert failed_sites(status) == {"cheater"}
             result = await asyncio.to_thread(
                 runner.invoke, app,
@@ -56,7 +53,6 @@ async def test_cheater_is_quarantined_the_honest_site_goes_on_and_release_lets_t
                 lambda later: (
                     site_of(later, "cheater").groups_accepted > accepted and site_of(later, "cheater").quarantine
                 ),
-                timeout_s=100,
             )
         finally:
             cluster.stop()

@@ -179,11 +179,11 @@ async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
 
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
-            await cluster.until(client, lambda status: len(status.sites) == 2, timeout_s=120)
-            status = await cluster.until(client, are_both_used(2), timeout_s=120)
+            await cluster.until(client, lambda status: len(status.sites) == 2)
+            status = await cluster.until(client, are_both_used(2))
             cluster.kill("learner")
             cluster.start("learner")
-            status = await cluster.until(client, are_both_used(status.head_version + 3), timeout_s=120)
+            status = await cluster.until(client, are_both_used(status.head_version + 3))
         finally:
             cluster.stop()
 

@@ -19,6 +19,7 @@ import pytest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, SampleRollout
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from tests.support.limits import WAIT_S
 from tests.support.secure_run import SecureRun
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +44,16 @@ async def viewing(*words):
         opener.addheaders = []
 
         def ask(path):
-            with opener.open(found.group(1) + path, timeout=20) as answer:
+            with opener.open(found.group(1) + path, timeout=WAIT_S) as answer:
                 return answer.read().decode()
 
-        with opener.open(found.group(), timeout=20):
+        with opener.open(found.group(), timeout=WAIT_S):
             pass
         yield lambda path: asyncio.to_thread(ask, path)
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.communicate(), 30)
+        await process.communicate()
     assert process.returncode == 0
 
 
@@ -138,7 +139,7 @@ async def test_others_than_operators_are_refused_in_words(tmp_path, role):
             "--ca", str(names.ca), "--cert", str(names.cert), "--key", str(names.key),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), 60)
+        out, err = await process.communicate()
 
     assert (process.returncode, out) == (2, b"")
     assert b"may not call" in err
@@ -149,7 +150,7 @@ def test_a_file_that_is_no_export_ends_in_one_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"id": 1}\n')
     result = subprocess.run(
         [sys.executable, "-m", "heterorl", "view", str(tmp_path / "x.jsonl")],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
 
     assert (result.returncode, result.stdout) == (2, "")

@@ -13,6 +13,7 @@ import pytest
 
 from heterorl.common.types.sample import rollout_json
 from tests.support.browser import DESKTOP, PHONE, browser
+from tests.support.limits import WAIT_S
 from tests.support.samples import ASKED, make_sample, make_turns
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def url(tmp_path_factory):
         yield re.search(r"http://127\.0\.0\.1:\d+/\?key=\S+", process.stdout.readline()).group()
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_S) == 0
         process.stdout.close()
     # What was read is deleted with the page.
     assert [path.name for path in directory.iterdir()] == ["run.jsonl"]

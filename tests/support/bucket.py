@@ -16,8 +16,9 @@ from typing import IO, Any
 import obstore.store
 
 from heterorl.coordinator.coordinator_config import BucketConfig
+from tests.support.limits import WAIT_S
 
-START_S = 60.0
+START_S = 2 * WAIT_S
 KEY, SECRET = "AKIATESTTESTTEST", "secret-of-the-tests"
 BUCKET = "payloads-of-tests"
 
@@ -69,7 +70,7 @@ class BucketServer:
 
     def _make(self) -> None:
         request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(request, timeout=20).close()
+        urllib.request.urlopen(request, timeout=WAIT_S).close()
 
     def _at(self, prefix: str) -> Any:
         return obstore.store.S3Store(

@@ -19,6 +19,8 @@ from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.demo.processes import Child, start, stop
 from tests.support.certificates import Certificates
 
+CAMPAIGN_S = 3600.0
+"""Longest wait of a campaign, which has no other limit."""
 RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}
 
 
@@ -119,9 +121,9 @@ class Cluster:
         )
         stop([self.children[name] for name in order])
 
-    async def until(self, client: Any, condition: Any, *, timeout_s: float) -> RunStatus:
-        """Wait until the run's status satisfies `condition`."""
-        async with asyncio.timeout(timeout_s):
+    async def until(self, client: Any, condition: Any) -> RunStatus:
+        """Wait until the run's status satisfies `condition`; a test has a shorter limit of its own."""
+        async with asyncio.timeout(CAMPAIGN_S):
             while True:
                 try:
                     status = await client.get_status()

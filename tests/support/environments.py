@@ -102,6 +102,6 @@ def check_and_score(
         settings += [f"state_dir={directory / 'state'}"]
     return subprocess.run(
         [str(python), "-P", str(script), service, str(config), *settings],
-        cwd=directory, capture_output=True, text=True, timeout=280, check=False,
+        cwd=directory, capture_output=True, text=True, check=False,
         env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(directory), **THREADS},
     )  # fmt: skip

@@ -26,6 +26,8 @@ from xdist.workermanage import WorkerController
 LIMIT_S = 60.0
 PROCESS_LIMIT_S = 240.0
 PATIENCE = float(os.environ.get("HETERORL_TEST_PATIENCE", "1"))
+WAIT_S = 30.0 * PATIENCE
+"""Longest wait of a thread, a remote call or a fixture, which none of the guards ends."""
 _LATER = 1.25
 _STOP = 1.5
 _stderr = pytest.StashKey[int]()

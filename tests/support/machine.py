@@ -15,6 +15,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
+from tests.support.limits import WAIT_S
 from tests.support.tools import check
 
 
@@ -92,7 +93,7 @@ class Machine:
             process.send_signal(signal.SIGTERM)
         for process in self.processes.values():
             try:
-                process.wait(30)
+                process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

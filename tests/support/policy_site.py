@@ -101,21 +101,18 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
     tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
 
     async def reach(version):
-        async with asyncio.timeout(30):
-            while True:
-                ticket = bell.ticket()
-                staged = policy.take(-1)
-                if staged is not None and staged.version >= version:
-                    return staged
-                await ticket.wait()
+        while True:
+            ticket = bell.ticket()
+            staged = policy.take(-1)
+            if staged is not None and staged.version >= version:
+                return staged
+            await ticket.wait()
 
     async def refusal():
-        async with asyncio.timeout(30):
-            return await heard.lines.get()
+        return await heard.lines.get()
 
     async def end():
-        async with asyncio.timeout(30):
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task.exception() for task in tasks if task.done())
 
     policy.reach, policy.refusal, policy.end, policy.api = reach, refusal, end, api

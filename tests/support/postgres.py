@@ -18,8 +18,9 @@ import psycopg
 from psycopg import sql
 
 from tests.support.debian import postgres_binaries as binaries
+from tests.support.limits import WAIT_S
 
-START_S = 60.0
+START_S = 2 * WAIT_S
 
 
 class PostgresServer:

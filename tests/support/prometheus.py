@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cluster import free_port
+from tests.support.limits import WAIT_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS, PROMTOOL, AMTOOL = (shutil.which(name) for name in ("prometheus", "promtool", "amtool"))
@@ -33,7 +34,7 @@ class Prometheus:
         """The `data` of an answer of the HTTP API; an error of the API is an AssertionError with its text."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
@@ -44,7 +45,7 @@ class Prometheus:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(WAIT_S)
 
 
 def metrics_port(log: Path) -> int | None:
@@ -79,7 +80,7 @@ def start_prometheus(directory: Path, targets: list[dict[str, Any]], *, interval
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     server = Prometheus(directory=directory, address=address, process=process)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * WAIT_S
     while True:
         try:
             server.get("status/buildinfo")

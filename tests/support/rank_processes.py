@@ -69,7 +69,7 @@ class Ranks:
         everyone = [self.process, *self._others]
         self.process.stdin.close()
         try:
-            return max(abs(process.wait(120)) for process in everyone)
+            return max(abs(process.wait()) for process in everyone)
         finally:
             for process in everyone:
                 process.kill()

@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from tests.support.limits import WAIT_S
+
 Reply = tuple[int, dict[str, str], bytes]
 
 
@@ -82,7 +84,7 @@ def serving(reply: Callable[[dict[str, Any]], Any], *, tls: ssl.SSLContext | Non
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(WAIT_S)
 
 
 def localhost_tls(directory: Path) -> tuple[ssl.SSLContext, Path]:

@@ -40,6 +40,7 @@ from heterorl.v1 import (
     sample_pb2_grpc,
 )
 from tests.support.certificates import Certificates
+from tests.support.limits import WAIT_S
 from tests.support.run import Run
 
 PATIENT = RetryPolicy(budget_s=20.0, base_s=0.01, cap_s=0.2)
@@ -121,10 +122,10 @@ class SecureRun:
         async with channel:
             try:
                 if answers is not None:
-                    async for answer in Stubs(channel).method(method)(request, timeout=20):
+                    async for answer in Stubs(channel).method(method)(request, timeout=WAIT_S):
                         answers.append(answer)
                 else:
-                    await Stubs(channel).method(method)(request, timeout=20)
+                    await Stubs(channel).method(method)(request, timeout=WAIT_S)
             except grpc.aio.AioRpcError as error:
                 return from_rpc_error(error) or Unreachable(f"{error.code().name}: {error.details()}")
         raise AssertionError(f"{method} was not refused")

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tests.support.limits import WAIT_S
+
 ResultT = TypeVar("ResultT")
 _GONE = object()
 """The last word of a rank that ended by an error, as the end of its process closes its connections."""
@@ -22,7 +24,7 @@ class _Wires:
 
 
 def _next(line: queue.Queue[Any]) -> Any:
-    value = line.get(timeout=30)
+    value = line.get(timeout=WAIT_S)
     if value is _GONE:
         line.put(value)
         raise RuntimeError("Connection closed by peer")

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import WAIT_S
+
 ADDRESS_A, ADDRESS_B = "10.77.0.1", "10.77.0.2"
 MTU = 1400
 MAX_WAITING = 20_000
@@ -93,7 +95,7 @@ class WanLink:
     def close(self) -> None:
         """End the carrier, and with it the devices."""
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(WAIT_S)
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()

@@ -21,6 +21,7 @@ from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.queue import LATE_EVERY
 from tests.support.clock import ManualClock
 from tests.support.examples import examples
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT, INCARNATION, Run
 
 SITES = ("eu-1", "us-1")
@@ -67,7 +68,7 @@ class Model(RuleBasedStateMachine):
         self.owed = dict.fromkeys(SITES, 0)
 
     def wait(self, awaitable):
-        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, WAIT_S))
 
     @initialize()
     def begin(self):

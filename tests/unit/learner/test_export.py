@@ -262,7 +262,7 @@ def test_memory_of_an_export_is_that_of_tensors_not_of_the_model(tmp_path):
     """100 million parameters, 200 MB, the largest tensor of 31 MB, in a process that has exported a small model before."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.support.export_memory", str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
 
     found = json.loads(answer.stdout.splitlines()[-1])

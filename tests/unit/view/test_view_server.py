@@ -13,6 +13,7 @@ from heterorl.common.errors import PortInUse
 from heterorl.view import pages
 from heterorl.view.pages import redirect_file
 from heterorl.view.view_server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
+from tests.support.limits import WAIT_S
 
 KEY = "k3y"
 
@@ -31,7 +32,7 @@ def server():
 
 
 def ask(server, path="/", *, method="GET", host=None, key=KEY, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=WAIT_S)
     try:
         connection.putrequest(method, path, skip_host=True)
         for name in [f"127.0.0.1:{server.server_port}"] if host is None else host:

@@ -125,7 +125,7 @@ def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
         with path.open("wb") as file:
             assert not try_lock(file)
             holder.send_signal(signal.SIGKILL)
-            holder.wait(50)
+            holder.wait()
             assert try_lock(file)
         with path.open("wb") as file:
             assert try_lock(file)

@@ -13,6 +13,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler.sampler_config import SamplerConfig
+from tests.support.limits import WAIT_S
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
          "_info", "_assignments")  # fmt: skip
@@ -36,7 +37,7 @@ def _own(name):
 
 def test_metrics_are_served_and_a_taken_port_names_its_key():
     port = metrics.serve(0, service="coordinator")
-    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).read().decode()
 
     assert "heterorl_coordinator_head_version" in page
     assert "heterorl_bytes_total" in page
@@ -59,7 +60,7 @@ def test_second_service_that_was_given_no_port_finds_one_beside_the_first():
 
     assert second != first
     assert (second - first) % 10 == 0
-    page = urllib.request.urlopen(f"http://127.0.0.1:{second}/metrics", timeout=5).read().decode()
+    page = urllib.request.urlopen(f"http://127.0.0.1:{second}/metrics", timeout=WAIT_S).read().decode()
     assert "heterorl_sampler_policy_version" in page
     # A port that somebody wrote down is that port or an error.
     chosen, default = SamplerConfig(metrics_port=9103), SamplerConfig()

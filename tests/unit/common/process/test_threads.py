@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from heterorl.common.process.threads import cause_of, in_thread, in_thread_of, opened_in_thread
+from tests.support.limits import WAIT_S
 
 
 async def test_cause_is_the_failure_that_ended_the_others():
@@ -35,12 +36,12 @@ async def test_caller_that_is_cancelled_twice_still_waits_for_its_thread(has_poo
 
     def work():
         begun.set()
-        assert proceed.wait(30)
+        assert proceed.wait(WAIT_S)
         ended.set()
 
     call = in_thread_of(ThreadPoolExecutor(1), work) if has_pool else in_thread(work)
     task = asyncio.create_task(call)
-    assert await asyncio.to_thread(begun.wait, 30)
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
     for _ in range(2):
         task.cancel()
         # To the wait inside, and on.

@@ -11,6 +11,7 @@ from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from tests.support.limits import WAIT_S
 
 pytestmark = pytest.mark.sqlite
 
@@ -171,7 +172,7 @@ async def test_store_that_owes_an_answer_says_for_how_long_and_copies_of_all_do_
 
     def slow(_connection):
         begun.set()
-        go_on.wait(30)
+        go_on.wait(WAIT_S)
         return database.silent_s()
 
     assert database.silent_s() == 0.0
@@ -191,7 +192,7 @@ async def test_store_that_owes_an_answer_says_for_how_long_and_copies_of_all_do_
 async def test_closing_commits_what_was_queued_before_it(tmp_path):
     database = await Database.open(tmp_path / "store.sqlite")
     gate = threading.Event()
-    first = database.submit(lambda _: gate.wait(30))
+    first = database.submit(lambda _: gate.wait(WAIT_S))
     second = database.submit(lambda connection: set_meta(connection, "key", "kept"))
     closing = asyncio.create_task(database.close())
     await asyncio.sleep(0)

@@ -49,7 +49,7 @@ def test_hub_id_is_read_by_name_from_the_cache(tmp_path, max_shard_size):
         [sys.executable, "-c", OPEN, "acme/tiny", str(directory)],
         env={name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
         | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

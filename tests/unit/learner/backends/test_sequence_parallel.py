@@ -21,6 +21,7 @@ from heterorl.learner.backends.sequence_parallel import (
 )
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import TrainingSequence, collate
+from tests.support.limits import WAIT_S
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +33,7 @@ class _Table:
 
     def __init__(self, size):
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
         self.rows = [None] * size
 
     def all(self, index, values):

@@ -15,6 +15,7 @@ from heterorl.learner.backends.ranks.local_ranks import LocalRanks
 from heterorl.learner.backends.zero import engine_config, import_deepspeed
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from tests.support.limits import WAIT_S
 from tests.support.training import random_groups
 
 
@@ -112,7 +113,7 @@ def test_rank_that_ends_before_its_time_is_reported():
     [child] = ranks._children
     child.kill()
 
-    assert failed.wait(30)
+    assert failed.wait(WAIT_S)
     ranks.close()
     assert json.dumps(str(failures[0]))
     assert (failures[0].rank, failures[0].code) == (1, -9)

@@ -18,8 +18,7 @@ from heterorl.learner.checks.findings import VerificationConfig
 from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
 from tests.support.learner_world import GROUP_SIZE, VOCAB, queued
-
-WAIT_S = 30
+from tests.support.limits import WAIT_S
 
 
 class SlowTask:

@@ -24,6 +24,7 @@ from tests.support.learner_world import (
     queued,
     rows,
 )
+from tests.support.limits import WAIT_S
 
 STEPS, GROUPS_PER_STEP = 3, 2
 QUEUE = STEPS * GROUPS_PER_STEP
@@ -232,7 +233,7 @@ async def test_lease_is_renewed_while_a_step_computes(tmp_path):
 
     def block():
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(WAIT_S)
 
     backend.on_step = block
     api = FragileApi(core)
@@ -270,7 +271,7 @@ async def test_learner_has_no_effect_when_its_epoch_is_over(coordinator, tmp_pat
 
     def block():
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(WAIT_S)
 
     backend.on_step = block
     running = asyncio.create_task(learn(learner_config(tmp_path), coordinator, backend))

@@ -29,6 +29,7 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.inbox import Inbox, feed
 from heterorl.learner.run.state_directory import hold_directory, renew
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
+from tests.support.limits import WAIT_S
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)
 
@@ -59,7 +60,7 @@ async def test_cancelled_caller_waits_for_its_thread():
 
     def work():
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(WAIT_S)
         log.append("thread")
 
     async def caller():

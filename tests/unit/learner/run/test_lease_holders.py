@@ -18,6 +18,7 @@ from tests.support.learner_world import (
     make_contract,
     open_coordinator,
 )
+from tests.support.limits import WAIT_S
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ class Blocked(NumpyBackend):
 
     def _block(self):
         self.entered.set()
-        assert self.proceed.wait(30)
+        assert self.proceed.wait(WAIT_S)
 
 
 def _copy(tmp_path, **changes):
@@ -160,7 +161,7 @@ async def test_stopped_learner_says_where_it_stopped(coordinator, tmp_path):
 
 async def test_stopped_learner_says_which_steps_are_in_no_version(coordinator, tmp_path):
     backend, stop, proceed = NumpyBackend(), asyncio.Event(), threading.Event()
-    backend.on_step = lambda: len(backend.reports) != 2 or proceed.wait(30)
+    backend.on_step = lambda: len(backend.reports) != 2 or proceed.wait(WAIT_S)
     config = learner_config(tmp_path, max_steps=100, steps_per_version=2)
     api = FragileApi(coordinator)
     running = asyncio.create_task(learn(config, api, backend, stop=stop))

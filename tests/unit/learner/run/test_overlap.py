@@ -31,11 +31,11 @@ from tests.support.learner_world import (
     open_coordinator,
     rows,
 )
+from tests.support.limits import WAIT_S
 from tests.support.training import SAMPLING, tiny_model
 
 STEPS = 3
 QUEUE = 2 * STEPS
-WAIT_S = 30
 
 
 class Moment:

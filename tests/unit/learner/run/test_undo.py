@@ -21,6 +21,7 @@ from tests.support.learner_world import (
     make_group,
     open_coordinator,
 )
+from tests.support.limits import WAIT_S
 
 
 class Paced(NumpyBackend):
@@ -29,7 +30,7 @@ class Paced(NumpyBackend):
     def __init__(self):
         super().__init__()
         self.proceed = threading.Semaphore(0)
-        self.on_step = lambda: self.proceed.acquire(timeout=30)
+        self.on_step = lambda: self.proceed.acquire(timeout=WAIT_S)
 
 
 async def _head(core, version):
@@ -82,13 +83,13 @@ async def test_late_group_undoes_no_version(tmp_path, groups_per_version_are_kno
     await _push(core, 3, late, sequence)
     sequence += 2
     if not groups_per_version_are_known:
-        await asyncio.wait_for(api.has_sent_late.wait(), 30)
+        await api.has_sent_late.wait()
     backend.proceed.release()
     await _head(core, 7)
     await _push(core, 7, await _lease(core, 7, 4), sequence)
     for _ in range(2):
         backend.proceed.release()
-    result = await asyncio.wait_for(learner, 30)
+    result = await learner
 
     status = await core.get_status()
     assert (result.step, status.head_version) == (9, 9)
@@ -158,7 +159,7 @@ async def test_refused_step_takes_back_itself_and_what_builds_on_it(tmp_path, ca
     if overlap:
         # The refusal comes while step 6 computes, and waits for its end.
         is_refused = threading.Event()
-        backend.on_step = lambda: len(backend.reports) != 5 or is_refused.wait(30)
+        backend.on_step = lambda: len(backend.reports) != 5 or is_refused.wait(WAIT_S)
     caplog.set_level(logging.INFO)
 
     api = Refusing(core, 5, on_refusal=is_refused.set if overlap else lambda: None)

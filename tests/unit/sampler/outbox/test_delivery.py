@@ -248,9 +248,8 @@ async def test_clock_that_is_set_back_holds_no_group(outbox):
     outbox._write("UPDATE groups SET release = ?", [(clock.wall(),)])
     clock.wall_now -= 210_000_000.0
     loop = asyncio.create_task(delivery.deliver())
-    async with asyncio.timeout(20):
-        while delivery.num_delivered < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    while delivery.num_delivered < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     loop.cancel()
     await asyncio.wait([loop])
 

@@ -9,6 +9,7 @@ from heterorl.common.errors import EngineDied, RewardError
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.sealed_groups import open_group
 from heterorl.sampler.outbox.outbox import Outbox
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
@@ -51,7 +52,7 @@ class SlowTask:
 
     def score(self, prompt, completion):
         if prompt.index in self.slow:
-            assert self.go.wait(30)
+            assert self.go.wait(WAIT_S)
             if self.fails:
                 raise RewardError("no answer in 5 s")
         return (RewardPart(name="correct", value=1.0),)

@@ -119,5 +119,5 @@ def test_worker_ends_when_the_process_that_started_it_was_killed():
 
         parent.kill()
 
-    _, alive = psutil.wait_procs([child], timeout=30)
+    _, alive = psutil.wait_procs([child])
     assert alive == []

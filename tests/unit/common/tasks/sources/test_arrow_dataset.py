@@ -289,7 +289,7 @@ def read_offline(place, name, notes):
     """Build a task in a process that may not use the network, as a site does whose cache was filled elsewhere."""
     words = [sys.executable, "-P", "-c", HUB, name, str(place.path / "cache"), str(notes)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=50, check=False)
+    return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.process

@@ -77,11 +77,11 @@ programs:  ## Install the Debian packages of the tests: Chromium, PostgreSQL, Pr
 	test -x $(CACHE)/programs/docker-compose || \
 		tests/support/newer_program.sh trixie docker-compose usr/libexec/docker/cli-plugins/docker-compose $(CACHE)/programs
 
-test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; 75 seconds on two cores
-	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(or $(TESTS),tests/unit/coordinator)
+test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them
+	$(RUN) postgres $(TESTS)
 
-test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them; 75 seconds on two cores
-	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(or $(TESTS),tests/unit/coordinator)
+test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them
+	$(RUN) bucket $(TESTS)
 
 test-compile: $(SETUP)  ## Compile a learner's passes with a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler

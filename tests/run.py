@@ -1,7 +1,7 @@
-"""Run a tier of the tests: `python -m tests.run fast|near|landing|research|all`, or `steady FILE`.
+"""Run a tier of the tests: `python -m tests.run fast|near|landing|research|postgres|bucket|all`, or `steady FILE`.
 
 The Makefile has a target for each. `all` takes names of stages, so that everything can run in parts; tests/all.json
-keeps the commit, time and failures of each stage.
+keeps the commit, time and failures of each stage. `postgres` and `bucket` take paths of the coordinator's tests.
 
 A tier is a list of stages, cheap ones first. What fails in a stage runs once more at the stage's end, alone, in a fresh
 process, and is named: beside busy neighbours, or in a process that another test left damaged, it would fail again. More
@@ -134,7 +134,8 @@ def everything() -> list[Stage]:
         ),
         replace(RESEARCH, marks="", arguments=[*COVERED, "--cov-append", *RESEARCH.arguments]),
         Stage(name="coverage", command=(".venv/bin/coverage", "report", "--skip-covered", "--fail-under=90")),
-        *(replace(part, arguments=[COORDINATOR], workers=CORES + 1) for part in (STATEMENTS, PAYLOADS)),
+        of_coordinator(STATEMENTS),
+        of_coordinator(PAYLOADS),
         Stage(name="engines", arguments=("tests/engines",), environment=bare, is_second=True, **engines),
         Stage(
             name="trackers",
@@ -152,6 +153,11 @@ def everything() -> list[Stage]:
             for words in (("fuzz", "N=200"), ("kills", "N=20"), ("kills-stores", "N=8"), ("rotations", "N=1"))
         ),
     ]
+
+
+def of_coordinator(stage: Stage, paths: Sequence[str] = ()) -> Stage:
+    """The stage with all tests of the coordinator, or some of them."""
+    return replace(stage, arguments=paths or [COORDINATOR], workers=CORES + 1)
 
 
 def changed_since(commit: str, paths: Sequence[str]) -> bool:
@@ -283,8 +289,10 @@ def steady(path: str, *, times: int, loops: int = 2) -> int:
 def main() -> int:
     """Run what the arguments name; 0 where all of it passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
-    parser.add_argument("tier", choices=["fast", "near", "landing", "research", "all", "steady"])
-    parser.add_argument("names", nargs="*", help="steady: the file; all: stages, none for every stage")
+    parser.add_argument("tier", choices=["fast", "near", "landing", "research", "postgres", "bucket", "all", "steady"])
+    parser.add_argument(
+        "names", nargs="*", help="steady: the file; all: stages; postgres, bucket: paths; none for all of them"
+    )
     parser.add_argument(
         "--base",
         default="",
@@ -300,6 +308,8 @@ def main() -> int:
         "near": lambda: near_stages(near.changed(chosen.base)),
         "landing": lambda: landing(known),
         "research": lambda: [replace(RESEARCH, marks="")],
+        "postgres": lambda: [of_coordinator(STATEMENTS, chosen.names)],
+        "bucket": lambda: [of_coordinator(PAYLOADS, chosen.names)],
         "all": lambda: chosen_stages(chosen.names),
     }
 
@@ -326,7 +336,7 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
 
 
 def near_stages(changed: Sequence[str]) -> list[Stage]:
-    """The tests without processes that reach what changed, in one stage."""
+    """The tests that reach what changed, in one stage."""
     files = near.files_near(changed)
     print(f"{len(changed)} changed files, {len(files)} test files: {' '.join(files)}", flush=True)
     return [Stage(name="tests near the change", marks=f"not slow and {NOT_HERE}", arguments=files)] if files else []

@@ -92,12 +92,15 @@ def test_each_tier_of_the_tests_has_a_target():
         "test-fast": ["fast"],
         "test-near": ["near"],
         "test-research": ["research"],
+        "test-postgres": ["postgres"],
+        "test-bucket": ["bucket"],
         "steady": ["steady", "tests/unit/test_x.py"],
     }.items():
         # STAGES may be set by the call of make that runs this test.
         assert recipe(target, "STAGES=", "T=tests/unit/test_x.py" if target == "steady" else "T=")[-len(words) - 2 :] == [
             "-m", "tests.run", *words
         ]  # fmt: skip
+    assert recipe("test-bucket", "TESTS=tests/unit/x.py")[-3:] == ["tests.run", "bucket", "tests/unit/x.py"]
     assert recipe("test-near", "BASE=main")[-2:] == ["--base", "main"]
 
 

@@ -38,7 +38,7 @@ from heterorl.coordinator.sites import audit
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
 
 
-def config(tmp_path, **changes):
+def config_of(tmp_path, **changes):
     values = {
         "data_dir": tmp_path / "data",
         "groups_per_version": 2,
@@ -49,10 +49,8 @@ def config(tmp_path, **changes):
 
 
 @pytest.fixture
-async def core(tmp_path, clock):
-    core = await Coordinator.open(config(tmp_path), clock)
-    yield core
-    await core.close()
+def config(tmp_path):
+    return config_of(tmp_path)
 
 
 async def balanced(core):
@@ -196,7 +194,7 @@ async def test_contract_is_the_first_learners_and_names_what_differs(core, run, 
 
 
 async def test_register_needs_a_contract_a_name_and_a_bearable_delay(core, run, tmp_path, clock):
-    fresh = await Coordinator.open(config(tmp_path / "fresh"), clock)
+    fresh = await Coordinator.open(config_of(tmp_path / "fresh"), clock)
     with pytest.raises(Draining, match="no learner .*start the learner"):
         await fresh.register(run.registration())
     await fresh.close()
@@ -250,7 +248,7 @@ async def test_publication_needs_complete_payloads_and_a_first_snapshot(core, ru
     with pytest.raises(PayloadMissing):
         await core.publish_version(request)
 
-    fresh = await Coordinator.open(config(tmp_path / "fresh"), clock)
+    fresh = await Coordinator.open(config_of(tmp_path / "fresh"), clock)
     other = Run(fresh, tmp_path / "fresh")
     await other.begin()
     with pytest.raises(InvalidRequest, match="snapshot"):
@@ -608,7 +606,7 @@ async def test_plan_trusts_no_claim_about_what_the_caller_holds(core, run):
 
 
 async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, clock):
-    first = await Coordinator.open(config(tmp_path), clock)
+    first = await Coordinator.open(config_of(tmp_path), clock)
     run = Run(first, tmp_path)
     await run.begin()
     await run.publish()
@@ -618,7 +616,7 @@ async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, 
     await first.close()
 
     clock.advance(119)
-    second = await Coordinator.open(config(tmp_path), clock)
+    second = await Coordinator.open(config_of(tmp_path), clock)
     try:
         with pytest.raises(LeaseHeld):
             await second.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")
@@ -632,29 +630,29 @@ async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, 
 
 
 async def test_data_directory_of_another_run_or_seed_is_refused(tmp_path, clock):
-    core = await Coordinator.open(config(tmp_path), clock)
+    core = await Coordinator.open(config_of(tmp_path), clock)
     await core.close()
 
     with pytest.raises(ContractMismatch, match="belongs to run"):
-        await Coordinator.open(config(tmp_path, run_id="other"), clock)
+        await Coordinator.open(config_of(tmp_path, run_id="other"), clock)
     with pytest.raises(ContractMismatch, match="seed"):
-        await Coordinator.open(config(tmp_path, seed=5), clock)
+        await Coordinator.open(config_of(tmp_path, seed=5), clock)
 
 
 @pytest.mark.sqlite
 async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, clock):
     path = tmp_path / "data" / "coordinator.sqlite"
-    core = await Coordinator.open(config(tmp_path), clock)
+    core = await Coordinator.open(config_of(tmp_path), clock)
     with pytest.raises(CorruptStore, match="in use"):
-        await Coordinator.open(config(tmp_path), clock)
+        await Coordinator.open(config_of(tmp_path), clock)
     await core.close()
     good = path.read_bytes()
     path.write_bytes(good[:100] + b"\xff" * 300 + good[400:])
     with pytest.raises(CorruptStore):
-        await Coordinator.open(config(tmp_path), clock)
+        await Coordinator.open(config_of(tmp_path), clock)
     path.write_bytes(b"not a database, but long enough to be read as one" * 40)
     with pytest.raises(CorruptStore):
-        await Coordinator.open(config(tmp_path), clock)
+        await Coordinator.open(config_of(tmp_path), clock)
     import sqlite3
 
     path.unlink()
@@ -663,7 +661,7 @@ async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, cl
             connection.execute(f"PRAGMA user_version={number}")
         connection.close()
         with pytest.raises(CorruptStore, match=f"schema {number}.*export the model"):
-            await Coordinator.open(config(tmp_path), clock)
+            await Coordinator.open(config_of(tmp_path), clock)
 
 
 @pytest.mark.sqlite

@@ -37,15 +37,8 @@ def config_of(tmp_path, **changes):
 
 
 @pytest.fixture
-async def core(tmp_path):
-    core = await Coordinator.open(config_of(tmp_path), ManualClock())
-    yield core
-    await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    return await begin(core, tmp_path)
+def config(tmp_path):
+    return config_of(tmp_path)
 
 
 async def begin(core, tmp_path):

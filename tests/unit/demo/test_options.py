@@ -56,7 +56,7 @@ def test_wrong_option_is_named_before_anything_happens(tmp_path, monkeypatch, ca
 def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else object())
 
-    with pytest.raises(DependencyMissing, match=r"matplotlib .*heterorl\[demo\]"):
+    with pytest.raises(DependencyMissing, match=r"matplotlib .*'\.\[demo\]'"):
         check_options(DemoOptions(cache=tmp_path))
 
 

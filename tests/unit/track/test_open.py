@@ -19,7 +19,7 @@ def test_a_package_that_is_not_there_names_its_extra(kind, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, kind.value, None)
     monkeypatch.delitem(sys.modules, f"heterorl.track.to_{kind.value}", raising=False)
 
-    with pytest.raises(DependencyMissing, match=rf"heterorl\[track-{kind.value}\]"):
+    with pytest.raises(DependencyMissing, match=rf"'\.\[track-{kind.value}\]'"):
         open_tracker(kind, STATUS, project="p", run="", directory=tmp_path)
 
 

@@ -23,14 +23,6 @@ def model_dir(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1))
 
 
-@pytest.fixture
-def quick_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def _functions():
     functions = {name: value for name, value in vars(nn.init).items() if callable(value)}
     return functions | {"register_parameter": nn.Module.register_parameter}
@@ -47,11 +39,16 @@ def whole_torch():
 
 
 def _at_once(*builds):
-    """Each in a thread of its own, many times, with every round begun together; what they raised."""
-    together, errors = threading.Barrier(len(builds)), []
+    """Each in a thread of its own, many times, with every round begun together; what they raised.
+
+    Threads change often once all of them run: a thread that starts may meet coverage's tracer half installed.
+    """
+    together, errors, interval = threading.Barrier(len(builds)), [], sys.getswitchinterval()
+    started = threading.Barrier(len(builds), action=lambda: sys.setswitchinterval(1e-5))
 
     def repeat(build):
         try:
+            started.wait()
             for _ in range(NUM_PAIRS):
                 together.wait()
                 build()
@@ -64,11 +61,12 @@ def _at_once(*builds):
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(interval)
     return errors
 
 
 @pytest.mark.parametrize("kind", ["new", "pretrained", "empty"])
-def test_torch_is_as_it_was_after_two_threads_built_models_at_once(quick_switches, whole_torch, model_dir, kind):
+def test_torch_is_as_it_was_after_two_threads_built_models_at_once(whole_torch, model_dir, kind):
     builds = {
         "new": tiny_model,
         "pretrained": lambda: load_pretrained(model_dir, dtype=torch.float32),
@@ -81,7 +79,7 @@ def test_torch_is_as_it_was_after_two_threads_built_models_at_once(quick_switche
     assert changed == []
 
 
-def test_adapters_have_values_while_another_thread_builds_a_model_without(quick_switches, whole_torch, model_dir):
+def test_adapters_have_values_while_another_thread_builds_a_model_without(whole_torch, model_dir):
     devices = set()
 
     def adapt():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
-from heterorl.common.pull import payload_reader
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.damage import Damage
 from tests.support.run import Run
@@ -47,8 +46,7 @@ async def test_system_that_refuses_a_read_damages_nothing(core, payload, monkeyp
         # The pass that proves the file has succeeded before.
         await read(core, payload)
     with monkeypatch.context() as patch:
-        target = payload_reader if where == "open" else os
-        patch.setattr(target, "_open" if where == "open" else where, refuse(code))
+        patch.setattr(Path if where == "open" else os, where, refuse(code))
         for _ in range(3):
             with pytest.raises(Busy) as refusal:
                 await read(core, payload)

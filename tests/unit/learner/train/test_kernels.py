@@ -78,5 +78,5 @@ def test_liger_is_refused_on_the_cpu(model_dir):
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
 def test_liger_that_is_not_installed_is_named_with_its_extra():
-    with pytest.raises(DependencyMissing, match=r"heterorl\[gpu\]"):
+    with pytest.raises(DependencyMissing, match=r"'\.\[gpu\]'"):
         apply_liger(tiny_model(), TorchBackendConfig(device="cuda", liger=True))

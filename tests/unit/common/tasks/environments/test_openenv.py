@@ -147,7 +147,7 @@ def test_an_error_of_the_server_or_its_end_ends_the_episode(opened):
 def test_where_no_server_answers_is_said_at_the_start(url):
     limits = {"step_timeout_s": 60.0, "memory_bytes": 1 << 28, "max_observation_chars": 1000, "num_processes": 2}
     if find_spec("websockets") is None:
-        with pytest.raises(DependencyMissing, match=r"heterorl\[openenv\]"):
+        with pytest.raises(DependencyMissing, match=r"'\.\[openenv\]'"):
             Episodes(f"openenv:{url}", directory=Path(), **limits)
     else:
         with pytest.raises(ConfigError, match="no OpenEnv server|not a server address"):

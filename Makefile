@@ -59,7 +59,7 @@ test-fast: $(SETUP)  ## Run the tests that start no process; 5 minutes
 test-research: $(SETUP)  ## Run the tests of experiments; `make test` runs them when losses or experiments changed
 	$(RUN) research
 
-test-near: $(SETUP)  ## Run the test files that import or name files changed since the last commit, or since BASE=COMMIT
+test-near: $(SETUP)  ## Run tests without processes that import or name files changed since the last commit, or since BASE=COMMIT
 	$(RUN) near $(if $(BASE),--base $(BASE))
 
 steady: $(SETUP)  ## Run one file of tests 30 times while two loops keep the cores busy: T=FILE

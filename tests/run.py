@@ -336,10 +336,10 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
 
 
 def near_stages(changed: Sequence[str]) -> list[Stage]:
-    """The tests that reach what changed, in one stage."""
+    """The tests without processes that reach what changed, in one stage."""
     files = near.files_near(changed)
     print(f"{len(changed)} changed files, {len(files)} test files: {' '.join(files)}", flush=True)
-    return [Stage(name="tests near the change", marks=f"not slow and {NOT_HERE}", arguments=files)] if files else []
+    return [Stage(name="tests near the change", marks=QUICK.marks, arguments=files)] if files else []
 
 
 if __name__ == "__main__":

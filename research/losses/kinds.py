@@ -5,46 +5,19 @@ Keys and their order are those of the time when the learner had these kinds, so 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field
 
 from heterorl.learner.loss.loss_config import (
     Advantage,
     Aggregation,
-    CustomLossConfig,
     GroupDenominatorConfig,
     LossConfig,
-    LossOptions,
     RatioLossConfig,
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
-
-
-class MovedLoss(LossOptions):
-    """A loss that a learner takes as a custom one."""
-
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Keys that its function takes."""
-    LEVEL: ClassVar[Literal["token", "sequence"]] = "sequence"
-    """Whether a token or a rollout has a weight."""
-    READS_REFERENCE: ClassVar[bool] = False
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> MovedLoss:
-        common = {"kind", *self.OPTIONS, *CustomLossConfig.model_fields}
-        for name, field in type(self).model_fields.items():
-            if name not in common and getattr(self, name) != field.default:
-                raise ValueError(f"{name} does not vary here: leave it out")
-        return self
-
-    def learner_loss(self) -> CustomLossConfig:
-        """What a learner takes."""
-        values = dict(self)
-        options: dict[str, JsonValue] = {name: values[name] for name in self.OPTIONS}
-        shared = {name: value for name, value in values.items() if name in LossOptions.model_fields}
-        function = f"heterorl_research.losses.{values['kind']}:loss"
-        return CustomLossConfig(function=function, options=options, reads_reference=self.READS_REFERENCE, **shared)
+from heterorl_research.losses.custom_kind import MovedLoss
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):

@@ -18,9 +18,14 @@ def learner_means(batch: LossBatch) -> torch.Tensor:
     return batch.learner_BT.sum(1) / batch.lengths_B
 
 
+def log_ratios(batch: LossBatch) -> torch.Tensor:
+    """log r, learner over sampler, of each token; [B, T], 0 in padding."""
+    return batch.learner_BT - batch.sampler_BT
+
+
 def log_products(batch: LossBatch) -> torch.Tensor:
     """z, log of the ratio of each whole rollout, learner over sampler; [B]."""
-    return (batch.learner_BT - batch.sampler_BT).sum(1)
+    return log_ratios(batch).sum(1)
 
 
 def clipped(batch: LossBatch, log_weights: torch.Tensor, *, eps_low: float, eps_high: float) -> Objective:

@@ -1,6 +1,5 @@
 """Every loss that the lab keeps: against loops over floats, however a step is divided, on extremes, and as a learner's."""
 
-import math
 import random
 
 import pytest
@@ -18,6 +17,14 @@ from heterorl_research.losses.kinds import (
     GspoTokenConfig,
     TbaConfig,
     VcpoConfig,
+)
+from research.tests.support.loss_checks import (
+    DIVISIONS,
+    EXTREMES,
+    assert_equal_however_divided,
+    assert_finite_on_long_completions,
+    assert_teaches_nothing,
+    equal_rewards,
 )
 from research.tests.support.moved_reference import MovedReference
 from tests.support.loss_cases import HEAD, assert_equals, case_of, coefficient, groups_of_case
@@ -71,53 +78,21 @@ def test_bounds_and_masks_act_on_the_cases(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "division", [{"parts": [[i] for i in range(10)]}, {"parts": [[9, 0, 4], [1, 2, 3, 5], [8, 7, 6]]}, {"width": 23}]
-)
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_loss_does_not_depend_on_micro_batches_their_order_or_padding(name, division):
-    # Parts are also what ranks would hold: the loss of a rank is the sum of its parts.
-    case, learner = case_of(4)
-    one, other = (run_loss(LOSSES[name], learner, groups_of_case(case), **chosen) for chosen in ({}, division))
-
-    assert other.value == pytest.approx(one.value, abs=1e-12)
-    for left, right in zip(one.gradients, other.gradients, strict=True):
-        torch.testing.assert_close(right, left, rtol=0, atol=1e-12)
-
-
-EXTREMES = {
-    "learner far above": (-100.0, -20000.0),
-    "learner far below": (-20000.0, -100.0),
-    "both far down": (-20000.0, -19000.0),
-    "sampler beyond any probability": (-100.0, -2e7),
-}
+    assert_equal_however_divided(LOSSES[name], division)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("learner_sum", "sampler_sum"), EXTREMES.values(), ids=EXTREMES.keys())
-def test_loss_and_gradient_are_finite_on_16k_tokens(name, learner_sum, sampler_sum):
-    length = 16384
-    sampler = [[[sampler_sum / length] * length, [-0.5], [sampler_sum / length] * length], [[-1.0], [-2.0]], [[-3.0]]]
-    learner = [[learner_sum / length] * length, [-0.6], [learner_sum / length] * length, [-1.0], [-2.0], [-3.0]]
-    groups = groups_of(sampler, [[1.0, 0.5, 0.0], [1.0, 1.0], [0.0]])
-
-    outcome = run_loss(LOSSES[name], learner, groups, max_tokens=length, head_version=5)
-
-    assert math.isfinite(outcome.value)
-    assert all(gradient.isfinite().all() for gradient in outcome.gradients)
-    assert all(terms.weights.isfinite().all() for terms in outcome.terms)
+@pytest.mark.parametrize("sums", EXTREMES.values(), ids=EXTREMES.keys())
+def test_loss_and_gradient_are_finite_on_16k_tokens(name, sums):
+    assert_finite_on_long_completions(LOSSES[name], sums)
 
 
 # The pull to the reference is inside tba's advantage.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "tba"])
 def test_groups_of_equal_rewards_add_no_policy_gradient(name):
-    case, learner = case_of(7)
-    rows = [[member.sampler_logprobs.tolist() for member in group.rollouts] for group in groups_of_case(case)]
-    flat = groups_of(rows, [[0.5] * len(group) for group in rows])
-
-    outcome = run_loss(LOSSES[name], learner, flat)
-
-    assert outcome.value == pytest.approx(0.0, abs=1e-15)
-    assert all(gradient.abs().max() < 1e-15 for gradient in outcome.gradients)
+    assert_teaches_nothing(equal_rewards(LOSSES[name], 0.5))
 
 
 def test_gspo_token_equals_gspo():

@@ -1,6 +1,7 @@
 """The names under which experiments know these losses, with the keys that they have there.
 
-Keys and their order are those of the time when the learner had these kinds, so that a run keeps its digest.
+Keys and their order are those of the time when the learner had these kinds, so that a run keeps its digest. Losses of
+2026 are in `kinds_2026`; `LabLoss` has all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from heterorl.learner.loss.loss_config import (
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl_research.losses.custom_kind import MovedLoss
+from heterorl_research.losses.kinds_2026 import OaplConfig
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
@@ -82,7 +84,7 @@ class TbaConfig(MovedLoss):
 
 
 MovedLossConfig = Annotated[
-    GepoQuantileConfig | GepoTemperedConfig | DsGepoConfig | GspoTokenConfig | VcpoConfig | TbaConfig,
+    GepoQuantileConfig | GepoTemperedConfig | DsGepoConfig | GspoTokenConfig | VcpoConfig | TbaConfig | OaplConfig,
     Field(discriminator="kind"),
 ]
 LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]

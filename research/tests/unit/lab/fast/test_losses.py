@@ -23,7 +23,10 @@ OPTIONS = [
     {"kind": "grpo", "kl_coefficient": 0.0, "max_log_weight": 20.0, "dual_clip": 3.0},
     {"kind": "gepo", "denominator": "leave_one_out", "positive_weight": "one_clipped"},
 ]
-MOVED = ["gepo_quantile", "gepo_tempered", "ds_gepo", "gspo_token", "vcpo"]
+MOVED = [
+    "gepo_quantile", "gepo_tempered", "ds_gepo", "gspo_token", "vcpo",
+    "oapl",
+]  # fmt: skip
 CONFIGS = [
     learner_loss(TypeAdapter(LabLoss).validate_python(keys))
     for keys in [*({"kind": kind} for kind in [*ALGORITHMS, *MOVED]), *OPTIONS]

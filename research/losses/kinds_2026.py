@@ -1,0 +1,22 @@
+"""The names under which experiments know losses of 2026 for stale data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from heterorl.learner.loss.loss_config import Advantage
+from heterorl_research.losses.custom_kind import MovedLoss
+
+
+class OaplConfig(MovedLoss):
+    """OAPL, arXiv 2602.19362: the log ratio of a rollout is fitted to its optimal advantage."""
+
+    OPTIONS = ("value_beta", "policy_beta")
+    kind: Literal["oapl"] = "oapl"
+    advantage: Advantage = "mean"
+    value_beta: float = Field(default=1.0, gt=0.0)
+    """Temperature of the optimal value, in units of the reward; large: the group's mean, small: its best reward."""
+    policy_beta: float = Field(default=0.001, gt=0.0)
+    """Reward for a nat of drift: a rollout is fitted to advantage / policy_beta nats."""

@@ -19,7 +19,7 @@ from heterorl.learner.loss.loss_config import (
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl_research.losses.custom_kind import MovedLoss
-from heterorl_research.losses.kinds_2026 import OaplConfig
+from heterorl_research.losses.kinds_2026 import OaplConfig, TrmConfig
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
@@ -84,7 +84,14 @@ class TbaConfig(MovedLoss):
 
 
 MovedLossConfig = Annotated[
-    GepoQuantileConfig | GepoTemperedConfig | DsGepoConfig | GspoTokenConfig | VcpoConfig | TbaConfig | OaplConfig,
+    GepoQuantileConfig
+    | GepoTemperedConfig
+    | DsGepoConfig
+    | GspoTokenConfig
+    | VcpoConfig
+    | TbaConfig
+    | OaplConfig
+    | TrmConfig,
     Field(discriminator="kind"),
 ]
 LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]

@@ -20,3 +20,15 @@ class OaplConfig(MovedLoss):
     """Temperature of the optimal value, in units of the reward; large: the group's mean, small: its best reward."""
     policy_beta: float = Field(default=0.001, gt=0.0)
     """Reward for a nat of drift: a rollout is fitted to advantage / policy_beta nats."""
+
+
+class TrmConfig(MovedLoss):
+    """Trust region masking, arXiv 2512.23075: rollouts of too large a KL, at most or on average, are left out."""
+
+    OPTIONS = ("max_kl", "mean_kl")
+    LEVEL = "token"
+    kind: Literal["trm"] = "trm"
+    max_kl: float = Field(default=0.5, ge=0.0)
+    """Largest KL that a token of a rollout may have, nats; 0: off."""
+    mean_kl: float = Field(default=0.0, ge=0.0)
+    """Largest mean KL of a rollout's tokens, nats; 0: off."""

@@ -32,3 +32,40 @@ class TrmConfig(MovedLoss):
     """Largest KL that a token of a rollout may have, nats; 0: off."""
     mean_kl: float = Field(default=0.0, ge=0.0)
     """Largest mean KL of a rollout's tokens, nats; 0: off."""
+
+
+class PnpoConfig(MovedLoss):
+    """PNPO, arXiv 2608.01418: a token's weight is the geometric mean of the ratios up to it."""
+
+    OPTIONS = ("cap",)
+    FUNCTION = "prefix:pnpo"
+    LEVEL = "token"
+    kind: Literal["pnpo"] = "pnpo"
+    cap: float = Field(default=2.0, gt=0.0)
+    """Largest weight."""
+
+
+class MinproConfig(MovedLoss):
+    """MinPRO, arXiv 2601.22718: a token's weight is its ratio times the least ratio before it."""
+
+    OPTIONS = ("cap",)
+    FUNCTION = "prefix:minpro"
+    LEVEL = "token"
+    kind: Literal["minpro"] = "minpro"
+    cap: float = Field(default=2.0, gt=0.0)
+    """Largest weight."""
+
+
+class CppoConfig(MovedLoss):
+    """CPPO, arXiv 2606.10968: a mask of tokens that is tighter early, and behind a prefix that drifted."""
+
+    OPTIONS = ("delta", "least_weight", "budget")
+    FUNCTION = "prefix:cppo"
+    LEVEL = "token"
+    kind: Literal["cppo"] = "cppo"
+    delta: float = Field(default=0.2, gt=0.0)
+    """Largest weighted shift of a token's probability."""
+    least_weight: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Weight of the last token's shift; the first has 1."""
+    budget: float = Field(default=0.02, ge=0.0)
+    """Mean shift of a prefix behind which the limit stays whole."""

@@ -19,7 +19,7 @@ from heterorl.learner.loss.loss_config import (
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl_research.losses.custom_kind import MovedLoss
-from heterorl_research.losses.kinds_2026 import CppoConfig, MinproConfig, OaplConfig, PnpoConfig, TrmConfig
+from heterorl_research.losses.kinds_2026 import CppoConfig, DppoConfig, MinproConfig, OaplConfig, PnpoConfig, TrmConfig
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
@@ -94,7 +94,8 @@ MovedLossConfig = Annotated[
     | TrmConfig
     | PnpoConfig
     | MinproConfig
-    | CppoConfig,
+    | CppoConfig
+    | DppoConfig,
     Field(discriminator="kind"),
 ]
 LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]

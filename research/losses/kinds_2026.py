@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from heterorl.learner.loss.loss_config import Advantage
+from heterorl.learner.loss.loss_config import Advantage, Aggregation
 from heterorl_research.losses.custom_kind import MovedLoss
 
 
@@ -69,3 +69,23 @@ class CppoConfig(MovedLoss):
     """Weight of the last token's shift; the first has 1."""
     budget: float = Field(default=0.02, ge=0.0)
     """Mean shift of a prefix behind which the limit stays whole."""
+
+
+class DppoConfig(MovedLoss):
+    """DPPO, arXiv 2602.04879, as prime-rl runs it: a mask by probabilities and a square of log ratios."""
+
+    OPTIONS = ("divergence", "mask_low", "mask_high", "square_coefficient")
+    LEVEL = "token"
+    kind: Literal["dppo"] = "dppo"
+    kl_coefficient: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Weight of KL(q || p); the loss has a square of its own in its place."""
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Difference of a token's probabilities (`tv`), or the binary KL of them (`kl`)."""
+    mask_low: float = Field(default=0.2, ge=0.0)
+    """Tokens of bad rollouts further below the sampler than this get no gradient."""
+    mask_high: float = Field(default=0.2, ge=0.0)
+    """Tokens of good rollouts further above the sampler than this get no gradient."""
+    square_coefficient: float = Field(default=0.001, ge=0.0)
+    """Weight of the square of the log ratio, at every token."""

@@ -25,7 +25,7 @@ OPTIONS = [
 ]
 MOVED = [
     "gepo_quantile", "gepo_tempered", "ds_gepo", "gspo_token", "vcpo",
-    "oapl", "trm", "pnpo", "minpro", "cppo",
+    "oapl", "trm", "pnpo", "minpro", "cppo", "dppo",
 ]  # fmt: skip
 CONFIGS = [
     learner_loss(TypeAdapter(LabLoss).validate_python(keys))

@@ -19,7 +19,15 @@ from heterorl.learner.loss.loss_config import (
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl_research.losses.custom_kind import MovedLoss
-from heterorl_research.losses.kinds_2026 import CppoConfig, DppoConfig, MinproConfig, OaplConfig, PnpoConfig, TrmConfig
+from heterorl_research.losses.kinds_2026 import (
+    CppoConfig,
+    DppoConfig,
+    MaxrlConfig,
+    MinproConfig,
+    OaplConfig,
+    PnpoConfig,
+    TrmConfig,
+)
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
@@ -95,7 +103,8 @@ MovedLossConfig = Annotated[
     | PnpoConfig
     | MinproConfig
     | CppoConfig
-    | DppoConfig,
+    | DppoConfig
+    | MaxrlConfig,
     Field(discriminator="kind"),
 ]
 LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]

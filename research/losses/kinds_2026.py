@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from heterorl.learner.loss.loss_config import Advantage, Aggregation
+from heterorl.learner.loss.loss_config import Advantage, Aggregation, RatioLossConfig
 from heterorl_research.losses.custom_kind import MovedLoss
 
 
@@ -89,3 +89,12 @@ class DppoConfig(MovedLoss):
     """Tokens of good rollouts further above the sampler than this get no gradient."""
     square_coefficient: float = Field(default=0.001, ge=0.0)
     """Weight of the square of the log ratio, at every token."""
+
+
+class MaxrlConfig(RatioLossConfig, MovedLoss):
+    """MaxRL, arXiv 2602.02710: advantages over the success rate, with GRPO's ratio and clip."""
+
+    OPTIONS = ("eps_low", "eps_high")
+    LEVEL = "token"
+    kind: Literal["maxrl"] = "maxrl"
+    advantage: Advantage = "mean"

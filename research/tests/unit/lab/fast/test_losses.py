@@ -25,7 +25,7 @@ OPTIONS = [
 ]
 MOVED = [
     "gepo_quantile", "gepo_tempered", "ds_gepo", "gspo_token", "vcpo",
-    "oapl", "trm", "pnpo", "minpro", "cppo", "dppo",
+    "oapl", "trm", "pnpo", "minpro", "cppo", "dppo", "maxrl",
 ]  # fmt: skip
 CONFIGS = [
     learner_loss(TypeAdapter(LabLoss).validate_python(keys))

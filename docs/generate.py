@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "services"
 _MAP_HEAD = """# Map of the code
 
 For someone who reads or changes the code: which folder holds what, and which file to open first. The package `heterorl`
-is the folder `services`. `make docs` makes this page from the folders' docstrings. Imports go down only
-([picture](../ARCHITECTURE.md#the-map)).
+is the folder `services`. `make docs` makes this page from the folders' docstrings. A folder imports only folders below
+it in [this picture](../ARCHITECTURE.md#the-map).
 
 ## Start here
 

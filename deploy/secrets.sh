@@ -33,7 +33,8 @@ done
 [[ ${HETERORL_SECRETS_OWNERS:-yes} == no || $EUID -eq 0 ]] ||
   fail "run as root: containers run as user 10001 and Grafana as 472, and they alone may read these files"
 
-own() { [[ ${HETERORL_SECRETS_OWNERS:-yes} == no ]] || chown "$@"; }
+# A file has its owner before its name: a container that cannot read a new file does not try it again.
+owned() { [[ ${HETERORL_SECRETS_OWNERS:-yes} == no ]] || printf '%s\n' -o "$1" -g "$1"; }
 
 umask 077
 mkdir -p "$secrets"
@@ -41,12 +42,15 @@ mkdir -p "$secrets"
 chmod 0711 "$secrets"
 for node in "${nodes[@]}"; do
   target=$secrets/${node#*:}
-  mkdir -p "$target"
-  for file in ca.crt node.key node.crt; do install -m 0400 "$certs/${node%:*}/$file" "$target/$file"; done
-  own -R 10001:10001 "$target"
+  mapfile -t owner < <(owned 10001)
+  install -d -m 0700 "${owner[@]}" "$target"
+  for file in ca.crt node.key node.crt; do
+    install -m 0400 "${owner[@]}" "$certs/${node%:*}/$file" "$target/.new"
+    mv -f "$target/.new" "$target/$file"
+  done
 done
 if [[ ! -e $secrets/grafana_admin_password ]]; then
-  head -c 24 /dev/urandom | base64 >"$secrets/grafana_admin_password"
+  mapfile -t owner < <(owned 472)
+  head -c 24 /dev/urandom | base64 | install -m 0600 "${owner[@]}" /dev/stdin "$secrets/grafana_admin_password"
 fi
-own 472 "$secrets/grafana_admin_password"
 printf 'written: %s; the password of Grafana'\''s user admin is in grafana_admin_password\n' "$secrets"

@@ -111,7 +111,7 @@ style: $(SETUP)  ## Run all of `make check` except the types
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=src $(BIN)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
 types: $(SETUP)  ## Check the types
@@ -203,7 +203,7 @@ pictures: $(SETUP)  ## Draw the pictures of documents again if the committed res
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.docs.pictures
 
 site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py

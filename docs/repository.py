@@ -25,16 +25,22 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "DECISIONS.md",
+    "SECURITY.md",
     "deploy/README.md",
     "deploy/runbook.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("README.md")),
     "research/README.md",
+    "research/losses/README.md",
     *sorted(f"research/docs/{path.name}" for path in (ROOT / "research" / "docs").glob("*.md")),
 )
 """Markdown outside docs/ that is read as a page."""
-WIDE = {"research/docs/claims.md", "configuration.md", "losses.md", "map.md", "peers.md"}
+WIDE = {"research/docs/claims.md", "configuration.md", "losses.md", "map.md", "peers.md", "plan.md"}
 """Pages whose tables need the room of the table of contents."""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 """A link of Markdown: what stands before the target, the path, the fragment, the end."""
+
+
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -64,6 +70,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{place}{fragment or ''}{after}"
 
     return LINK.sub(site, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Show a bar in code of a table without the backslash that GitHub needs."""
+    return CELL.sub(lambda cell: cell[0].replace("\\|", "|"), html)
 
 
 def _name(page: str, target: str) -> str | None:

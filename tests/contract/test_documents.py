@@ -272,7 +272,7 @@ def test_site_builds_without_a_broken_link(tmp_path):
         pytest.skip("mkdocs is not installed here")
 
     done = subprocess.run(
-        [mkdocs, "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        [mkdocs, "build", "--strict", "--site-dir", tmp_path / "site"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
 

@@ -124,8 +124,10 @@ RUN_BOARD = Dashboard(
               note="Share of the rollouts with A < 0 that masks, clip and weight leave. Near 0 the loss only repeats "
                    "good rollouts."),
         Panel(title="KL a token without staleness", unit="none",
-              queries=_gauge("heterorl_learner_kl_token_fresh_nats", "{{run}}"), minimum=0,
-              note="Nats; of groups that the step's own version made: the mismatch of sampler and learner engines."),
+              queries=(*_gauge("heterorl_learner_kl_token_fresh_nats", "{{run}}"),
+                       *_gauge("heterorl_coordinator_site_canary_kl_nats", "canary of {{site}}")), minimum=0,
+              note="Nats; of groups that the step's own version made, and of canaries, which no staleness touches: the "
+                   "mismatch of sampler and learner engines."),
         Panel(title="Staleness of trained groups", unit="none",
               queries=_quantiles("heterorl_learner_staleness_versions", "", RUN),
               note="Versions between the policy of a group and the head at its step.", minimum=0),

@@ -92,6 +92,8 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
         max_message_bytes=config.max_message_bytes if role == "learner" else MESSAGE_BYTES,
         model_config=config if config.model_dir else None,
+        loss=config.loss if role == "learner" else None,
+        max_new_tokens=config.drawn_semantics().max_new_tokens if role == "learner" else 0,
         num_calls=num_calls,
     )
 

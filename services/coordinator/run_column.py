@@ -113,7 +113,7 @@ class RunColumn:
         """Compare a site's canary with the learner's; begin or end its quarantine. The audit log gets at most one
         beginning and one end a version, so that a site with alternating canaries cannot fill it."""
 
-        def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
+        def operation(connection: Connection) -> tuple[CanaryVerdict, float | None, bool]:
             self._context.sites.require(connection, report.site, report.incarnation)
             before = quarantine.read_canary_reasons(connection).get(report.site, "")
             variant = self._context.sites.variant(connection, report.site, report.incarnation)
@@ -126,9 +126,12 @@ class RunColumn:
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self._context.clock.wall())
-            return verdict, is_said
+            stated = quarantine.read_canary(connection, report.version, variant)
+            return verdict, quarantine.canary_kl(report.logprobs, stated), is_said
 
-        verdict, is_said = await self._context.database.run(operation)
+        verdict, kl, is_said = await self._context.database.run(operation)
+        if kl is not None:
+            metrics.SITE_CANARY_KL.labels(metrics.SITES.of(report.site)).set(kl)
         self._context.sites.note_canary(report, verdict.difference, self._context.clock.monotonic())
         if is_said and verdict.quarantine:
             _LOG.error(

@@ -29,6 +29,7 @@ _SITE_GAUGES = (
     metrics.SITE_AWAY_GROUPS,
     metrics.SITE_PENDING_BYTES,
     metrics.SITE_QUARANTINED,
+    metrics.SITE_CANARY_KL,
     metrics.SITE_FAILED_GROUPS,
     metrics.SITE_APPLY_SECONDS,
 )

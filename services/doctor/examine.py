@@ -63,6 +63,9 @@ class DoctorTarget:
     max_message_bytes: int = MESSAGE_BYTES
     model_config: Any = None
     """The configuration if it names a model, else None."""
+    loss: Any = None
+    """A learner's [loss], else None."""
+    max_new_tokens: int = 0
     num_calls: int = 10
     limits: Limits = field(default_factory=Limits)
 
@@ -216,6 +219,8 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
     )
     if target.role in {Role.LEARNER, Role.SAMPLER}:
         checks.append(machine.judge_contract(facts.contract, diagnosis=diagnosis))
+    if target.loss is not None:
+        checks.append(machine.judge_loss(target.loss, max_new_tokens=target.max_new_tokens))
     return checks
 
 

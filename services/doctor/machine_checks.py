@@ -353,6 +353,26 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
     return fail("contract", shown, _CONTRACT[difference.partition(":")[0].partition(".")[0]])
 
 
+def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:
+    """What a loss meets that weighs whole completions: the KL a token between engines times their length.
+
+    The KL is that of the paper's engines: before a run nobody has measured its own, `kl_token_fresh`.
+    """
+    from heterorl.learner.loss.loss_spec import KL_TOKEN, length_caveats, loss_spec_of, open_share
+
+    try:
+        spec = loss_spec_of(loss)
+    except (ConfigError, ImportError) as error:
+        return fail("loss", str(error), "correct [loss], or install what it imports")
+    nats, share = KL_TOKEN * max_new_tokens, open_share(spec, max_new_tokens=max_new_tokens)
+    found = (
+        f"engines {KL_TOKEN:g} nats a token apart x {max_new_tokens:,} tokens = {nats:.2g} nats a completion:"
+        f" {share:.0%} of the rollouts with A < 0 train"
+    )
+    remedies = [remedy for _, remedy in length_caveats(spec, max_new_tokens=max_new_tokens)]
+    return warn("loss", found, "; ".join(remedies)) if remedies else ok("loss", found)
+
+
 def _gib(num_bytes: int) -> str:
     if num_bytes < 1 << 30:
         return f"{num_bytes / 2**20:.3g} MiB"

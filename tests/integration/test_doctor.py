@@ -393,13 +393,15 @@ def test_command_shows_json_guesses_the_role_and_ends_with_1(tmp_path):
     path = tmp_path / "learner.toml"
     path.write_text(
         f'coordinator = "127.0.0.1:{free_port()}"\nstate_dir = "{tmp_path}"\nmax_steps = 3\n[tls]\ninsecure = true\n'
+        '[loss]\nkind = "gepo_whole"\n[sampling]\nmax_new_tokens = 4000\n'
     )
     result = CliRunner().invoke(app, ["doctor", "--config", str(path), "--json"])
 
     shown = json.loads(result.output)
     assert result.exit_code == 1
     assert shown["is_ok"] is False
-    assert [row["level"] for row in shown["checks"] if row["name"] == "port"] == ["fail"]
+    levels = {row["name"]: row["level"] for row in shown["checks"]}
+    assert (levels["port"], levels["loss"]) == ("fail", "warn")
     table = CliRunner().invoke(app, ["doctor", "--config", str(path)])
     assert "doctor: learner" in table.output
     assert set(LearnerConfig.model_fields) >= {"max_steps"}

@@ -128,6 +128,9 @@ SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site i
 SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
 )
+SITE_CANARY_KL = _gauge(
+    "coordinator_site_canary_kl_nats", "KL a token of a site's engine from the learner's, by the canary.", "site"
+)
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site is in quarantine.", "site")
 STANDSTILL = _gauge(
     "coordinator_standstill", "1 while every site that answers is in quarantine, so that no work is leased."

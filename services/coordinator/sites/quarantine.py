@@ -55,6 +55,16 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
     return Judgement(difference=difference, quarantine=reason if difference > threshold else "")
 
 
+def canary_kl(offered: tuple[float, ...], stated: tuple[float, ...]) -> float | None:
+    """Half of the mean square of a canary's differences from the learner's: about the KL a token of the two engines.
+
+    With equal weights it is a site's own mismatch, whatever the staleness. None where nothing can be compared.
+    """
+    if not stated or len(offered) != len(stated) or not np.isfinite(offered).all():
+        return None
+    return float(np.mean((np.asarray(stated, np.float64) - np.asarray(offered, np.float64)) ** 2)) / 2.0
+
+
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
     """Record the learner's canaries of a version. Raises InvalidRequest: too many log-probs, or one is not finite."""
     canaries = {"": request.canary, **{entry.variant: entry.canary for entry in request.variants}}

@@ -200,24 +200,35 @@ def _normal_below(value: float) -> float:
     return 0.5 * math.erfc(-value / math.sqrt(2.0))
 
 
-def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
-    """Warnings about choices that are allowed but rarely wanted."""
-    notes = []
+def length_caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[tuple[str, str], ...]:
+    """Problems of a loss with completions of this length, each with its remedy."""
+    found = []
     share = open_share(spec, max_new_tokens=max_new_tokens)
     if share < LEAST_SHARE:
-        notes.append(
-            f"this loss weighs whole completions: of {max_new_tokens} tokens at a KL of {KL_TOKEN} nats a token, as"
-            f" between engines of one version, {share:.0%} of the rollouts with A < 0 train; take gepo_1s with"
-            " drift_limit = 5 x KL a token x tokens, or watch mask_share_bad (docs/losses.md#long-completions)"
+        found.append(
+            (
+                f"this loss weighs whole completions: of {max_new_tokens} tokens at a KL of {KL_TOKEN} nats a token, as"
+                f" between engines of one version, {share:.0%} of the rollouts with A < 0 train",
+                "take gepo_1s with drift_limit = 5 x KL a token x tokens, or watch mask_share_bad"
+                " (docs/losses.md#long-completions)",
+            )
         )
     is_mean = spec.level == "sequence" and spec.normalisation == "length" and spec.clip == "zero"
     is_bound = spec.drift_limit > 0.0 or spec.opsm_threshold > 0.0 or spec.negative_weight != "own"
     if is_mean and not is_bound and max_new_tokens >= UNBOUND_TOKENS:
-        notes.append(
-            f"this loss weighs a completion by a mean over its tokens: from {UNBOUND_TOKENS} tokens on it fell below"
-            " its start 64 versions behind; for a lag of dozens of versions set loss.drift_limit or take topr"
-            " (docs/losses.md#long-completions)"
+        found.append(
+            (
+                f"this loss weighs a completion by a mean over its tokens: from {UNBOUND_TOKENS} tokens on it fell"
+                " below its start 64 versions behind",
+                "for a lag of dozens of versions set loss.drift_limit or take topr (docs/losses.md#long-completions)",
+            )
         )
+    return tuple(found)
+
+
+def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
+    """Warnings about choices that are allowed but rarely wanted."""
+    notes = [f"{problem}; {remedy}" for problem, remedy in length_caveats(spec, max_new_tokens=max_new_tokens)]
     if spec.has_group_denominator and spec.normalisation == "raw":
         notes.append("loss.normalisation = raw: the shortest rollout of each group sets the denominator")
     if spec.scope == "microbatch":

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from pydantic import TypeAdapter
 
 from heterorl.common.identity.spiffe import Identity, Role
 from heterorl.common.rpc.maintenance import Diagnosis
@@ -11,6 +12,7 @@ from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Check, Failure, Level, checks_json, checks_table, exit_code, fail, ok, skip, warn
 from heterorl.doctor.link_checks import Connected, Handshake, MessageTrial, Reached
 from heterorl.doctor.machine_checks import Device, Disk, Versions
+from heterorl.learner.loss.loss_config import LossConfig
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -243,6 +245,25 @@ def test_base_weights_of_adapters_are_the_runs_own_matter():
 
     assert machine_checks.judge_contract(mine, diagnosis=stated).level is Level.OK
     assert machine_checks.judge_contract(CONTRACT, diagnosis=stated).level is Level.FAIL
+
+
+@pytest.mark.parametrize(
+    ("loss", "tokens", "level", "finding", "remedy"),
+    [
+        ({"kind": "gepo_whole"}, 300, Level.OK, "x 300 tokens = 0.3 nats a completion: 85% of", ""),
+        ({"kind": "gepo_whole"}, 4_000, Level.WARN, "x 4,000 tokens = 4 nats a completion: 15% of", "5 x KL a token"),
+        ({"kind": "gspo"}, 4_000, Level.WARN, "100% of", "set loss.drift_limit or take topr"),
+        ({"kind": "gepo_1s", "drift_limit": 20.0}, 4_000, Level.OK, "4 nats", ""),
+        ({"kind": "custom", "function": "no.such:loss"}, 5, Level.FAIL, "", "correct [loss]"),
+    ],
+)
+def test_a_loss_is_judged_by_the_engines_mismatch_times_the_length(loss, tokens, level, finding, remedy):
+    config = TypeAdapter(LossConfig).validate_python(loss)
+    check = machine_checks.judge_loss(config, max_new_tokens=tokens)
+
+    assert check.level is level
+    assert finding in check.finding
+    assert remedy in check.remedy
 
 
 def test_only_a_failure_makes_the_exit_code_1_and_foreign_text_stays_text():

@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 
 from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.common.process import metrics
 from heterorl.common.types.rollout import PushStatus
 from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit
-from heterorl.coordinator.sites.quarantine import MAX_LOGPROBS, judge_canary
+from heterorl.coordinator.sites.quarantine import MAX_LOGPROBS, canary_kl, judge_canary
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -42,6 +43,21 @@ def test_verdict_follows_the_median_over_tokens(offered, is_quarantined):
     assert bool(judgement.quarantine) == is_quarantined
     assert judgement.quarantine is not None
     assert judgement.difference is None or math.isfinite(judgement.difference)
+
+
+@pytest.mark.parametrize(
+    ("offered", "kl"),
+    [
+        (STATED, 0.0),
+        # (.2^2 + .4^2) / 4 / 2
+        ((-0.5, -1.2, -1.9, -2.0), 0.025),
+        ((-0.5, -1.0), None),
+        ((math.nan,) * 4, None),
+    ],
+)
+def test_mismatch_of_engines_is_half_the_mean_square_of_the_differences(offered, kl):
+    assert canary_kl(offered, STATED) == (kl if kl is None else pytest.approx(kl))
+    assert canary_kl(offered, ()) is None
 
 
 def test_nothing_is_decided_without_the_learners_canary_or_without_a_threshold():
@@ -82,6 +98,7 @@ async def test_site_that_is_off_gets_no_work_until_one_of_its_versions_is_right(
         await run.lease()
     site = await _status(core)
     assert (site.canary_difference, site.quarantine) == (pytest.approx(1.0), verdict.quarantine)
+    assert metrics.SITE_CANARY_KL.labels(metrics.SITES.of(SITE))._value.get() == pytest.approx(0.5)
 
     # A coordinator that starts anew trusts it no more than the last one did.
     await core.close()

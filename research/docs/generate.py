@@ -16,6 +16,7 @@ from heterorl_research.lab.claims.verdicts import markdown
 from heterorl_research.lab.protocol.flat import TOLERANCE
 from research.docs.fast_tables import FAST
 from research.docs.lab_tables import LAB, RESULTS
+from research.docs.one_page import ONE_PAGE
 
 CLAIMS = Path(__file__).parent / "claims.md"
 DOCUMENTS = (
@@ -28,7 +29,7 @@ DOCUMENTS = (
     "research/docs/one-side.md",
     "research/docs/whole.md",
 )
-TABLES = {**LAB, **FAST}
+TABLES = {**LAB, **FAST, **ONE_PAGE}
 """What a marker of these documents may name, and what is written there."""
 _ORDER = ("shown", "contradicted", "suggested", "doubted", "not shown", "not tested")
 _CLAIMS_HEAD = f"""# Claims

@@ -42,6 +42,6 @@ def test_an_unknown_table_is_refused():
 
 def test_readme_and_results_show_the_same_numbers_of_experiments():
     block = re.compile(r"<!-- table: horizon-short -->.*?<!-- end of table -->", re.DOTALL)
-    (one,), (other,) = (block.findall((ROOT / name).read_text()) for name in ("README.md", "docs/results.md"))
+    (one,), (other,) = (block.findall((ROOT / name).read_text()) for name in ("README.md", "research/docs/results.md"))
 
     assert one == other

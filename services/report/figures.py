@@ -139,7 +139,7 @@ def picture(
     # Labels come from users and are not formulas.
     with mpl.rc_context({"text.parse_math": False, "font.size": 11.5, "legend.fontsize": 10}):
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         axes.set_xlabel(horizontal)
         if horizontal == "step":
@@ -152,8 +152,7 @@ def picture(
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         buffer = io.BytesIO()
-        # Drawn once; `savefig` draws once more for the layout, which drawing makes anyway.
-        canvas.print_png(buffer, metadata={"Software": None})
+        figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -1,33 +1,52 @@
 """The names under which experiments know these losses, with the keys that they have there.
 
-Keys and their order are those of the time when the learner had these kinds, so that a run keeps its digest. Losses of
-2026 are in `kinds_2026`; `LabLoss` has all.
+Keys and their order are those of the time when the learner had these kinds, so that a run keeps its digest.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, model_validator
 
 from heterorl.learner.loss.loss_config import (
     Advantage,
     Aggregation,
+    CustomLossConfig,
     GroupDenominatorConfig,
     LossConfig,
+    LossOptions,
     RatioLossConfig,
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
-from heterorl_research.losses.custom_kind import MovedLoss
-from heterorl_research.losses.kinds_2026 import (
-    CppoConfig,
-    DppoConfig,
-    MaxrlConfig,
-    MinproConfig,
-    OaplConfig,
-    PnpoConfig,
-    TrmConfig,
-)
+
+
+class MovedLoss(LossOptions):
+    """A loss that a learner takes as a custom one."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """Keys that its function takes."""
+    FUNCTION: ClassVar[str] = ""
+    """`module:function` of this folder; empty is `loss` of the module that has the kind's name."""
+    LEVEL: ClassVar[Literal["token", "sequence"]] = "sequence"
+    """Whether a token or a rollout has a weight."""
+    READS_REFERENCE: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> MovedLoss:
+        common = {"kind", *self.OPTIONS, *CustomLossConfig.model_fields}
+        for name, field in type(self).model_fields.items():
+            if name not in common and getattr(self, name) != field.default:
+                raise ValueError(f"{name} does not vary here: leave it out")
+        return self
+
+    def learner_loss(self) -> CustomLossConfig:
+        """What a learner takes."""
+        values = dict(self)
+        options: dict[str, JsonValue] = {name: values[name] for name in self.OPTIONS}
+        shared = {name: value for name, value in values.items() if name in LossOptions.model_fields}
+        function = f"heterorl_research.losses.{self.FUNCTION or values['kind'] + ':loss'}"
+        return CustomLossConfig(function=function, options=options, reads_reference=self.READS_REFERENCE, **shared)
 
 
 class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
@@ -89,6 +108,96 @@ class TbaConfig(MovedLoss):
     aggregation: Aggregation = "sequence_sum"
     beta: float = Field(default=0.005, gt=0.0)
     """Temperature of the policy to be learned, reference x exp(reward / beta)."""
+
+
+class OaplConfig(MovedLoss):
+    """OAPL, arXiv 2602.19362: the log ratio of a rollout is fitted to its optimal advantage."""
+
+    OPTIONS = ("value_beta", "policy_beta")
+    kind: Literal["oapl"] = "oapl"
+    advantage: Advantage = "mean"
+    value_beta: float = Field(default=1.0, gt=0.0)
+    """Temperature of the optimal value, in units of the reward; large: the group's mean, small: its best reward."""
+    policy_beta: float = Field(default=0.001, gt=0.0)
+    """Reward for a nat of drift: a rollout is fitted to advantage / policy_beta nats."""
+
+
+class TrmConfig(MovedLoss):
+    """Trust region masking, arXiv 2512.23075: rollouts of too large a KL, at most or on average, are left out."""
+
+    OPTIONS = ("max_kl", "mean_kl")
+    LEVEL = "token"
+    kind: Literal["trm"] = "trm"
+    max_kl: float = Field(default=0.5, ge=0.0)
+    """Largest KL that a token of a rollout may have, nats; 0: off."""
+    mean_kl: float = Field(default=0.0, ge=0.0)
+    """Largest mean KL of a rollout's tokens, nats; 0: off."""
+
+
+class PnpoConfig(MovedLoss):
+    """PNPO, arXiv 2608.01418: a token's weight is the geometric mean of the ratios up to it."""
+
+    OPTIONS = ("cap",)
+    FUNCTION = "prefix:pnpo"
+    LEVEL = "token"
+    kind: Literal["pnpo"] = "pnpo"
+    cap: float = Field(default=2.0, gt=0.0)
+    """Largest weight."""
+
+
+class MinproConfig(MovedLoss):
+    """MinPRO, arXiv 2601.22718: a token's weight is its ratio times the least ratio before it."""
+
+    OPTIONS = ("cap",)
+    FUNCTION = "prefix:minpro"
+    LEVEL = "token"
+    kind: Literal["minpro"] = "minpro"
+    cap: float = Field(default=2.0, gt=0.0)
+    """Largest weight."""
+
+
+class CppoConfig(MovedLoss):
+    """CPPO, arXiv 2606.10968: a mask of tokens that is tighter early, and behind a prefix that drifted."""
+
+    OPTIONS = ("delta", "least_weight", "budget")
+    FUNCTION = "prefix:cppo"
+    LEVEL = "token"
+    kind: Literal["cppo"] = "cppo"
+    delta: float = Field(default=0.2, gt=0.0)
+    """Largest weighted shift of a token's probability."""
+    least_weight: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Weight of the last token's shift; the first has 1."""
+    budget: float = Field(default=0.02, ge=0.0)
+    """Mean shift of a prefix behind which the limit stays whole."""
+
+
+class DppoConfig(MovedLoss):
+    """DPPO, arXiv 2602.04879, as prime-rl runs it: a mask by probabilities and a square of log ratios."""
+
+    OPTIONS = ("divergence", "mask_low", "mask_high", "square_coefficient")
+    LEVEL = "token"
+    kind: Literal["dppo"] = "dppo"
+    kl_coefficient: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Weight of KL(q || p); the loss has a square of its own in its place."""
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Difference of a token's probabilities (`tv`), or the binary KL of them (`kl`)."""
+    mask_low: float = Field(default=0.2, ge=0.0)
+    """Tokens of bad rollouts further below the sampler than this get no gradient."""
+    mask_high: float = Field(default=0.2, ge=0.0)
+    """Tokens of good rollouts further above the sampler than this get no gradient."""
+    square_coefficient: float = Field(default=0.001, ge=0.0)
+    """Weight of the square of the log ratio, at every token."""
+
+
+class MaxrlConfig(RatioLossConfig, MovedLoss):
+    """MaxRL, arXiv 2602.02710: advantages over the success rate, with GRPO's ratio and clip."""
+
+    OPTIONS = ("eps_low", "eps_high")
+    LEVEL = "token"
+    kind: Literal["maxrl"] = "maxrl"
+    advantage: Advantage = "mean"
 
 
 MovedLossConfig = Annotated[

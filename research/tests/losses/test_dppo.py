@@ -7,7 +7,7 @@ import torch
 
 from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl_research.losses.dppo import signed_shifts
-from heterorl_research.losses.kinds_2026 import DppoConfig
+from heterorl_research.losses.kinds import DppoConfig
 from research.tests.support.loss_checks import (
     DIVISIONS,
     EXTREMES,

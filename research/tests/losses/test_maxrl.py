@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl_research.losses.kinds_2026 import MaxrlConfig
+from heterorl_research.losses.kinds import MaxrlConfig
 from heterorl_research.losses.maxrl import over_success_rate
 from research.tests.support.loss_checks import (
     DIVISIONS,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl_research.losses.kinds_2026 import OaplConfig
+from heterorl_research.losses.kinds import OaplConfig
 from heterorl_research.losses.oapl import optimal_advantages
 from research.tests.support.loss_checks import (
     DIVISIONS,

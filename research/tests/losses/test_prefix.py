@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl_research.losses.kinds_2026 import CppoConfig, MinproConfig, PnpoConfig
+from heterorl_research.losses.kinds import CppoConfig, MinproConfig, PnpoConfig
 from heterorl_research.losses.prefix import prefix_means, ratios_by_least, within_prefix_budget
 from research.tests.support.loss_checks import (
     DIVISIONS,

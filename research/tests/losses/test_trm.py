@@ -5,7 +5,7 @@ import math
 import pytest
 
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl_research.losses.kinds_2026 import TrmConfig
+from heterorl_research.losses.kinds import TrmConfig
 from research.tests.support.loss_checks import (
     DIVISIONS,
     EXTREMES,

@@ -17,7 +17,7 @@ def cache(tmp_path_factory):
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm-starts"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, cache):
     result = subprocess.run(
         [
@@ -52,7 +52,7 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_known(tmp_path, cache):
     out = tmp_path / "demo"
     demo = subprocess.Popen(

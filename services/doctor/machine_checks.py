@@ -354,9 +354,9 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
 
 
 def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:
-    """What a loss meets that weighs whole completions: the KL a token between engines times their length.
+    """Judge a loss by the completions' length times the KL a token between engines.
 
-    The KL is that of the paper's engines: before a run nobody has measured its own, `kl_token_fresh`.
+    The KL is the paper's; a run measures its own as `kl_token_fresh`.
     """
     from heterorl.learner.loss.loss_spec import KL_TOKEN, length_caveats, loss_spec_of, open_share
 

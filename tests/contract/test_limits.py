@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 HANGING = '''
@@ -87,6 +89,15 @@ def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_pa
     # The worker that no exception ends writes where it hangs; another one takes its place.
     assert "Timeout (0:00:04)!" in said
     assert "crashed while running" in said
+
+
+def test_matplotlib_may_list_fonts_in_any_test():
+    guard = processes._Guard()
+    guard.test = "test_it"
+
+    guard("subprocess.Popen", (processes.FONTS, [processes.FONTS, "--help"]))
+    with pytest.raises(processes.StartsProcess, match=r"subprocess\.Popen: true"):
+        guard("subprocess.Popen", ("true", ["true"]))
 
 
 def test_mark_that_a_conftest_adds_counts(tmp_path):

@@ -153,6 +153,15 @@ def test_six_failures_are_no_flakes(stage, capfd):
     assert "once more" not in capfd.readouterr().out
 
 
+@pytest.mark.process
+def test_processes_of_tests_keep_byte_code_where_an_image_forbids_it(stage, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    outcome = run.run_stage(stage("import sys\ndef test_it(): assert not sys.dont_write_bytecode"), stops=True)
+
+    assert outcome.counts == {"passed": 1}
+
+
 def test_a_stage_without_one_of_its_files_fails(stage):
     outcome = run.run_stage(replace(stage("def test_a(): pass"), arguments=["tests/test_that_moved.py"]), stops=True)
 

@@ -5,24 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl_research.losses.kinds import MaxrlConfig
 from heterorl_research.losses.maxrl import over_success_rate
-from research.tests.support.loss_checks import (
-    DIVISIONS,
-    EXTREMES,
-    assert_acts,
-    assert_equal_however_divided,
-    assert_equals_loops,
-    assert_finite_on_long_completions,
-    assert_teaches_nothing,
-    equal_rewards,
-)
+from research.tests.support.every_loss import LOSSES
+from research.tests.support.loss_checks import assert_acts, assert_equals_loops, assert_teaches_nothing, equal_rewards
 from tests.support.loss_reference import mean, ppo
 from tests.support.losses import groups_of, run_loss
 
 F64 = torch.float64
-LOSS = MaxrlConfig().learner_loss()
+LOSS = LOSSES["maxrl"]
 
 
 def objective(reference, i):
@@ -42,24 +32,10 @@ def test_the_clip_acts_on_the_cases():
     assert_acts(LOSS)
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_loss_does_not_depend_on_micro_batches_their_order_or_padding(division):
-    assert_equal_however_divided(LOSS, division)
-
-
-@pytest.mark.parametrize("sums", EXTREMES.values(), ids=EXTREMES.keys())
-def test_loss_and_gradient_are_finite_on_16k_tokens(sums):
-    assert_finite_on_long_completions(LOSS, sums)
-
-
 # The mean of .1 and .1 and .1 is not .1.
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, 1.0])
 def test_equal_rewards_teach_nothing(reward):
     assert_teaches_nothing(equal_rewards(LOSS, reward))
-
-
-def test_a_learner_starts_with_it():
-    check_custom_loss(LOSS)
 
 
 @given(st.integers(1, 15), st.integers(1, 15))

@@ -7,22 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl_research.losses.kinds import OaplConfig
 from heterorl_research.losses.oapl import optimal_advantages
-from research.tests.support.loss_checks import (
-    DIVISIONS,
-    EXTREMES,
-    assert_equal_however_divided,
-    assert_equals_loops,
-    assert_finite_on_long_completions,
-    assert_teaches_nothing,
-    equal_rewards,
-)
+from research.tests.support.every_loss import LOSSES
+from research.tests.support.loss_checks import assert_equals_loops, assert_teaches_nothing, equal_rewards
 from tests.support.losses import groups_of, run_loss
 
 F64 = torch.float64
-LOSS = OaplConfig(value_beta=0.5, policy_beta=0.3).learner_loss()
+LOSS = LOSSES["oapl"]
 
 
 def objective(reference, i):
@@ -36,20 +28,6 @@ def objective(reference, i):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_loss_and_gradient_equal_loops(seed):
     assert_equals_loops(LOSS, objective, seed=seed)
-
-
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_loss_does_not_depend_on_micro_batches_their_order_or_padding(division):
-    assert_equal_however_divided(LOSS, division)
-
-
-@pytest.mark.parametrize("sums", EXTREMES.values(), ids=EXTREMES.keys())
-def test_loss_and_gradient_are_finite_on_16k_tokens(sums):
-    assert_finite_on_long_completions(LOSS, sums)
-
-
-def test_a_learner_starts_with_it():
-    check_custom_loss(LOSS)
 
 
 def test_the_policy_of_the_closed_form_has_no_loss_and_no_gradient():

@@ -4,23 +4,13 @@ import math
 
 import pytest
 
-from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl_research.losses.kinds import TrmConfig
-from research.tests.support.loss_checks import (
-    DIVISIONS,
-    EXTREMES,
-    assert_acts,
-    assert_equal_however_divided,
-    assert_equals_loops,
-    assert_finite_on_long_completions,
-    assert_teaches_nothing,
-    equal_rewards,
-)
+from research.tests.support.every_loss import LOSSES
+from research.tests.support.loss_checks import assert_acts, assert_equals_loops, assert_teaches_nothing, equal_rewards
 from tests.support.loss_reference import advantage
 from tests.support.losses import groups_of, run_loss
 
 LIMITS = {"max": (0.1, 0.0), "mean": (0.0, 0.05), "both": (0.15, 0.05)}
-LOSSES = {name: TrmConfig(max_kl=largest, mean_kl=mean).learner_loss() for name, (largest, mean) in LIMITS.items()}
 
 
 def objective(name):
@@ -39,36 +29,20 @@ def objective(name):
     return terms
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_loss_and_gradient_equal_loops(name, seed):
-    assert_equals_loops(LOSSES[name], objective(name), seed=seed)
+    assert_equals_loops(LOSSES[f"trm-{name}"], objective(name), seed=seed)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LIMITS)
 def test_the_mask_acts_on_the_cases(name):
-    assert_acts(LOSSES[name])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_loss_does_not_depend_on_micro_batches_their_order_or_padding(name, division):
-    assert_equal_however_divided(LOSSES[name], division)
-
-
-@pytest.mark.parametrize("sums", EXTREMES.values(), ids=EXTREMES.keys())
-def test_loss_and_gradient_are_finite_on_16k_tokens(sums):
-    assert_finite_on_long_completions(LOSSES["both"], sums)
+    assert_acts(LOSSES[f"trm-{name}"])
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.5])
 def test_equal_rewards_teach_nothing(reward):
-    assert_teaches_nothing(equal_rewards(LOSSES["both"], reward))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_learner_starts_with_it(name):
-    check_custom_loss(LOSSES[name])
+    assert_teaches_nothing(equal_rewards(LOSSES["trm-both"], reward))
 
 
 def test_one_token_that_drifted_leaves_out_its_whole_rollout_good_or_bad():

@@ -58,7 +58,7 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 def canary_kl(offered: tuple[float, ...], stated: tuple[float, ...]) -> float | None:
     """Half of the mean square of a canary's differences from the learner's: about the KL a token of the two engines.
 
-    With equal weights it is a site's own mismatch, whatever the staleness. None where nothing can be compared.
+    Both have equal weights, so it is the site's engine mismatch at any staleness. None if no values can be compared.
     """
     if not stated or len(offered) != len(stated) or not np.isfinite(offered).all():
         return None

@@ -34,7 +34,7 @@ PAGES = (
     *sorted(f"research/docs/{path.name}" for path in (ROOT / "research" / "docs").glob("*.md")),
 )
 """Markdown outside docs/ that is read as a page."""
-WIDE = {"research/docs/claims.md", "configuration.md", "losses.md", "map.md", "peers.md", "plan.md"}
+WIDE = {"research/docs/claims.md", "configuration.md", "losses.md", "map.md", "peers.md", "plan.md", "results.md"}
 """Pages whose tables need the room of the table of contents."""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 """A link of Markdown: what stands before the target, the path, the fragment, the end."""

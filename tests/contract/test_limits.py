@@ -67,7 +67,12 @@ def run(tmp_path, text, *words):
         'pytest_plugins = ["tests.support.limits", "tests.support.processes", "tests.support.results"]\n'
     )
     command = [sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HETERORL_TEST_RESULTS": str(tmp_path / "results.json")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HETERORL_TEST_RESULTS": str(tmp_path / "results.json"),
+        "COVERAGE_FILE": str(tmp_path / ".coverage"),
+    }
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", tmp_path], capture_output=True, text=True, env=environment, check=False
     )
@@ -120,3 +125,9 @@ def test_process_without_the_mark_fails_its_test_even_where_the_test_hides_it(tm
     assert code == 1
     assert {name.partition("::")[2] for name in results["failed"]} == {"test_starts", "test_hides_it"}
     assert "test_starts starts a process (subprocess.Popen: true): mark it with `process`" in said
+
+
+def test_threads_may_start_at_once_under_coverage_since_no_hook_watches_them(tmp_path):
+    code, said, _ = run(tmp_path, STARTING, "--cov", "--cov-report=")
+
+    assert code == 0, said

@@ -37,8 +37,13 @@ class _Guard:
 _guard = _Guard()
 
 
-def pytest_configure() -> None:
-    sys.addaudithook(_guard)
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch, but not where coverage traces: two threads that start at once would fail.
+
+    Python lets another thread run within an audit hook, and refuses a second `sys.settrace` until the first has ended.
+    """
+    if not getattr(config.option, "cov_source", None):
+        sys.addaudithook(_guard)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

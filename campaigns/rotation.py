@@ -30,7 +30,7 @@ from tests.support.witness import Witness, contract_of
 SAMPLERS = ["site-a", "site-b"]
 PROCESSES = ("coordinator", "learner", *SAMPLERS)
 NODES = ("coordinator-main", "learner-learner", "sampler-site-a", "sampler-site-b", "sampler-witness", "operator-desk")
-READ_AGAIN = "read changed certificates"
+READ_AGAIN = "changed certificates are in use"
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.2)
 
 

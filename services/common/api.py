@@ -49,7 +49,7 @@ class WeightsApi(Protocol):
         """Return the exact bytes of a manifest and the publisher's signature."""
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-        """Return exact manifest bytes of a range of versions, newest first: at least one, as many as fit."""
+        """Return a version range's exact manifest bytes, newest first, at least one."""
 
     async def plan_pull(
         self,
@@ -62,14 +62,15 @@ class WeightsApi(Protocol):
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Plan from (have_version, have_root); have_version -1: the caller holds none; want_version -1 is the head.
+        """Plan from (have_version, have_root) to `want_version`.
 
-        `base_root` is the state root of the caller's base model (empty: none); a plan may start from the version that
-        has it. `object_bytes` is the caller's cost of one payload more: bandwidth times round trip.
+        `have_version` -1: the caller holds none; `want_version` -1: the head. `base_root` is the state root of the
+        caller's base model (empty: none); a plan may start from the version that has it. `object_bytes` is the caller's
+        cost of one payload more: bandwidth times round trip.
         """
 
     def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield the bytes [offset, stop) of a payload in frames of at most 1 MiB; without `stop`, to its end."""
+        """Yield payload bytes [offset, stop or end), each at most 1 MiB."""
 
 
 class LearnerApi(WeightsApi, Protocol):
@@ -94,13 +95,13 @@ class LearnerApi(WeightsApi, Protocol):
         """
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        """Extend the lease by one term, also after its end if no other learner took it.
+        """Extend the lease by a term, also past its end if free.
 
         `progress` is shown to operators.
         """
 
     async def release_lease(self, *, epoch: int) -> None:
-        """End the lease; the learner's groups return to the queue and the next learner need not wait."""
+        """End the lease for the next learner; groups return to the queue."""
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Return the durable bytes of a payload; its full size once complete."""
@@ -108,19 +109,19 @@ class LearnerApi(WeightsApi, Protocol):
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
-        """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
+        """Append frames (at most 1 MiB) from `offset`; returns the durable bytes."""
 
     async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
-        """Put the missing pieces of a payload into the bucket; False where the run has none.
+        """Put a payload's missing pieces into the bucket; False without a bucket.
 
         Raises Unreachable if the bucket refuses a piece; pieces that it took stay there for a while.
         """
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Have the coordinator take and verify what was put; returns the bytes now durable."""
+        """Have the coordinator take and verify a payload; returns the durable bytes."""
 
     async def publish_version(self, request: PublishRequest) -> int:
-        """Commit one version and consume its groups atomically; the same step id gives the same version."""
+        """Commit a version and its groups atomically, once for a step id."""
 
     async def get_step(self, *, step_id: str) -> int | None:
         """Return the version that a step id became, or None."""
@@ -128,24 +129,24 @@ class LearnerApi(WeightsApi, Protocol):
     def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
-        """Lease complete groups oldest first, one per credit; leased groups not in `held` return to the queue.
+        """Lease complete groups, oldest first, one per credit.
 
-        A stream ends when the same epoch opens another one.
+        Leased groups not in `held` return to the queue. A stream ends when the same epoch opens another one.
         """
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
-        """Drop leased groups for good: unusable, too old, or with equal rewards (counted as uniform).
+        """Drop leased groups for good: unusable, too old, or of equal rewards.
 
         Only prompts of groups that are too old are handed out again.
         """
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        """Drop leased groups that failed a check, and count the failures against their sites."""
+        """Drop leased groups that failed a check, counted against their sites."""
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        """Hand out no more work; a learner names its epoch, an operator none."""
+        """Hand out no more work; only a learner names its epoch."""
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
         """State what the run trains, for operators."""
@@ -153,20 +154,20 @@ class LearnerApi(WeightsApi, Protocol):
     async def note_samples(
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
-        """Add texts to kept groups and keep evaluations; notes of groups that are not kept have no effect."""
+        """Add texts to kept groups (others are ignored), and keep evaluations."""
 
 
 class SamplerApi(WeightsApi, Protocol):
     """Calls of a sampler, for its own site only."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
-        """Join the run with an equal contract; the answer states the site's next sequence."""
+        """Join the run by an equal contract; learn the site's next sequence."""
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report the site's state; returns the coordinator's commands."""
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Compare canary log-probs with the learner's; a site that differs gets no work until a version agrees."""
+        """Compare canaries; a differing site gets no work until a version agrees."""
 
     async def lease_work(
         self,
@@ -178,7 +179,7 @@ class SamplerApi(WeightsApi, Protocol):
         request_id: str = "",
         sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Ask for assignments; repeating the newest `request_id` returns the same ones while they are leased.
+        """Ask for assignments; repeating the newest `request_id` returns those still leased.
 
         With `sets`, the evaluation sets that the site has data of, they are held-out prompts for `policy_version`.
         """
@@ -192,12 +193,12 @@ class SamplerApi(WeightsApi, Protocol):
         """
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        """Push groups; returns outcomes in order, fewer than groups if the link broke."""
+        """Push groups; returns outcomes in order, fewer if the link broke."""
 
     async def push_evaluation(
         self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Deliver results of held-out prompts; returns how many are new. Repeats are harmless."""
+        """Deliver held-out results; returns how many are new. Repeats are harmless."""
 
 
 class SamplesApi(Protocol):
@@ -207,7 +208,7 @@ class SamplesApi(Protocol):
         """Return one page of kept samples."""
 
     async def get_sample(self, *, sample_id: int) -> Sample:
-        """Return one sample with its texts; raises UnknownSample if it is no longer kept."""
+        """Return a sample with its texts; raises UnknownSample if not kept."""
 
 
 class OperatorApi(SamplesApi, Protocol):
@@ -220,25 +221,25 @@ class OperatorApi(SamplesApi, Protocol):
         """Return at most `limit` (1 to 1000) reports after `after_step`, oldest first."""
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        """Hand out no more work; a learner names its epoch, an operator none."""
+        """Hand out no more work; only a learner names its epoch."""
 
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
     ) -> tuple[Evaluation, ...]:
-        """Return at most `limit` (1 to 1000) evaluations after a version, by version and set (empty: all sets).
+        """Return at most `limit` (1 to 1000) evaluations after a version.
 
-        The last version is complete or left out.
+        They are in order of version and set; an empty `task_set`: all sets. The last version is complete or left out.
         """
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
-        """Order the learner to publish the content of a version again (-1: cancel the order); returns the head."""
+        """Order to publish a version's content again (-1: cancel); returns the head."""
 
     async def list_restorable(self) -> tuple[int, ...]:
         """Return the versions that `rollback` can order now, ascending, without the head."""
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
-        """End a site's quarantine and forget its failures; returns the reason, empty if there was none."""
+        """End a site's quarantine and forget failures; returns its reason or empty."""
 
 
 class CoordinatorApi(LearnerApi, SamplerApi, OperatorApi, Protocol):
-    """All roles together: the gRPC client, or a coordinator in the same process."""
+    """All roles together: the gRPC client, or an in-process coordinator."""

@@ -268,7 +268,7 @@ async def test_half_a_rotation_changes_nothing(secure, caplog):
     assert len(await secure.run.lease(1)) == 1
     (node / "node.crt").write_bytes(cert)
 
-    assert "keeping the old certificates" in caplog.text
+    assert "the old certificates stay in use" in caplog.text
     assert len(await secure.run.lease(1)) == 1
 
 

@@ -62,7 +62,7 @@ class PlannedSetConfig(DrawsConfig):
 
 
 class EvaluationSetConfig(DrawsConfig):
-    """A set that this site can evaluate. In a run the coordinator's draws count; `heterorl evaluate` uses these."""
+    """A set of this site; its draws count only in `heterorl evaluate`."""
 
     task: TaskConfig = TaskConfig()
     """Held-out prompts and their reward, equal at every site that evaluates the set."""

@@ -50,7 +50,7 @@ class Interval:
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
-    """Mean and t-interval: mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1; None for no values."""
+    """Mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1; None without values."""
     if not values:
         return None
     num = len(values)
@@ -69,13 +69,13 @@ def interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval |
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """s / sqrt(n) with s^2 = sum (x - mean)^2 / (n - 1); at least two values."""
+    """s / sqrt(n), s^2 = sum (x - mean)^2 / (n - 1); n > 1."""
     center = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
 def t_central(t: float, *, df: int) -> float:
-    """P(|T| <= t) of Student's t with `df` >= 1 (Abramowitz and Stegun, 26.7.3 and 26.7.4); df/2 terms."""
+    """P(|T| <= t) of Student's t, `df` >= 1 (Abramowitz and Stegun, 26.7.3-4)."""
     theta = math.atan(t / math.sqrt(df))
     sine, square = math.sin(theta), math.cos(theta) ** 2
     term = total = math.cos(theta) if df % 2 else 1.0
@@ -112,7 +112,7 @@ def t_quantile(confidence: float, *, df: int) -> float:
 
 
 def wilson(num: int, of: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of the share num / of (Wilson, 1927), which holds near 0 and 1: all p with |num/of - p| <= z sd(p)."""
+    """Wilson's interval of num / of: all p with |num/of - p| <= z sd(p)."""
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
     share, weight = num / of, z * z / of
     center = (share + weight / 2.0) / (1.0 + weight)
@@ -124,7 +124,7 @@ _EQUAL = 1e-9
 
 
 def pass_at(k: int, *, num: int, num_right: int) -> float:
-    """Chance that k of `num` completions, drawn without replacement, include one of `num_right` right ones.
+    """Chance that k of `num` completions, without replacement, include a right one.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (Chen et al., 2021, arXiv 2107.03374, equation 1), as
     the product of 1 - k / i for i from n - c + 1 to n.
@@ -143,7 +143,7 @@ def ks_of(num_samples: int) -> tuple[int, ...]:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean of one value a prompt with its 95 % interval; None for no values.
+    """Mean of one value a prompt with 95 % interval; None without.
 
     Values that are all 0 or 1 have Wilson's interval, which holds near both ends and for few prompts. Others have
     Student's t over prompts, cut to 0 .. 1 where all values lie there. A single other value has no interval.
@@ -167,7 +167,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward: float = 1.0) -> EvaluationSummary:
-    """Statistics of a set's finished prompts; a completion is right from `pass_reward` on."""
+    """Statistics of finished prompts; a completion is right from `pass_reward` on."""
     results = list(results)
     samples = [sample for result in results for sample in result.samples]
     rewards = [[sample.reward for sample in result.samples if sample.reward is not None] for result in results]
@@ -213,7 +213,7 @@ class Standing:
 
 
 def standing(averages: Iterable[tuple[int, Estimate | None]]) -> Standing | None:
-    """Best and last of (version, avg@n), the earlier of equal bests; None for no values."""
+    """Best and last of (version, avg@n), the earlier of equals; or None."""
     known = sorted((version, found.mean) for version, found in averages if found is not None)
     if not known:
         return None
@@ -227,7 +227,7 @@ HEADS = ("set", "version", "avg@n", "pass", "best", "last", "gap", "running", "b
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
-    """Table rows: set, newest version, avg@n, pass@n, best, last, gap, running evaluations, sites."""
+    """Rows: set, newest version, avg@n, pass@n, best, last, gap, running, sites."""
     rows: list[tuple[str, ...]] = []
     by_set: dict[str, list[Evaluation]] = {}
     for found in sorted(evaluations, key=lambda found: (found.task_set, found.version)):

@@ -91,7 +91,7 @@ class Group:
         self._generator = None if is_seeded else torch.Generator(device).manual_seed(request.seed)
 
     def noise(self, vocab_size: int) -> Tensor:
-        """Gumbel noise [rows, V] of the next token; the generator draws for ended members too."""
+        """Gumbel noise [rows, V] of the next token; ended members draw too."""
         if self._generator is None:
             noise = np.empty((len(self.members), vocab_size), np.float32)
             for place, member in enumerate(self.members.tolist()):
@@ -103,7 +103,7 @@ class Group:
         return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
 
     def note_routed(self, record: np.ndarray[Any, Any]) -> None:
-        """Keep the experts [rows, columns, bytes of a token] of the pass before the next `take`."""
+        """Keep the experts [rows, columns, bytes] of the pass before `take`."""
         if self.request.sampling is None and not self.is_done.all():
             # Left of the prompt is padding.
             own = record if self._routed else record[:, -self.request.prompt.size :]
@@ -174,7 +174,7 @@ class Rows:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether others may join: every layer caches keys and values of all columns, and only these."""
+        """Whether others may join: all layers cache whole keys and values only."""
         return _is_made_of(self._cache, sliding=False)
 
     def step(self) -> list[Finished]:
@@ -226,7 +226,7 @@ class Rows:
         self._groups += others._groups
 
     def _drawn(self, logits_BV: Tensor, noise_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """A token and its log-prob for every row, by the sampling of its group."""
+        """Each row's token and log-prob, by its group's sampling."""
         ways = {group.sampling: None for group in self._groups}
         if len(ways) == 1:
             return draw(logits_BV, noise_BV, next(iter(ways)))
@@ -297,7 +297,7 @@ def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
 
 
 def _is_made_of(cache: Any, *, sliding: bool) -> bool:
-    """Whether all layers of the cache are known to hold only keys and values."""
+    """Whether all cache layers are known to hold only keys and values."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     known = (DynamicLayer, DynamicSlidingWindowLayer) if sliding else (DynamicLayer,)
@@ -324,7 +324,7 @@ class HfEngine:
         is_seeded: bool = False,
         records_routing: bool = False,
     ) -> None:
-        """Load the model; raises ConfigError if that fails or it has no routers to record.
+        """Load the model; raises ConfigError for a failure or missing routers.
 
         `published_dtype` is the data type of the weights, `compute_dtype` fp32 or bf16. Each of `end_token_ids` ends a
         completion and stays its last token. With `is_seeded`, seeds are keys of `token_sampling.gumbel_noise`.
@@ -395,7 +395,7 @@ class HfEngine:
         return scores
 
     def close(self) -> None:
-        """It computes in this process, so there is no other process to end."""
+        """Do nothing: no other process computes."""
 
     def submit(self, request: Request) -> None:
         sampling = request.sampling or self._sampling
@@ -439,7 +439,7 @@ class HfEngine:
         return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
     def _admitted(self) -> list[Group]:
-        """Whole requests that fit next to running rows, in the order of submission."""
+        """Whole requests, in their order, that fit next to running rows."""
         if self._rows and not self._rows.is_joinable:
             return []
         room = self.max_running - (self._rows.num_running if self._rows else 0)
@@ -455,7 +455,7 @@ class HfEngine:
         return admitted
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
-        """A token for joining groups, or for all rows; the rows left, and ended completions."""
+        """A token for joining groups, or all rows; rows left, ended completions."""
         if joining:
             new = Rows(
                 joining,

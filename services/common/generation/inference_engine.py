@@ -32,9 +32,9 @@ from heterorl.common.weights.arena import Arena, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One completion: token_ids int32 [T] with the end token, logprobs float32 [T], spans over [0, T).
+    """One completion: token_ids int32 [T], logprobs float32 [T], spans over [0, T).
 
-    `routed_experts` as in Rollout.
+    The tokens include the end token. `routed_experts` as in Rollout.
     """
 
     token_ids: Int32Array
@@ -46,7 +46,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt (int32 [T]) and its number of completions; `key` is unique among open requests.
+    """A prompt, int32 [T], to complete; `key` is unique among open requests.
 
     An evaluation sets `sampling` in place of the run's; log-probs of its completions are not used.
     """
@@ -69,7 +69,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A request that was given up; the engine delivers no more of its completions."""
+    """A given-up request; the engine delivers no more of its completions."""
 
     key: int
 
@@ -84,7 +84,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """Weights and a token sampler. Never called from the event loop; `collect` and `load` by one thread each."""
+    """Weights and a token sampler, never called from the event loop.
+
+    `collect` and `load` are called by one thread each.
+    """
 
     @property
     def layout(self) -> Layout:
@@ -100,7 +103,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load` and after a failed one."""
+        """Version of loaded weights; -1 before a `load` or after its failure."""
 
     @property
     def max_running(self) -> int:
@@ -108,7 +111,7 @@ class Engine(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all engines behind it have the version; else `load` of that version restarts them."""
+        """Whether all its engines have the version; else `load` restarts them."""
 
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; running completions continue with them from their next token.
@@ -117,7 +120,7 @@ class Engine(Protocol):
         """
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Log-probs [T] of each text's completion under the loaded weights, as `collect` would state them.
+        """Log-probs [T] of each completion under loaded weights, as by `collect`.
 
         Empty where the engine cannot compute them.
         """
@@ -139,7 +142,7 @@ class Engine(Protocol):
         """
 
     def cancel(self) -> None:
-        """Give up all requests: a waiting `collect` returns an empty list. From any thread."""
+        """Give up all requests, from any thread; `collect` returns an empty list."""
 
 
 def generate_all(
@@ -184,14 +187,14 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredText:
-    """A prompt and its completion, int32 token ids; only the completion is scored."""
+    """A prompt and its completion, int32 ids; only the latter is scored."""
 
     prompt: Int32Array
     completion: Int32Array
 
 
 def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
-    """Held-out prompts with answers and end token; raises PromptRefused where the first MAX_TRIED are refused."""
+    """Held-out prompts with answers and end token; raises PromptRefused without any."""
     texts: list[ScoredText] = []
     refused: PromptRefused | None = None
     for index in range(min(MAX_TRIED, task.num_evaluation_prompts)):

@@ -59,7 +59,7 @@ def write_tiny_model(
     num_positions: int = POSITIONS,
     tokenizer: Any = None,
 ) -> Path:
-    """Write a random model and its tokenizer, by default one of sums; equal arguments give equal weights."""
+    """Write a random model and a tokenizer; equal arguments give equal weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = tokenizer or build_tokenizer()
@@ -114,7 +114,7 @@ class WarmStart:
 
 
 def warm_start(options: WarmStart, *, cache: Path, device: str = "cpu") -> tuple[Path, float]:
-    """Model directory and accuracy on held-out prompts; trains only without a verified cached copy, of any device."""
+    """Model directory and held-out accuracy; trains only without a verified copy."""
     key = bytes_digest(json.dumps([VERSION, torch.__version__, asdict(options)]).encode())[:16]
     directory = cache / f"warm-start-{key}"
     record = _verified(directory)
@@ -184,7 +184,7 @@ def _train(directory: Path, options: WarmStart, device: str) -> float:
 
 
 def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tuple[torch.Tensor, float]:
-    """Cross entropy of right answers, and an upper bound of the sampled reward."""
+    """Cross entropy of right answers, and the sampled reward's upper bound."""
     prompts = [task.prompt(index) for index in indices]
     rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
     if len({(len(row), len(prompt.answer)) for row, prompt in zip(rows, prompts, strict=True)}) > 1:
@@ -200,16 +200,16 @@ def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tup
 
 
 def mean_share(losses: torch.Tensor) -> float:
-    """Mean share of an answer's tokens before the first wrong one, from losses (rows, tokens) in nats.
+    """Mean share of an answer's tokens before the first wrong one.
 
-    This is the mean over t and rows of p_1 ... p_t, the probability of t right tokens. It bounds the expected share of
-    right terms and of right answers.
+    `losses` [rows, tokens] are in nats. This is the mean over t and rows of p_1 ... p_t, the probability of t right
+    tokens. It bounds the expected share of right terms and of right answers.
     """
     return float(torch.exp(-losses.cumsum(dim=1)).mean())
 
 
 def evaluate(directory: Path, *, task: Task, seed: int, device: str = "cpu") -> float:
-    """Sampled mean reward at temperature 1 on the first held-out prompts, as in the learner's evaluation."""
+    """Sampled mean reward of held-out prompts at temperature 1, as learners evaluate."""
     prompter = Prompter(str(directory), use_chat_template=False)
     prompts = [task.evaluation_prompt(index) for index in range(min(_NUM_EVALUATION, task.num_evaluation_prompts))]
     longest = max(prompter.encode(prompt.answer).size for prompt in prompts) + 1

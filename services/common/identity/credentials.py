@@ -31,7 +31,7 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """A working set of PEM bytes and the identity in it; `number` grows with each set."""
+    """A working set of PEM bytes with identity; `number` grows each set."""
 
     ca: bytes
     cert: bytes
@@ -41,7 +41,7 @@ class Material:
 
 
 class MaterialFiles:
-    """The three files of a node; `current` reads them only after a change."""
+    """A node's three files; `current` reads them only after a change."""
 
     def __init__(self, tls: TlsConfig) -> None:
         """Read the files; raises ConfigError with the key of an unusable one."""
@@ -56,9 +56,9 @@ class MaterialFiles:
             try:
                 self._material = read_material(self._tls, number=self._material.number + 1, now=time.time())
             except ConfigError as error:
-                _LOG.warning("keeping the old certificates, the changed ones are unusable: %s", error)
+                _LOG.warning("the old certificates stay in use, the changed ones are unusable: %s", error)
             else:
-                _LOG.info("read changed certificates: %s", self._material.identity.uri)
+                _LOG.info("changed certificates are in use: %s", self._material.identity.uri)
         return self._material
 
     def _look(self) -> _Stamp:
@@ -66,7 +66,7 @@ class MaterialFiles:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Values that change when a file is replaced or written; zeros without a file."""
+    """Values that change when a file does; zeros without a file."""
     try:
         status = path.stat()
     except OSError:
@@ -75,7 +75,7 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
-    """Read and check a node's files; `now` in epoch seconds. Raises ConfigError with the key of an unusable file."""
+    """Read and check files at `now`, epoch seconds; ConfigError names the key."""
     ca, cert, key = (_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key"))
     authorities = _certificates("tls.ca", ca)
     chain = _certificates("tls.cert", cert)
@@ -110,7 +110,7 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
 
 
 def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
-    """Credentials that demand a certificate of every client; each handshake looks at the files."""
+    """Credentials that demand each client's certificate; every handshake looks at the files."""
     taken = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -171,7 +171,7 @@ def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
 
 
 def parse_serials(text: str) -> frozenset[int]:
-    """Parse a list of revoked serials; raises ValueError if a line is not a hexadecimal number."""
+    """Parse revoked serials; raises ValueError if a line is not hexadecimal."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return frozenset(int(line, 16) for line in lines if line)
 
@@ -202,7 +202,7 @@ class Revocations:
             try:
                 self._serials = parse_serials(self._path.read_text(encoding="ascii"))
             except (OSError, ValueError) as error:
-                _LOG.error("keeping the old list of revoked certificates, the changed one is unusable: %s", error)
+                _LOG.error("the old list of revoked certificates stays in use, correct the changed one: %s", error)
             else:
                 _LOG.info("%d certificates are revoked", len(self._serials))
         return self._serials

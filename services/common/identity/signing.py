@@ -51,7 +51,7 @@ class Signer:
 
 
 def new_key(path: Path) -> Signer:
-    """Make a key and write its private half durably, mode 0600; raises ConfigError if the file exists."""
+    """Write a private key durably, mode 0600; raises ConfigError if it exists."""
     key = Ed25519PrivateKey.generate()
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
@@ -72,7 +72,7 @@ def new_key(path: Path) -> Signer:
 
 
 def load_signer(path: Path) -> Signer:
-    """Read a private key; raises ConfigError unless it is an Ed25519 PEM file that only its owner may read."""
+    """Read an owner-only Ed25519 PEM file; raises ConfigError for any other."""
     try:
         with path.open("rb") as file:
             # Mode of the open file: the name may lead elsewhere a moment later.
@@ -93,7 +93,7 @@ def load_signer(path: Path) -> Signer:
 
 
 def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
-    """The first of `keys` that made the signature, or None; raises ConfigError for a malformed key."""
+    """First of `keys` that signed, or None; raises ConfigError for malformed ones."""
     for text in keys:
         try:
             if not text.startswith(PREFIX):
@@ -119,7 +119,7 @@ UNSIGNED = "unsigned"
 
 
 class Trust:
-    """The keys whose versions a node accepts; without keys it accepts every manifest and warns once.
+    """Keys whose versions a node accepts; without keys it accepts every manifest.
 
     A signed manifest names its parent by digest, so one signature vouches for the whole history. Several keys may be
     trusted at once, to exchange a learner's key.
@@ -130,7 +130,7 @@ class Trust:
         self._has_warned = False
 
     def check(self, data: bytes, signature: bytes, *, version: int) -> str:
-        """Accept the exact bytes of a manifest and return the key that signed them (UNSIGNED if no key is trusted).
+        """Accept a manifest's bytes; returns their signing key, UNSIGNED without trusted keys.
 
         Raises:
             UnsignedManifest: keys are trusted and there is no signature.
@@ -139,7 +139,9 @@ class Trust:
         if not self._keys:
             if not self._has_warned:
                 self._has_warned = True
-                _LOG.warning("trusted_keys is empty: the coordinator's operator can replace the weights")
+                _LOG.warning(
+                    "trusted_keys is empty: the coordinator's operator can replace the weights, see docs/signatures.md"
+                )
             return UNSIGNED
         if not signature:
             raise UnsignedManifest(f"the manifest of version {version} is not signed")

@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The names and lifetime in one certificate; instants in seconds since the epoch."""
+    """A certificate's names and lifetime; instants in seconds since the epoch."""
 
     run: str
     site: str
@@ -81,7 +81,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """The peer of a plaintext link over loopback: any process of this machine, in any role."""
+    """A plaintext loopback peer: any process of this machine, any role."""
 
 
 Peer = Identity | LocalPeer
@@ -93,7 +93,7 @@ def spiffe_uri(*, run: str, site: str, role: Role) -> str:
 
 
 def split_uri(uri: str) -> tuple[str, str, Role] | None:
-    """Run, site and role that a URI names; None where it is not of our form."""
+    """Run, site and role of a URI; None for another form."""
     match = _URI.fullmatch(uri)
     if match is None or match["role"] not in {role.value for role in Role}:
         return None
@@ -106,7 +106,7 @@ def is_name(text: str) -> bool:
 
 
 def site_of(path: str) -> str:
-    """The site that a certificate's file names; empty where there is none, of which its other readers complain."""
+    """The site that a certificate's file names, or empty without one."""
     try:
         identity = read_identity(Path(path).read_bytes()) if path else None
     except OSError:
@@ -116,7 +116,7 @@ def site_of(path: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def read_identity(pem: bytes) -> Identity | Refusal:
-    """Read the identity of one PEM certificate, the first if there are several.
+    """Read the identity of a PEM certificate, the first of several.
 
     Names of other kinds (DNS, IP) are ignored here; a DNS name that is spelled like a URI is no URI.
     """
@@ -182,7 +182,7 @@ MAX_CERTIFICATE_BYTES = 4096
 
 
 def is_within(site: str, *, relay_site: str) -> bool:
-    """Whether a node of `site` belongs to the relay's site: `eu`, or below it, as `eu.gpu1`."""
+    """Whether a node's site is the relay's, `eu`, or below: `eu.gpu1`."""
     return site == relay_site or site.startswith(f"{relay_site}.")
 
 

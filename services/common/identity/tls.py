@@ -19,7 +19,7 @@ _ACTION = "make certificates with `heterorl certs init` and `issue`, or set tls.
 
 
 class TlsConfig(Config):
-    """Certificates of this node. Changed files are read again: a rotation needs no restart."""
+    """Certificates of this node; changed files are read again."""
 
     ca: str = Field(default="", max_length=4096)
     """PEM file of trusted authorities; the old and the new one during a change."""
@@ -39,13 +39,13 @@ class ServerTlsConfig(TlsConfig):
 
 
 def files_in(directory: Path) -> dict[str, str]:
-    """The three files of a node by key, where `heterorl join` and `certs issue` put them."""
+    """A node's files by key, as `heterorl join` and `certs issue` write."""
     names = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
     return {key: str(directory / name) for key, name in names.items()}
 
 
 def noted_address(directory: Path) -> str:
-    """host:port of the coordinator that `heterorl join` noted; empty if it did not."""
+    """host:port of the coordinator that `heterorl join` noted, or empty."""
     try:
         return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:300].strip()
     except (OSError, UnicodeDecodeError):
@@ -53,7 +53,7 @@ def noted_address(directory: Path) -> str:
 
 
 def check_tls(tls: TlsConfig, *, key: str, address: str) -> None:
-    """Check a link at `address`, the value of `key`; raises ConfigError for missing or contradictory settings."""
+    """Check a link at `address`; raises ConfigError for missing or contradictory settings."""
     files = {"tls.ca": tls.ca, "tls.cert": tls.cert, "tls.key": tls.key}
     if isinstance(tls, ServerTlsConfig) and tls.revoked:
         files["tls.revoked"] = tls.revoked

@@ -45,20 +45,20 @@ class LoraLinear(nn.Linear):
         return super().forward(input) + self.scale * functional.linear(inner, self.lora_b)
 
     def merged(self) -> nn.Linear:
-        """A plain layer of weight W + (alpha / rank) B A, summed in fp32."""
+        """A plain layer of W + (alpha / rank) B A, summed in fp32."""
         plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         plain.weight = nn.Parameter(self.merged_weight(self.weight.detach()).to(self.weight.dtype))
         plain.bias = self.bias
         return plain
 
     def merged_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` + (alpha / rank) B A in fp32, for a base weight that may be elsewhere."""
+        """`weight` + (alpha / rank) B A in fp32; `weight` may be elsewhere."""
         addition = self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
         return weight.float() + addition
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> None:
-    """Freeze a causal language model and add adapters to the named linear layers; in place.
+    """Freeze a model and add adapters to named linear layers, in place.
 
     Raises ConfigError if a name fits no linear layer, or the output embedding, which is not read through its module.
     """
@@ -89,7 +89,7 @@ def merge(model: nn.Module) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters by name, tied ones once: adapters if there are any, else all."""
+    """Trained parameters by name, tied ones once: adapters if any, else all."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -99,7 +99,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
-    """The start of an adapter's tensor, in fp32; None for any other tensor."""
+    """The start of an adapter's tensor, in fp32; None for other tensors."""
     module, _, part = name.rpartition(".")
     if part not in PARTS:
         return None
@@ -107,7 +107,7 @@ def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
 
 
 def base_digest(model: nn.Module) -> Digest:
-    """Blake3 over names, shapes and bf16-rounded values of all weights, adapters left out.
+    """Blake3 over names, shapes and bf16-rounded values of weights without adapters.
 
     Rounded, so that nodes that compute in bf16 and in fp32 agree on a base model stored in either.
     """

@@ -27,7 +27,7 @@ from heterorl.common.wire.statement import Statement, contract_digest, statement
 
 
 class LoraConfig(Config):
-    """LoRA adapters of a run (Hu et al., 2021, arXiv:2106.09685); equal on every node."""
+    """LoRA adapters of a run (arXiv:2106.09685); equal on every node."""
 
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of low-rank adapters, trained and sent instead of all weights; 0: all weights. Equal on every node."""
@@ -66,7 +66,7 @@ LOCAL = frozenset(
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn and what their log-probs mean; equal on every node of a run."""
+    """How tokens are drawn and log-probs computed; equal on every node."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature."""
@@ -89,7 +89,7 @@ class SamplingConfig(Config):
     (`none`)."""
 
     def members(self, group_size: int) -> int:
-        """Rollouts of a group that must be trainable; raises ConfigError if more than group_size."""
+        """Trainable rollouts that a group needs; raises ConfigError if over group_size."""
         if self.min_members > group_size:
             raise ConfigError(
                 "sampling.min_members",
@@ -124,7 +124,7 @@ def build_contract(
     max_trajectory_tokens: int = 0,
     trajectory_s: float = 0.0,
 ) -> Contract:
-    """Build this node's contract; `text` are the digests of its tokenizer and its template.
+    """Build this node's contract; `text`: digests of its tokenizer and template.
 
     Raises ConfigError if an end token is not a token of the model.
     """
@@ -155,7 +155,7 @@ def build_contract(
 
 
 def statement_of(config: Any, contract: Contract) -> bytes:
-    """A learner's configuration for sites that join with a short file; empty, with a warning, if it has no form."""
+    """A learner's configuration for joining sites, empty where it cannot be stated."""
     task = config.task.model_dump(mode="json", exclude_unset=True)
     settings = {
         "task": without_local({"name": config.task.name, **task}),
@@ -168,12 +168,12 @@ def statement_of(config: Any, contract: Contract) -> bytes:
     try:
         return statement_to_bytes(Statement(contract=contract_digest(contract), settings=settings))
     except InvalidRequest as error:
-        _LOG.warning("stating no configuration for sites with a [join] section, they must set every key: %s", error)
+        _LOG.warning("the learner states no configuration, so sites with [join] must set every key: %s", error)
         return b""
 
 
 def without_local(value: Any) -> Any:
-    """A task's table without the keys of one machine, in its sources and rewards too."""
+    """A task's table, with sources and rewards, without keys of one machine."""
     if isinstance(value, dict):
         return {key: without_local(entry) for key, entry in value.items() if key not in LOCAL}
     return [without_local(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -47,7 +47,7 @@ _KNOWN = ENGINES | LIBRARIES
 
 
 def installed(name: str) -> str | None:
-    """The version of a package of these tables; None if it cannot be imported."""
+    """The version of these tables' package; None if it cannot be imported."""
     if find_spec(name) is None:
         return None
     # Known names first: searching all installed packages is slow.
@@ -65,7 +65,7 @@ def _version_of(distributions: Sequence[str]) -> str:
 
 
 def check_package(name: str) -> str:
-    """The version of an engine's or a library's package, if it is supported.
+    """The version of an engine's or library's package, if supported.
 
     Raises:
         DependencyMissing: it is not installed.

@@ -37,13 +37,13 @@ GPU_CHUNK_LOGITS = 64 << 20
 
 
 def project(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """Raw logits [N, V] of hidden states under an output embedding; products in their type, then fp32 or wider."""
+    """Raw logits [N, V] of hidden states, widened to fp32 or more."""
     logits_NV = hidden_NH @ weight_VH.T
     return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def tempered(logits: torch.Tensor, temperature: float, *, in_place: bool = False) -> torch.Tensor:
-    """Logits divided by a temperature; the same tensor at 1, and where it may be overwritten."""
+    """Logits divided by a temperature; at 1 or `in_place` the same tensor."""
     if temperature == 1.0:
         return logits
     return logits.div_(temperature) if in_place else logits / temperature
@@ -62,7 +62,7 @@ def token_logprobs(
     temperature: float,
     chunk_logits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target token and entropy of its distribution, in nats: two tensors [N].
+    """Log-prob and entropy at each target, in nats: two tensors [N].
 
     They are fp32, or float64 for float64 hidden states. Products are computed in the type of `hidden_NH`, under
     autocast in its type. `targets_N` are int64 ids in [0, V). `chunk_logits` are held at a time; None is a default of
@@ -145,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tuple[Tensor, Tensor]:
-    """Draw one token a row from raw logits and standard Gumbel noise, by the Gumbel-max trick.
+    """Draw a token a row from raw logits and standard Gumbel noise.
 
     Truncation (top_p, top_k) limits the drawn tokens; log-probs are never renormalised over it. Returns token ids int64
     [B] and log-probs float32 [B].
@@ -160,7 +160,7 @@ def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tu
 
 
 def truncated(scaled_BV: Tensor, sampling: SamplingSemantics) -> Tensor:
-    """Set tokens that top_k or top_p forbids to -inf; the most likely token stays."""
+    """Set tokens that top_k or top_p forbids to -inf, never the likeliest."""
     result = scaled_BV
     if sampling.top_k:
         kth = result.topk(min(sampling.top_k, result.shape[1]), dim=1).values[:, -1:]
@@ -185,13 +185,13 @@ KEY_BYTES = 16
 
 
 def group_key(*, seed: int, state_root: str, prompt_index: int) -> int:
-    """128-bit key of a group's noise, from its assigned seed, weights and prompt."""
+    """128-bit key of a group's noise, from seed, weights and prompt."""
     text = f"heterorl-gumbel-1/{seed}/{state_root}/{prompt_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest(), "little")
 
 
 def gumbel_noise(key: int, *, sample: int, position: int, vocab_size: int) -> Float32Array:
-    """Standard Gumbel noise [V] of a token; `sample` and `position` count from 0 in group and completion."""
+    """Standard Gumbel noise [V] of a token; `sample`, `position` count from 0."""
     name = key.to_bytes(KEY_BYTES, "little") + sample.to_bytes(4, "little") + position.to_bytes(4, "little")
     words = np.frombuffer(hashlib.blake2b(name, digest_size=KEY_BYTES).digest(), "<u8")
     raw = np.random.Philox(key=words).random_raw((vocab_size + 1) // 2)

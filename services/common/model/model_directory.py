@@ -21,7 +21,7 @@ _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) o
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Check that this model exists, or that the hub can be asked for it; raises ConfigError."""
+    """Check that this model exists, or the hub answers; raises ConfigError."""
     if not model_dir:
         raise ConfigError("model_dir", "is not set", action=_ACTION)
     path = Path(model_dir)
@@ -78,7 +78,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error; the rest is advice for its own users."""
+    """A library error's first line; the rest advises its own users."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 

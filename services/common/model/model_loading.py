@@ -39,9 +39,9 @@ _FAR = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """A model's vocabulary and context length; `positions` bounds a prompt with its completion, 0 is no bound.
+    """A model's vocabulary and context length.
 
-    `key` of the configuration sets `positions`.
+    `positions` bounds a prompt with its completion, 0 is no bound. `key` of the configuration sets `positions`.
     """
 
     vocab_size: int
@@ -78,7 +78,7 @@ class TokenLimits:
 
 
 def token_limits_at(model_dir: str) -> TokenLimits:
-    """The token limits of a model directory or hub id, without its weights; raises ConfigError if it is unreadable."""
+    """Token limits of a model, without its weights; raises ConfigError if unreadable."""
     from transformers import AutoConfig
 
     try:
@@ -92,7 +92,7 @@ def token_limits_at(model_dir: str) -> TokenLimits:
 
 
 def token_limits_of(config: Any) -> TokenLimits:
-    """The token limits of a model's configuration; a multimodal model has a text model inside."""
+    """Token limits of a model's configuration, of a multimodal one's text model."""
     text, window = config.get_text_config(), window_of(config)
     positions = int(getattr(text, "max_position_embeddings", None) or 0)
     return TokenLimits(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))
@@ -100,7 +100,7 @@ def token_limits_of(config: Any) -> TokenLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Tokens of prompt and completion up to which positions of a kind are the same in every pass."""
+    """Tokens up to which a kind's positions are equal in every pass."""
 
     kind: str
     tokens: int
@@ -110,7 +110,7 @@ class Window:
 
 
 def window_of(config: Any) -> Window | None:
-    """The smallest window of a model's configuration; None if its positions do not depend on the pass."""
+    """The smallest window of a model's configuration; None if positions are fixed."""
     config = config.get_text_config()
     windows = [
         Window(kind=kind, tokens=int(tokens))
@@ -122,7 +122,7 @@ def window_of(config: Any) -> Window | None:
 
 
 def hold_positions(model: nn.Module) -> None:
-    """Give a new model the rotary positions of short texts, in place; raises ConfigError if that fails."""
+    """Give a model short texts' rotary positions, in place; raises ConfigError."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _is_by_length(kinds):
@@ -146,7 +146,7 @@ def _check_held(module: nn.Module, kind: str, options: Mapping[str, Any]) -> Non
 
 
 def _by_length(parameters: Mapping[str, Any], max_positions: int) -> list[tuple[str, int]]:
-    """Kind and window of all layers: models with several kinds have one table each."""
+    """Kind and window of all layers; several kinds have a table each."""
     tables = [value for value in parameters.values() if isinstance(value, Mapping)]
     found = [pair for table in tables for pair in _by_length(table, max_positions)]
     kind = str(parameters.get("rope_type") or parameters.get("type") or "")
@@ -176,7 +176,7 @@ def choose_kernels() -> None:
 
 
 def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
-    """A causal language model with all weights from its files; raises ConfigError if that is not possible."""
+    """A causal language model with all its weights; raises ConfigError otherwise."""
     from transformers import AutoModelForCausalLM
 
     choose_kernels()

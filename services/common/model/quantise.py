@@ -68,7 +68,7 @@ def scales_of(arena: Arena) -> Arena:
 
 @torch.no_grad()
 def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | None = None) -> int:
-    """Write a state's variant into `target`; returns rows that got a fresh scale although they had one.
+    """Write a state's variant into `target`; returns the number of rescaled rows.
 
     `base` is in bf16, fp16 or fp32, `target` an arena of `variant_layout`. `frozen` is an arena (not `target`) with the
     scales to keep; None chooses fresh ones. Raises ConfigError for a weight that is NaN or infinite: discard `target`.
@@ -104,7 +104,7 @@ def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | No
 
 @torch.no_grad()
 def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
-    """Write the state of a variant into `target`, an arena of the base layout."""
+    """Write a variant's state into `target`, an arena of the base layout."""
     quantised = _quantised(target.layout)
     for spec in target.layout.specs:
         if spec.alias_of:

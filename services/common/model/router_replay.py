@@ -51,11 +51,11 @@ class RoutingShape:
         return ids.reshape(len(ids), -1).view(np.uint8)
 
     def decode(self, record: bytes) -> NDArray[Any]:
-        """Record -> ids [N, layers, experts of a token]; raises ValueError if it is not a whole number of tokens."""
+        """Ids [N, layers, experts] of a record; raises ValueError for incomplete ones."""
         return np.frombuffer(record, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
     def problem(self, record: bytes, num_tokens: int) -> str:
-        """The problem of a peer's record of so many tokens; empty without one, or without a record."""
+        """Problem of a peer's record; empty without a problem or a record."""
         if not record:
             return ""
         if len(record) != num_tokens * self.token_bytes:
@@ -70,7 +70,7 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedTokens:
-    """Records of the N tokens of a pass: bytes [N, token_bytes], and which tokens have one."""
+    """Records of N tokens: bytes [N, token_bytes], and which tokens have one."""
 
     ids_NC: Tensor
     is_recorded_N: Tensor
@@ -80,7 +80,7 @@ class RoutedTokens:
 
 
 def routing_shape(model: nn.Module) -> RoutingShape:
-    """The shape of a mixture of experts; raises ConfigError if the model has no routers of a known kind."""
+    """Shape of a mixture's routers; raises ConfigError unless of one known kind."""
     routers: list[Any] = routers_of(model)
     kinds = {(int(router.top_k), int(router.num_experts)) for router in routers}
     if len(kinds) != 1:
@@ -100,7 +100,7 @@ def routing_shape(model: nn.Module) -> RoutingShape:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The routers in layer order: transformers modules that return (logits, gate weights, experts)."""
+    """Routers in layer order: modules that return (logits, gate weights, experts)."""
     return [
         module
         for module in model.modules()
@@ -109,10 +109,10 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 class RouterRecorder:
-    """Records the choices of an engine's routers in the passes that ask for it."""
+    """Records choices of an engine's routers in passes that ask for it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Hook the routers; raises ConfigError if the model has no routers that can be recorded."""
+        """Hook the routers; raises ConfigError if none can be recorded."""
         self.shape = routing_shape(model)
         # Another thread may score texts with the same model.
         self._own = threading.local()
@@ -121,7 +121,7 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record this thread's passes in the body: the experts [N, K] of each layer."""
+        """Record each layer's experts [N, K] of this thread's passes."""
         noted: list[Tensor] = []
         self._own.layers = noted
         try:
@@ -142,13 +142,13 @@ class RouterRecorder:
 
 
 class RouterReplay:
-    """Makes the routers of a learner's model choose recorded experts; tokens without a record are routed as usual.
+    """Makes routers choose recorded experts; tokens without a record route as usual.
 
     `use` holds until the next call, since recomputed blocks need it again in the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Hook the routers; raises ConfigError if the model has no routers that can be recorded."""
+        """Hook the routers; raises ConfigError if none can be recorded."""
         self.shape = routing_shape(model)
         self._experts_NLK: Tensor | None = None
         self._is_recorded_N: Tensor | None = None
@@ -157,7 +157,7 @@ class RouterReplay:
             router.register_forward_hook(self._behind(layer))
 
     def use(self, routed: RoutedTokens | None) -> None:
-        """Set the records of the next passes over the same tokens (None: no replay); ValueError for another shape."""
+        """Set the next passes' records (None: none); raises ValueError for wrong shapes."""
         if routed is None:
             self._experts_NLK = self._is_recorded_N = None
             return
@@ -186,7 +186,7 @@ class RouterReplay:
 
 
 def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [N, E], gate weights [N, K] and experts [N, K] of a router's output."""
+    """A router's logits [N, E], gate weights [N, K], experts [N, K]."""
     shapes = [getattr(part, "shape", ())[1:] for part in output] if isinstance(output, tuple) else []
     sizes = (router.num_experts, router.top_k, router.top_k)
     if shapes != [(size,) for size in sizes] or output[2].is_floating_point():
@@ -200,7 +200,7 @@ def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """softmax(logits)_e, over their sum where the model divides by it; at least float32."""
+    """softmax(logits)_e, divided by their sum where models do; at least float32."""
     exact = torch.promote_types(logits_NE.dtype, torch.float32)
     weights_NK = torch.softmax(logits_NE, -1, dtype=exact).gather(1, experts_NK)
     # Mixtral's routers always divide, without an option.

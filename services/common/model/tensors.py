@@ -25,7 +25,7 @@ _KEPT: dict[Dtype, tuple[str, ...]] = {"bf16": (_STRICT,), "fp16": (_STRICT, "_k
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The published tensors: parameters and persistent floating-point buffers by name, tied names included.
+    """Parameters and persistent floating-point buffers by name, tied names included.
 
     With adapters only the adapters: every node has the frozen weights.
     """
@@ -36,7 +36,7 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
-    """The layout of a model published as `dtype`, except for tensors that it keeps in fp32.
+    """Layout of a model published as `dtype`, with tensors kept in fp32.
 
     Tensors that share storage are aliases.
     """
@@ -56,7 +56,7 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
 
 
 def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
-    """The type of each floating tensor of a model in `dtype`, by name: fp32 where transformers keeps it so.
+    """Type of each floating tensor: `dtype`, or fp32 where transformers keeps it.
 
     transformers lists tensors that must not be rounded, such as a router's corrections.
     """
@@ -70,12 +70,12 @@ def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
 
 
 def main_type(layout: Layout) -> Dtype:
-    """The published type of a model: the type of all tensors not kept in fp32."""
+    """A model's published type: the one of tensors not kept in fp32."""
     return next((spec.dtype for spec in layout.specs if spec.dtype != "fp32"), "fp32")
 
 
 def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The name of the tensor whose storage each one has, by name; the first one of those that are tied."""
+    """The first name of the tensor that owns each name's storage."""
     first: dict[int, str] = {}
     owners = {}
     for name, tensor in sorted(tensors.items()):
@@ -87,7 +87,7 @@ def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @torch.no_grad()
 def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
-    """Round a model's masters to the published type and write their bits into an arena of its layout.
+    """Round a model's masters to the published type into an arena.
 
     Elements at most `dead_band_ulp` units in the last place from their value in `published`, the last version, keep
     that value; 0 rounds every element. `arena` may be `published` itself. Raises ConfigError for a weight that is not

@@ -20,7 +20,7 @@ IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0
 
 
 def check_address(key: str, address: str, *, is_listening: bool = False) -> None:
-    """Raise ConfigError unless the option `key` is host:port; port 0 is for listeners only."""
+    """Raise ConfigError unless `key` is host:port; only listeners take port 0."""
     try:
         (_listening if is_listening else _dialled)(address)
     except ValueError as error:
@@ -102,7 +102,7 @@ Url = Annotated[str, AfterValidator(_whole)]
 
 
 def check_database(url: str) -> str:
-    """Return a PostgreSQL URL; raises ValueError if it is not one, or holds a password."""
+    """Return a PostgreSQL URL; raises ValueError for another, or with a password."""
     parts = split_url(url)
     if parts.scheme not in ("postgresql", "postgres"):
         raise ValueError("must begin with postgresql://")

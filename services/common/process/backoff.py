@@ -39,7 +39,7 @@ _WAITS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same call may succeed later without a change at its caller."""
+    """Whether the unchanged call may succeed later."""
     return error.is_transient if isinstance(error, RemoteError) else isinstance(error, TimeoutError)
 
 
@@ -50,9 +50,9 @@ def wait_of(error: Exception) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Backoff:
-    """Waits drawn from [0, min(cap_s, base_s * 2^n)] after n failures in a row, plus the delay that the peer asks for.
+    """Waits in [0, min(cap_s, base_s * 2^n)] after n failures in a row.
 
-    `asked_cap_s` bounds the delay that a peer may ask for at once.
+    Each adds the delay that the peer asks for. `asked_cap_s` bounds the delay that a peer may ask for at once.
     """
 
     clock: Clock
@@ -65,13 +65,13 @@ class Backoff:
     said_at: float = 0.0
 
     def delay_s(self, *, asked_s: float = 0.0) -> float:
-        """Count a failure and return the wait, at least as long as the peer asks for."""
+        """Count a failure and return the wait, at least `asked_s`."""
         longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
         return min(self.asked_cap_s, peer_seconds(asked_s)) + self.rng.uniform(0.0, longest)
 
     def next_delay(self, error: Exception) -> float:
-        """Return the wait after a failure; raises the failure itself if a retry cannot help."""
+        """Return the wait after a failure, or raise it if permanent."""
         if not is_transient(error):
             raise error
         return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
@@ -81,7 +81,7 @@ class Backoff:
         self.said = ""
 
     async def wait(self, error: Exception | None = None) -> None:
-        """Sleep before the next attempt; raises the failure itself if a retry cannot help.
+        """Sleep before the next attempt, or raise a permanent failure.
 
         Logs what it waits for when that changes, and every REMIND_S.
         """
@@ -91,7 +91,7 @@ class Backoff:
         await self.clock.sleep(delay_s)
 
     async def retry(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Repeat an idempotent call until it succeeds; raises refusals that a retry cannot change."""
+        """Repeat an idempotent call until it succeeds; raises permanent refusals."""
         while True:
             try:
                 result = await call()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Wall time for people and policy age, monotonic time for leases, sleep for loops. All in seconds."""
+    """Wall time (people, policy age), monotonic time (leases) and sleep, in seconds."""
 
     def wall(self) -> float:
         """Seconds since the Unix epoch; may jump."""
@@ -35,13 +35,13 @@ class SystemClock:
 
 
 def steady(clock: Clock) -> Callable[[], float]:
-    """Wall time at the start, continued by the monotonic clock: later steps of the wall clock have no effect."""
+    """Wall time at the start, continued by the monotonic clock without steps."""
     offset = clock.wall() - clock.monotonic()
     return lambda: clock.monotonic() + offset
 
 
 class Bell:
-    """Wakes all waiters: take a ticket, look at the state, then wait on the ticket; no ring in between is lost."""
+    """Wakes all: take a ticket, look, then wait; no ring is lost."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -56,7 +56,7 @@ class Bell:
 
 
 async def ring_or_time(*tickets: asyncio.Event, clock: Clock, seconds: float | None) -> None:
-    """Wait until a ticket rings, at most `seconds` (None: without end); leaves no task behind."""
+    """Wait until a ticket rings, at most `seconds` (None: without end)."""
     if seconds is None and len(tickets) == 1:
         await tickets[0].wait()
         return

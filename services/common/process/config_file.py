@@ -84,7 +84,7 @@ _ALIKE = 0.68
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One key and its problem; an empty key where several do not fit together."""
+    """One key and its problem; empty where several keys do not fit."""
 
     key: str
     text: str
@@ -100,7 +100,7 @@ def problems_of(schema: type[BaseModel], error: ValidationError) -> tuple[Proble
 
 
 def all_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys and sections, of all kinds of a section."""
+    """Dotted paths of all keys and sections, in all their kinds."""
     for name, field in schema.model_fields.items():
         yield prefix + name
         for inner in _models(field.annotation):
@@ -122,7 +122,7 @@ def _problem(schema: type[BaseModel], entry: Any) -> Problem:
 
 
 def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The user's path without the kinds that pydantic inserts, and the models of the last section."""
+    """The user's path without pydantic's kinds, and the last section's models."""
     path: list[str] = []
     models: list[type[BaseModel]] = [schema]
     inside = models
@@ -140,7 +140,7 @@ def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[
 
 
 def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel]]) -> str:
-    """Suggested keys: the same name elsewhere, else a similar name here, else a similar name anywhere."""
+    """Suggested keys: the same name elsewhere, else similar here, else similar anywhere."""
     *section, name = path
     known = dict.fromkeys(all_keys(schema))
     same = [key for key in known if key.rpartition(".")[2] == name]
@@ -158,7 +158,7 @@ def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether a value may hold a password or key: by the key's name, or as a URL with a user."""
+    """Whether a value may hold a secret: key's name, or URL's user."""
     name = key.rpartition(".")[2].partition("[")[0].lower()
     return bool(_SECRET_NAMES.search(name) or _USER_IN_ADDRESS.search(repr(value)))
 
@@ -210,7 +210,7 @@ _PLAIN = (int, float, bool, type(None))
 
 
 class _Text:
-    """Text where a number is wanted: no validator reads it as one, and errors show it as written."""
+    """Text in place of a number: never read as one, shown unchanged."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -220,7 +220,7 @@ class _Text:
 
 
 class Config(BaseModel):
-    """Base of every configuration section: frozen, no unknown keys, docstrings under fields are the reference."""
+    """Base of configuration sections: frozen, no unknown keys, fields' docstrings as reference."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -244,7 +244,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """One key of a loaded configuration: dotted path, value, and the source of the value."""
+    """One key of a loaded configuration: dotted path, value, value's source."""
 
     key: str
     value: object
@@ -264,7 +264,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge file and overrides; the second value maps dotted keys to the file's path or `--set`."""
+    """Merge file and overrides; sources map dotted keys to path or `--set`."""
     table: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if path is not None:
@@ -300,7 +300,7 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
 
 
 class InvalidConfig(ConfigError):
-    """Unknown keys and invalid values of a file: all of them, one a line."""
+    """All unknown keys and invalid values of a file, one a line."""
 
     def __init__(self, problems: Sequence[Problem], *, source: str) -> None:
         self.problems = tuple(problems)
@@ -340,6 +340,6 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def explain(config: Config, sources: dict[str, str]) -> list[Resolved]:
-    """List every key of a loaded configuration with the source of its value."""
+    """List every key of a loaded configuration with its value's source."""
     flat = flatten(config.model_dump(mode="json"))
     return [Resolved(key=key, value=value, source=sources.get(key, "default")) for key, value in flat.items()]

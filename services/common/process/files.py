@@ -25,7 +25,7 @@ SUFFIX = ".tmp"
 
 @contextlib.contextmanager
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that gets its name when the body ends, and is deleted when the body fails.
+    """A file, named after the body's end and deleted after its failure.
 
     With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask.
     """
@@ -45,14 +45,14 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write every byte to an unbuffered file, which may take fewer at once."""
+    """Write every byte to an unbuffered file, which may take fewer."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
-    """Reserve disk blocks for a file; its size stays. False where the system cannot.
+    """Reserve disk blocks for a file of unchanged size; False where impossible.
 
     Blocks reserved at once lie together and cost less than one search a write.
     """
@@ -64,7 +64,7 @@ def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
 
 
 def try_lock(file: IO[bytes] | IO[str]) -> bool:
-    """Lock a file until it is closed or this process ends; False if another process holds the lock."""
+    """Lock a file until its close or process exit; False if held."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -73,7 +73,7 @@ def try_lock(file: IO[bytes] | IO[str]) -> bool:
 
 
 def make_directory(path: Path, *, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents, and make each new name durable; `mode` is of the last one."""
+    """Create a directory and its missing parents durably; `mode` is the last's."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -96,7 +96,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, for the fsync after a change of its names."""
+    """A directory's descriptor, for the fsync after a change of names."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor

@@ -32,7 +32,7 @@ def _escape(character: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, bound fields, traceback."""
+    """One JSON object a line: UTC time, level, logger, message, fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -48,19 +48,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """A line for people, with its time in UTC so that logs of several sites can be compared."""
+    """A line for people, with UTC times that sites can compare."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 - logging's
         return utc(record.created)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
-        """The line; control characters in a peer's text are escaped. A traceback follows on its own lines."""
+        """The line, with control characters of a peer's text escaped."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
 
 
 def utc(seconds: float) -> str:
-    """ISO 8601 of an instant in seconds since the epoch, to the millisecond, ending in Z."""
+    """ISO 8601 of seconds since the epoch, to the millisecond, with Z."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -68,7 +68,7 @@ def utc(seconds: float) -> str:
 def configure(
     *, level: str = "INFO", style: Literal["console", "json"] = "console", fields: Mapping[str, str] | None = None
 ) -> None:
-    """Send all logs of this process to standard error in one style; call it once."""
+    """Send all logs of a process to standard error; call it once."""
     if style == "json":
         os.environ[FIELDS_VARIABLE] = "{}"
         logging.captureWarnings(True)
@@ -97,7 +97,7 @@ def is_for_machines() -> bool:
 
 
 def bind(**fields: str) -> None:
-    """Add fields, such as the site, to every line from now on; empty values are left out."""
+    """Add fields, such as the site, to later lines; omits empty values."""
     _fields.update({name: value for name, value in fields.items() if value})
     if is_for_machines():
         os.environ[FIELDS_VARIABLE] = json.dumps(_fields)

@@ -286,7 +286,7 @@ MAX_MOVES = 50
 
 
 class SiteLabels:
-    """Label values of sites: the first `limit` names are their own, later ones share OTHER_SITES."""
+    """Label values of sites: `limit` own names, then OTHER_SITES for all others."""
 
     def __init__(self, limit: int = MAX_SITES) -> None:
         self._limit = limit
@@ -304,7 +304,7 @@ SITES = SiteLabels()
 
 
 def watch_disk(path: Path) -> None:
-    """Show free space and size of the disk that holds an existing directory."""
+    """Show free space and size of an existing directory's disk."""
     DISK_FREE_BYTES.set_function(lambda: shutil.disk_usage(path).free)
     DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
 
@@ -315,7 +315,7 @@ def labels_of(metric: Metric) -> tuple[str, ...]:
 
 
 def is_of(metric: Metric, service: Service) -> bool:
-    """Whether a service shows a metric; metrics of other services would read 0."""
+    """Whether a service shows a metric; other services' metrics would read 0."""
     return not metric.name.startswith(tuple(f"heterorl_{other}_" for other in SERVICES if other != service))
 
 
@@ -338,7 +338,7 @@ class _Own(Collector):
 
 
 def registry_of(service: Service, shown: Callable[[], Container[str] | None] = _all) -> CollectorRegistry:
-    """The metrics that a process of a service shows: all, or those that `shown` names at each scrape."""
+    """Metrics that a service's process shows: all, or `shown` at each scrape."""
     own = CollectorRegistry(auto_describe=False)
     own.register(_Own(service, shown))
     return own
@@ -353,7 +353,7 @@ def serve(
     pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
     shown: Callable[[], Container[str] | None] = _all,
 ) -> int:
-    """Serve /metrics of one service on a port (0 picks a free one); returns the port.
+    """Serve a service's /metrics; returns the port, for 0 a free one.
 
     With `may_move` the port is a default: if it is taken, as by a second sampler, use one of the next. `pages` are
     further paths, made for each request in a thread of its own. `shown` is asked at each scrape for the names to show

@@ -65,7 +65,7 @@ class Notifier:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                _LOG.warning("cannot notify the service manager: %s", error)
+                _LOG.warning("the service manager gets no notifications, check NOTIFY_SOCKET: %s", error)
             self._has_failed = True
 
 
@@ -82,25 +82,25 @@ def from_environment(environment: Mapping[str, str] = os.environ, *, pid: int | 
 
 @dataclass(slots=True)
 class Watch:
-    """A second thing that must answer; `silent_s` returns for how long it has owed an answer, 0 if it owes none."""
+    """A second thing that must answer; `silent_s`: seconds it owes, or 0."""
 
     silent_s: Callable[[], float] = lambda: 0.0
 
 
 async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
-    """Send WATCHDOG=1 twice per interval for ever; returns at once without an interval."""
+    """Send WATCHDOG=1 twice per interval; returns at once without an interval."""
     interval_s = notifier.watchdog_s / 2
     while interval_s > 0:
         silent_s = watch.silent_s()
         if silent_s < interval_s:
             notifier.alive()
         else:
-            _LOG.error("not feeding the watchdog: the watched thread owes an answer for %.0f s", silent_s)
+            _LOG.error("the watchdog is not fed: the watched thread owes an answer for %.0f s", silent_s)
         await clock.sleep(interval_s)
 
 
 class HangGuard:
-    """Counts looks without a turn of the loop in between; the loop calls `turned`.
+    """Counts looks since the loop's last turn; the loop calls `turned`.
 
     Not seconds: a process that stands still as a whole makes no looks.
     """
@@ -143,7 +143,7 @@ async def _turn(guard: HangGuard) -> None:
 
 @contextlib.asynccontextmanager
 async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
-    """Feed the watchdogs while the body runs; the body may set what else must answer."""
+    """Feed the watchdogs during the body, which may set the Watch."""
     watch, over = Watch(), threading.Event()
     guard = HangGuard(watch)
     threading.Thread(target=_guard, args=(guard, over), name="hang-guard", daemon=True).start()
@@ -158,7 +158,7 @@ async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
 
 
 def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], None]) -> None:
-    """On any of the signals send STOPPING=1 and call `stop`; call it on the running loop."""
+    """On a signal send STOPPING=1 and call `stop`; needs a running loop."""
 
     def begin() -> None:
         notifier.stopping()

@@ -30,7 +30,7 @@ from heterorl.common.types.common import Series
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bounds of one push: bytes of labels and numbers, count of numbers, bytes of lines on the page."""
+    """Bounds of a push: bytes, count of numbers, bytes of rendered lines."""
 
     num_bytes: int
     lines: int
@@ -114,7 +114,7 @@ def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
 
 
 def _is_declared(one: Series, declared: tuple[str, ...], reserved: frozenset[str]) -> bool:
-    """Whether numbers have their metric's labels; raises InvalidRequest for malformed or reserved labels."""
+    """Whether labels are the metric's; raises InvalidRequest for malformed or reserved ones."""
     if len(one.labels) != len(one.values):
         raise InvalidRequest(f"series: {one.name} has {len(one.labels)} labels for {len(one.values)} numbers")
     if len(set(one.labels)) < len(one.labels):
@@ -178,7 +178,7 @@ async def pushing(push: Push, *, registry: CollectorRegistry, interval_s: float,
 
 
 async def push_metrics(push: Push, *, registry: CollectorRegistry, interval_s: float, clock: Clock) -> None:
-    """Send a registry's numbers every `interval_s` seconds for ever; returns at once if it is 0."""
+    """Send a registry's numbers every `interval_s` seconds; returns at once for 0."""
     wanted = True
     while interval_s:
         try:

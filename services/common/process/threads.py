@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 async def in_thread(
     function: Callable[ArgumentsT, ResultT], *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs
 ) -> ResultT:
-    """Run a function in a thread; a cancelled caller still waits for its end.
+    """Run a function in a thread; a cancelled caller awaits its end.
 
     A thread cannot be stopped. If the caller left it running, its successor would touch the same weights meanwhile.
     """
@@ -32,7 +32,7 @@ async def in_thread_of(
     *args: ArgumentsT.args,
     **kwargs: ArgumentsT.kwargs,
 ) -> ResultT:
-    """`in_thread` with an own pool, for work that may hang and must not keep others from a thread."""
+    """`in_thread` with its own pool, for work that may hang."""
     call = functools.partial(contextvars.copy_context().run, functools.partial(function, *args, **kwargs))
     return await _to_its_end(asyncio.get_running_loop().run_in_executor(executor, call))
 
@@ -43,7 +43,7 @@ async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
 
 
 async def opened_in_thread(open_: Callable[[], BinaryIO]) -> BinaryIO:
-    """The file that a thread opens; it is closed where the caller is cancelled meanwhile, since no other has it."""
+    """The file that a thread opens; a cancelled caller's is closed."""
     opening = asyncio.ensure_future(asyncio.to_thread(open_))
     try:
         await settle(opening)
@@ -55,7 +55,7 @@ async def opened_in_thread(open_: Callable[[], BinaryIO]) -> BinaryIO:
 
 
 async def settle(*tasks: asyncio.Future[Any]) -> None:
-    """Wait for tasks to end, also when the caller is cancelled meanwhile; then the cancellation goes on.
+    """Wait for tasks to end, also under cancellation, which then goes on.
 
     For short work that must not be left running, such as a thread that writes to a file.
     """
@@ -80,7 +80,7 @@ def leaves_of(error: BaseException) -> list[BaseException]:
 
 
 def most_serious(group: BaseExceptionGroup[BaseException], *, mildest: type[BaseException]) -> BaseException:
-    """The first failure of a group that is not of the mildest kind; else the first one."""
+    """The first failure that is not `mildest`; else the first one."""
     leaves = leaves_of(group)
     return next((error for error in leaves if not isinstance(error, mildest)), leaves[0])
 
@@ -94,14 +94,14 @@ ItemT = TypeVar("ItemT")
 
 
 def num_threads(threads: int) -> int:
-    """The number of threads that a setting means: 0 is one for each core of this process."""
+    """Number of threads of a setting; 0 is one for each core."""
     if threads:
         return threads
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, threads: int) -> Iterator[ResultT]:
-    """Results of `work` for each item, in order, from `threads` threads; 1 uses the caller's.
+    """Results of `work` in order, from `threads` threads; 1: the caller's.
 
     numpy, zstandard and xxhash release the GIL, so threads share the cores. Memory holds `threads` items and one
     result. The caller's thread reads `items`, at most threads + 1 ahead. The first error in the order of the items is
@@ -125,5 +125,5 @@ def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, thread
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our modules, independent of working directory and PYTHONPATH."""
+    """Command line of our module, independent of working directory and PYTHONPATH."""
     return [sys.executable, "-P", "-m", module, *arguments]

@@ -35,7 +35,7 @@ Attributes = Mapping[str, str | int | float]
 
 
 class TracingConfig(Config):
-    """The receiver of traces. The sampler chooses the traced groups; other services follow."""
+    """The receiver of traces; samplers choose the groups, other services follow."""
 
     otlp_endpoint: Url = Field(default="", pattern=r"^(https?://.+:[0-9]{1,5})?$")
     """OTLP over gRPC, such as http://127.0.0.1:4317 (http only on loopback). Empty: no traces."""
@@ -58,7 +58,7 @@ class Tracer:
         self._tracer = tracer
 
     def begin(self, name: str, *, lasted_s: float, attributes: Attributes) -> str:
-        """Record the first span of a trace, which has just ended; returns its context."""
+        """Record a trace's first span, which just ended; returns its context."""
         if self._tracer is None:
             return NO_TRACE
         from opentelemetry.context import Context

@@ -20,9 +20,10 @@ _TAG = re.compile(r"<(/?)think>")
 
 
 def answer_of(completion: str) -> str:
-    """The completion without its thoughts: `<think>...</think>`, text before a lone end, text behind a lone start.
+    """The completion without its thoughts, which `<think>` and `</think>` enclose.
 
-    A template may open the thoughts in the prompt, so a lone end marks all text before it as thoughts.
+    Text behind a lone start is thoughts too. A template may open the thoughts in the prompt, so a lone end marks all
+    text before it as thoughts.
     """
     kept: list[str] = []
     start, is_thinking = 0, False
@@ -53,7 +54,7 @@ _MAX_INDENT = 3
 
 
 def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of exact matching: whether a completion's answer equals the right one."""
+    """Worker side of exact matching: whether a completion's answer is right."""
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         given = answer_of(request["completion"])
@@ -64,7 +65,7 @@ def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block: its text and the lower-case word of its opening fence, empty without one."""
+    """One block: text and lower-case word of its fence, empty without one."""
 
     word: str
     text: str
@@ -73,7 +74,7 @@ class Block:
 
 @dataclass(slots=True, kw_only=True)
 class _Opened:
-    """An open block: its fence, the start of its text, and the first doubtful end (-1: none)."""
+    """Open block: fence, start of its text, first doubtful end or -1."""
 
     word: str
     fence: str
@@ -94,7 +95,7 @@ class _Opened:
 
 
 def python_of(text: str) -> str | None:
-    """The last block named Python, or the last block without a name; None without either.
+    """The last block named Python, else the last one without a name.
 
     An unclosed block, such as in a cut completion, counts only where no other does.
     """
@@ -132,7 +133,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def _closing(line: str, runs: Sequence[re.Match[str]], opened: _Opened, *, start: int) -> tuple[int, int]:
-    """End of the block within the text (-1: none on this line), and the number of fences used."""
+    """End of the block, -1 for none here; number of used fences."""
     first = runs[0]
     is_bare = not line[: first.start()].strip(_BLANKS + ">" * opened.is_quoted)
     is_long = len(first.group()) >= len(opened.fence)
@@ -149,7 +150,7 @@ def _closing(line: str, runs: Sequence[re.Match[str]], opened: _Opened, *, start
 
 
 def _opening(line: str, runs: Sequence[re.Match[str]], *, next_start: int) -> _Opened | None:
-    """The block that the last fence of a line opens; pairs of fences are code within the line."""
+    """Block that a line's last fence opens; pairs of fences are code."""
     word = _word_behind(line, runs[-1]) if runs else None
     if word is None or (len(runs) % 2 == 0 and word not in _PYTHON):
         return None
@@ -165,7 +166,7 @@ def _depth(line: str) -> int:
 
 
 def _word_behind(line: str, run: re.Match[str]) -> str | None:
-    """The word of a fence, empty without one; None where text behind it makes it no fence."""
+    """Word of a fence, perhaps empty; None where it is no fence."""
     behind = line[run.end() :].strip(_BLANKS)
     if not behind or _WORD.fullmatch(behind):
         return _name_of(behind)

@@ -60,7 +60,7 @@ Measure = Callable[[Sequence[Prompt]], list[int | None]]
 
 
 class Task(Protocol):
-    """Prompts and scores; equal digests mean equal prompts and equal scores on every site."""
+    """Prompts and scores; equal digests mean equal prompts and scores everywhere."""
 
     @property
     def digest(self) -> Digest:
@@ -79,7 +79,7 @@ class Task(Protocol):
     def evaluation_prompt(self, index: int) -> Prompt: ...
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Named parts whose sum is the reward; raises RewardError, which is not a score, where the verifier fails."""
+        """Parts whose sum is the reward; raises RewardError where the verifier fails."""
 
 
 class TaskWrapper:
@@ -101,7 +101,7 @@ class TaskWrapper:
 
 @dataclass(frozen=True, slots=True)
 class Doubts:
-    """Names of rewards of a completion that another machine may compute otherwise without fault."""
+    """Rewards of a completion that another machine may honestly compute otherwise."""
 
     near: tuple[str, ...] = ()
     """Rewards that took so long that a time limit may decide."""
@@ -110,21 +110,21 @@ class Doubts:
 
 
 def doubts_of(task: object, prompt: Prompt, completion: str) -> Doubts:
-    """Doubts about a completion's rewards; none where the task has no such method."""
+    """Doubts about a completion's rewards; none where the task has no `doubts`."""
     find = getattr(task, "doubts", None)
     found: Doubts = Doubts() if find is None else find(prompt, completion)
     return found
 
 
 def close_task(task: object) -> None:
-    """Kill the processes of a task or a reward, if it has any."""
+    """Kill the processes of a task or a reward, if any."""
     close = getattr(task, "close", None)
     if close is not None:
         close()
 
 
 def source_of(task: Task, index: int) -> str:
-    """Label of the source of a training prompt; empty where a task has one source."""
+    """Label of a training prompt's source; empty where a task has one."""
     find = getattr(task, "source_of", None)
     return str(find(index)) if find is not None else ""
 
@@ -135,13 +135,13 @@ def knows_answers(task: object) -> bool:
 
 
 def answer_problem_of(task: object, prompt: Prompt) -> str:
-    """Why no completion of a prompt can be scored, else empty; raises DependencyMissing or RewardError."""
+    """Why completions cannot be scored, else empty; raises DependencyMissing or RewardError."""
     find = getattr(task, "answer_problem", None)
     return str(find(prompt)) if find is not None else ""
 
 
 def check_answer(task: object, prompt: Prompt) -> None:
-    """Raise AnswerUnreadable for an unreadable answer; where the verifier fails, completions will show it."""
+    """Raise AnswerUnreadable for an unreadable answer, but not where the verifier fails."""
     try:
         problem = answer_problem_of(task, prompt)
     except RewardError:
@@ -161,7 +161,7 @@ class Scorer(Protocol):
 
 
 def score_group(task: Scorer, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
-    """Parts of each completion's reward, in order; the first RewardError cancels the rest."""
+    """Parts of each completion's reward, in order; a RewardError cancels the rest."""
     if getattr(task, "by_group", False):
         score_all: Any = getattr(task, "score_all", None)
         yield from score_all(prompt, texts)
@@ -179,7 +179,7 @@ def score_group(task: Scorer, prompt: Prompt, texts: Sequence[str]) -> Iterator[
 
 @dataclass(slots=True, kw_only=True)
 class FailureStreak:
-    """Counts consecutive groups without a reward (or other thing), and logs an error before all are lost."""
+    """Counts consecutive groups that lack `missing`, and logs an error."""
 
     missing: str = "REWARD"
     cure: str = "correct task.reward or what it needs, or raise task.reward_timeout_s"
@@ -207,7 +207,7 @@ BETWEEN = "\x1e"
 
 
 def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
-    """Messages of parsed JSON: objects with `role` and `content`, the user's last; else ConfigError with the place."""
+    """Messages of parsed JSON, the user's last; raises ConfigError that names `place`."""
     if not isinstance(value, list) or not value:
         raise ConfigError(
             key,
@@ -246,7 +246,7 @@ def question_of(prompt: Prompt) -> str:
 
 
 class SystemPromptTask(TaskWrapper):
-    """A task whose prompts get a system message unless they have one; implements Task."""
+    """A task that adds a system message where none is; implements Task."""
 
     def __init__(self, task: Task, text: str) -> None:
         digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())

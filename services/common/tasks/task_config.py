@@ -26,7 +26,7 @@ _OF_FILES = ("jsonl", "parquet", "hf")
 
 
 def names_rows(name: str) -> bool:
-    """Whether a task's name states files or a dataset, not a generator of prompts."""
+    """Whether a task's name states files or a dataset, not a generator."""
     return name.partition(":")[0] in _OF_FILES
 
 
@@ -323,7 +323,7 @@ def _matcher(config: SourceConfig) -> Matcher:
 
 
 def score_in_workers(task: Task, config: SourceConfig) -> Task:
-    """The task with its score computed in worker processes; the task itself where it does so already."""
+    """The task, scored in worker processes; itself where it already is."""
     from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
     from heterorl.common.tasks.rewards.weighted import WeightedTask
     from heterorl.common.tasks.sources.mixture import MixtureTask
@@ -350,7 +350,7 @@ def score_in_workers(task: Task, config: SourceConfig) -> Task:
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of a built-in task's score; raises ValueError where the worker builds another task."""
+    """Worker side of a built-in task's score; raises ValueError for another digest."""
     task = build_task(TaskConfig.model_validate(job["config"]))
     if task.digest != job["digest"]:
         raise ValueError("the worker builds another task; install one release of its packages")

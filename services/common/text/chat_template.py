@@ -39,7 +39,7 @@ _ANSWER = "Yes"
 
 
 def source_of(tokenizer: Any) -> str:
-    """The tokenizer's template, of several the default one; empty where there is none."""
+    """The tokenizer's template, its default of several, or empty without one."""
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         found = found.get("default")
@@ -66,7 +66,7 @@ class ChatTemplate:
     """A template with a run's variables."""
 
     def __init__(self, tokenizer: Any, *, arguments: Mapping[str, Any]) -> None:
-        """Compile the template; raises ConfigError if it is not one, draws at random, or CLOCK is not a date.
+        """Compile the template; raises ConfigError unless it is valid and deterministic.
 
         Its variables are the special tokens and `arguments`, where CLOCK is a date or time in ISO 8601.
         """
@@ -91,7 +91,7 @@ class ChatTemplate:
     def write(
         self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Text of messages with role and content; with `begins_answer` it ends where an assistant's turn begins.
+        """Text of messages; with `begins_answer` it ends where an assistant begins.
 
         `tools` are JSON schemas; an empty list becomes None, which templates expect. Raises TemplateError if the
         template refuses them; its computations may raise Python's errors.
@@ -104,7 +104,7 @@ class ChatTemplate:
         return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 
     def call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Text of an assistant's turn with a tool call; a template without calls drops it."""
+        """Text of an assistant's tool call; a template without calls drops it."""
         asked = {"role": "user", "content": _ANSWER}
         made = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         calling = {"role": "assistant", "content": "", "tool_calls": [made]}
@@ -114,7 +114,7 @@ class ChatTemplate:
 
 
 class _Generation(ext.Extension):
-    """Tag `generation`, which marks the assistant's tokens for other trainers; its content is plain text here."""
+    """Tag `generation`, which other trainers use; its content is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - the type is jinja2's
 
@@ -187,7 +187,7 @@ class GivenTokens:
         return ids if is_cut else ids[1:]
 
     def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given, with and without tools; empty where they can."""
+        """Why messages of a role cannot be given; empty where they can."""
         if role not in GIVEN_ROLES:
             return f"no message of the role {role} is given between turns, only of {', '.join(GIVEN_ROLES)}"
         for messages in _tried(role):
@@ -230,7 +230,7 @@ class GivenTokens:
         return ""
 
     def _behind(self, messages: Sequence[Message]) -> str:
-        """Text from the end of an answer on, with the messages behind it."""
+        """Text from an answer's end on, with the messages behind it."""
         text = self._write([_ASKED, _answer(), *messages])
         return text.partition(_DRAWN)[2]
 
@@ -238,7 +238,7 @@ class GivenTokens:
         return self._template.write([as_variables(each) for each in messages], begins_answer=True, tools=tools)
 
     def _encoded(self, behind: str) -> list[int]:
-        """Ids from the end token on; some tokenizers let that token take the white space behind it."""
+        """Ids from the end token on, which may take white space behind."""
         before, end, rest = behind.partition(self._end)
         if not end or before.strip():
             raise ValueError(f"an earlier answer ends by {behind[:20]!r}, the last one by {self._end!r}")
@@ -249,7 +249,7 @@ class GivenTokens:
 
 
 def _tried(role: str) -> list[list[Message]]:
-    """New messages of a role; several tool results come at once, and a user message may follow."""
+    """Messages to try for a role; tool results also before others."""
     first, second = (Message(role=role, content=text, name="tool" if role == "tool" else "") for text in _PROBES)
     if role != "tool":
         return [[first]]

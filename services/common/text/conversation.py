@@ -47,7 +47,7 @@ class Conversation:
         return self.prompter.encode_prompt(prompt, tools=self.spec.tools)
 
     def step(self, episode: Episode, turn: Int32Array) -> Int32Array | None:
-        """Step the environment: ids between this turn and the next; None where the episode is done.
+        """Step the environment; ids up to the next turn, None if done.
 
         The policy, not the environment, reads what is wrong with unreadable calls.
 
@@ -71,7 +71,7 @@ class Conversation:
 
 
 def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: bool) -> Observation:
-    """Observation of the text of a turn; without a parser the environment has no tools."""
+    """Observation of a turn's text; without a parser there are no tools."""
     if parser is None:
         return episode.step(Action(text, (), is_cut))
     read = parse_action(text, parser=parser)
@@ -113,7 +113,7 @@ class Conversations:
         )
 
     def try_episodes(self) -> None:
-        """Step and score a short episode of each environment; raise ConfigError where one fails."""
+        """Step and score an episode of each environment; raise ConfigError for failures."""
         turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):
@@ -137,7 +137,7 @@ class Conversations:
 def open_conversations(
     task: Task, prompter: Prompter, *, end_token_ids: Collection[int], tool_parser: Parser | Literal["auto"]
 ) -> Conversations | None:
-    """The environments of a task, each tried by a short episode; None where no prompt has one."""
+    """A task's environments, each tried by an episode; None without any."""
     if not environments_of(task):
         return None
     found = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
@@ -163,7 +163,7 @@ def tried_prompts(task: Task) -> Iterator[Prompt]:
 
 
 def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_tokens: int) -> None:
-    """Encode some prompts; raise ConfigError where all are refused. Single refused ones are dropped later."""
+    """Encode some prompts; raise ConfigError where all of them are refused."""
     room.check_length(max_new_tokens)
     num_tried = 0
     for prompt in tried_prompts(task):
@@ -182,7 +182,7 @@ def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_to
 def try_turns(
     prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
 ) -> Parser | None:
-    """Check that the template writes turns one behind another, also with tools and their results.
+    """Check that the template writes consecutive turns, tools and their results.
 
     Returns the parser of tool calls; None without tools. Raises ConfigError if it does not, or no parser reads its
     calls.
@@ -200,7 +200,7 @@ def try_turns(
 
 
 def try_answers(task: Task) -> None:
-    """Read answers, all of a small task; a row with an unreadable answer gives no group.
+    """Read answers, of a small task all, and log unreadable ones.
 
     Raises:
         ConfigError: more than half of them cannot be read.
@@ -215,7 +215,7 @@ def try_answers(task: Task) -> None:
             problem = answer_problem_of(task, prompt)
         except RewardError as error:
             # `try_reward` reports the error.
-            _LOG.warning("skipped the check of answers: %s", error)
+            _LOG.warning("the check of answers is skipped: %s", error)
             return
         num_tried += 1
         if problem:
@@ -228,7 +228,7 @@ def try_answers(task: Task) -> None:
     words = f"{len(bad)} of {num_tried} answers that were tried cannot be read: {shown}"
     if len(bad) > MAX_UNREADABLE * num_tried:
         raise ConfigError("task.match", words, action='correct the data, or take match = "exact" or another reward')
-    _LOG.warning("%s; no group is made of such rows", words)
+    _LOG.warning("task.match: %s; such rows make no group, correct or remove them", words)
 
 
 def try_reward(task: Task, prompter: Prompter | None) -> float:

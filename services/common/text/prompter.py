@@ -99,7 +99,7 @@ class Prompter:
             )
         if has_clock(source):
             told = arguments.get(CLOCK, DATE)
-            _LOG.info("a prompt's template may write the date: it is %s (chat_template_arguments.%s)", told, CLOCK)
+            _LOG.info("the chat template may write the date, which is %s (chat_template_arguments.%s)", told, CLOCK)
         return ChatTemplate(self.tokenizer, arguments=arguments)
 
     def _ends(self, model_dir: str) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class Prompter:
         return self.encode_prompt(Prompt(index=0, text=text, answer=""))
 
     def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
-        """Token ids of a prompt with its messages and tools, int32; raises PromptRefused."""
+        """A prompt's token ids with messages and tools, int32; raises PromptRefused."""
         ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
         return np.array(self._opened(ids), np.int32)
 
@@ -151,7 +151,7 @@ class Prompter:
             raise ConfigError("task.environment", problem, action=_NO_TOOLS)
 
     def written_call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Text of a turn with a tool call in the template's form; empty where it has none."""
+        """Text of a tool call in the template's form; empty without one."""
         if self._template is None:
             raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
         try:
@@ -160,7 +160,7 @@ class Prompter:
             return ""
 
     def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
-        """Token ids between two turns, int32: the template's, behind the end token of the first turn.
+        """Token ids between two turns, int32, behind the first's end token.
 
         They depend only on the arguments, not on the history. `messages` are the user's, tools' and the system's, at
         least one. With `is_cut` the turn ended at its token limit, so its end token is given first.
@@ -172,7 +172,7 @@ class Prompter:
         return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
 
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given between turns; empty where they can."""
+        """Why messages of a role cannot stand between turns; empty otherwise."""
         return self._between().problem(role, tools=tools)
 
     def _between(self) -> GivenTokens:
@@ -184,7 +184,7 @@ class Prompter:
         raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
 
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
-        """Tokens of each prompt, None where it is refused; one batch, which is many times as fast."""
+        """Tokens of each prompt, None where refused; one batch is faster."""
         texts: dict[int, str] = {}
         for number, prompt in enumerate(prompts):
             with suppress(PromptRefused):
@@ -196,7 +196,7 @@ class Prompter:
         return [sizes.get(number) for number in range(len(prompts))]
 
     def _opened(self, ids: list[int]) -> list[int]:
-        """Ids with the opening tokens of a text, once; a template writes its own."""
+        """Ids with a text's opening tokens once; a template writes its own."""
         return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
     def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -241,7 +241,7 @@ def _opening_of(tokenizer: Any) -> list[int]:
 
 
 def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a completion, ascending, of the model's files and the tokenizer; raises ConfigError."""
+    """Ascending end ids of the model's files and tokenizer; raises ConfigError."""
     named = _named(model_dir)
     listed = named if isinstance(named, list) else [] if named is None else [named]
     if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
@@ -289,7 +289,7 @@ def _read(model_dir: str, name: str) -> dict[str, Any]:
 
 
 def tokenizer_digest(tokenizer: Any) -> Digest:
-    """Digest of all that turns text into ids: the fast tokenizer, or vocabulary and special tokens."""
+    """Digest of the fast tokenizer, or of vocabulary, with special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
@@ -298,7 +298,7 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the template, its arguments and its date; without a template, of empty bytes."""
+    """Digest of the template, its arguments and date; without one, of nothing."""
     if not use_chat_template:
         return bytes_digest(b"")
     source, arguments = source_of(tokenizer), dict(template_arguments)

@@ -33,7 +33,7 @@ class TokenTexts:
         self._pieces: dict[tuple[int, bool], str] = {}
 
     def read(self, token_ids: Int32Array, spans: Sequence[Span]) -> tuple[str, Int32Array]:
-        """Text of a rollout and the end of each token; no ends where tokens and text do not match.
+        """A rollout's text and each token's end; no ends without a match.
 
         Turns and the text between them are decoded separately. Spans of other tokens are ignored: all tokens are one
         completion.
@@ -53,7 +53,7 @@ class TokenTexts:
         return text, np.concatenate(ends) if is_even else _no_ends()
 
     def ends(self, token_ids: Int32Array, text: str, *, is_drawn: bool = True) -> Int32Array:
-        """End of each token in `text`; empty where tokens and text do not match."""
+        """Each token's end in `text`; empty where tokens do not match it."""
         ends: list[int] = []
         position = 0
         joined: list[int] = []
@@ -94,7 +94,7 @@ class TokenTexts:
 
 
 def _length_at(text: str, position: int, piece: str) -> int | None:
-    """Length of a piece at a position; None where it is not there, or not whole."""
+    """Length of a piece at a position; None where absent or broken."""
     if UNKNOWN in piece:
         return None
     for candidate in (piece, f" {piece}"):

@@ -54,7 +54,7 @@ class _UnreadableError(Exception):
 
 
 def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
-    """Read the text of a turn; only calls behind its last thoughts count."""
+    """Read a turn's text; only calls behind its last thoughts count."""
     start = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
     end = text.find(_THINK, start)
     end = len(text) if end < 0 else end
@@ -77,7 +77,7 @@ def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
 
 
 def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
-    """The parser of a run; `auto`: by the template's form, else `hermes`. Raises ConfigError where none reads it."""
+    """The parser of a run, `auto` by template; raises ConfigError for none."""
     chosen = setting
     if chosen == "auto":
         written = prompter.written_call(*_PROBE, tools=tools)
@@ -162,7 +162,7 @@ def _fraction(digits: str) -> float:
 
 
 def _check_bounds(written: str) -> None:
-    """Bound bytes and depth of unparsed JSON; brackets within strings do not count."""
+    """Bound bytes and depth of unparsed JSON, without brackets in strings."""
     try:
         size = len(written.encode())
     except UnicodeEncodeError:

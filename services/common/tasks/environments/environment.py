@@ -81,7 +81,7 @@ Step = Observation | str | None
 
 
 class Environment(Protocol):
-    """One episode. A class needs `reset`, `step` and `score`; the rest has defaults."""
+    """One episode; a class needs `reset`, `step` and `score`; others have defaults."""
 
     is_deterministic: ClassVar[bool] = True
     """Whether row, seed and actions decide all observations and the score. A learner replays such episodes."""
@@ -101,7 +101,7 @@ class Environment(Protocol):
     def step(self, action: Action) -> Step: ...
 
     def score(self) -> float | Mapping[str, float]:
-        """The reward or its named parts; called once, also after a limit ended the episode."""
+        """The reward or its named parts; called once, also past a limit."""
 
     def close(self) -> None:
         """Release resources; optional."""

@@ -50,7 +50,7 @@ class EnvironmentPrompt(Prompt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """The environment of one prompt; each member of a group opens an episode of it."""
+    """The environment of one prompt; each member opens an episode of it."""
 
     episodes: Episodes
     limits: EpisodeLimits
@@ -98,7 +98,7 @@ def environments_of(task: object) -> tuple[Episodes, ...]:
 
 
 def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
-    """Seed of a prompt's episodes, 32 bits: never equal for a training and a held-out prompt of a task."""
+    """32-bit seed of a prompt's episodes; held-out prompts share none with training."""
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
 
 

@@ -105,7 +105,7 @@ class Episodes:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         if "num_files" in facts:
-            _LOG.info("environment %s: %d files of %s", name, facts["num_files"], facts["place"])
+            _LOG.info("environment %s: loaded %d files of %s", name, facts["num_files"], facts["place"])
 
     @property
     def max_live(self) -> int:
@@ -132,7 +132,7 @@ class Episodes:
         return episode
 
     def _learn(self, tools: tuple[Mapping[str, Any], ...]) -> None:
-        """Keep the tools of the first episode; all others must show the same."""
+        """Keep the first episode's tools; all others must show the same."""
         if self._has_learned and tools != self.tools:
             raise EnvironmentFailed(f"{self.name}, open: it shows other tools than in its first episode")
         self.tools, self._has_learned = tools, True
@@ -197,7 +197,7 @@ class Episode:
             raise self._error from error
 
     def close(self) -> None:
-        """End the episode; kill a process of its own that fails to close it. A second call is harmless."""
+        """End the episode; kill its own process if that fails. Idempotent."""
         if self._is_closed:
             return
         if not isinstance(self._error, ToolLost):

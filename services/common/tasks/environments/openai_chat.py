@@ -38,7 +38,7 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
 
 
 class RequestRefused(Exception):
-    """Answers a request with an error; status 500, or one from 400 on that no SDK retries."""
+    """An error that answers a request; SDKs retry only its status 500."""
 
     def __init__(self, words: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         self.status = status
@@ -71,7 +71,7 @@ class Request:
 
 
 def read_request(body: Any) -> Request:
-    """A request from parsed JSON; raises RequestRefused where it would change the policy's distribution."""
+    """A request from parsed JSON; raises RequestRefused for unsupported settings or form."""
     if not isinstance(body, dict):
         raise RequestRefused("the body is not an object")
     for name, values in _TAKEN.items():
@@ -105,7 +105,7 @@ class History:
     """Tools of the first request; later requests must show the same."""
 
     def extend(self, request: Request) -> tuple[Message, ...]:
-        """Messages that a request adds; raises RequestRefused where it rewrites known ones or adds an invalid one."""
+        """Messages that a request adds; raises RequestRefused for rewritten or invalid ones."""
         if self.tools is not None and request.tools != self.tools:
             raise RequestRefused("tools differ from the first request's: an episode has one set", param="tools")
         for number, (known, stated) in enumerate(zip(self.known, request.messages, strict=False)):

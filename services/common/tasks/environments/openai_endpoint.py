@@ -100,7 +100,7 @@ class Endpoint:
         self._server.server_close()
 
     def asked(self, body: Any, request: Request) -> _Turn:
-        """The turn of a request or of an equal earlier one; raises RequestRefused while another is open."""
+        """Turn of a request or an earlier equal; raises RequestRefused during another."""
         with self._lock:
             turn = self._turn
             if turn is not None and turn.body == body:

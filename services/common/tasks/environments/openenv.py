@@ -56,7 +56,7 @@ def load(url: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
 
 
 class OpenEnvEpisode:
-    """One session of the server; implements Environment. The protocol does not tell whether it is deterministic."""
+    """One session of the server, taken as not deterministic; implements Environment."""
 
     is_deterministic: ClassVar[bool] = False
     shares_process: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class OpenEnvEpisode:
         return shown if self._text else f"{shown}\n\n{self._form}".strip()
 
     def step(self, action: Action) -> Observation:
-        """Take the action of the answer; the policy reads what is wrong with an invalid one."""
+        """Take the answer's action; the policy reads errors of an invalid one."""
         try:
             stated = {self._text: action.answer.strip()} if self._text else _object(action.answer)
             said = self._asked("step", stated)
@@ -119,6 +119,6 @@ def _object(answer: str) -> dict[str, Any]:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """Text of an observation: its only field if that is a text, else JSON."""
+    """An observation as text: its only field if text, else JSON."""
     values = list(observation.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(observation, ensure_ascii=False)

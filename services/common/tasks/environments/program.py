@@ -39,7 +39,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
-    """Constructor of episodes of a program, and facts about it; does not run it.
+    """Constructor of a program's episodes, and its facts; does not run it.
 
     `name` is `file.py:function`, or a command that runs in the directory. Raises ValueError without such a file,
     function or command.
@@ -121,7 +121,7 @@ class _Tail:
 
 
 class ProgramEnvironment:
-    """One run of the program; implements Environment. Its worker leads a process group and holds one episode."""
+    """One run of a program, alone in its worker; implements Environment."""
 
     is_deterministic: ClassVar[bool] = False
     shares_process: ClassVar[bool] = False
@@ -148,13 +148,13 @@ class ProgramEnvironment:
         return self._endpoint.history.tools or ()
 
     def step(self, action: Action) -> Observation | None:
-        """Answer the request; the messages of the next one, or None where the program ends."""
+        """Answer the request; the next one's messages, or None at the end."""
         self._endpoint.answer(action)
         added = self._next()
         return None if added is None else Observation(added)
 
     def score(self) -> Any:
-        """Reward on the last line; 0 for a program that failed after a limit ended it."""
+        """Reward on the last line; 0 for a failure after a limit."""
         if self._code is None:
             self._is_over = True
             self._endpoint.refuse_rest(over())
@@ -175,7 +175,7 @@ class ProgramEnvironment:
             self._process.wait()
 
     def _next(self) -> tuple[Message, ...] | None:
-        """Messages of the next request; None after an end without error, or past a limit."""
+        """Messages of the next request; None after success or past a limit."""
         event = self._events.get()
         if not isinstance(event, int):
             return event
@@ -232,7 +232,7 @@ def _reward(line: str) -> Any:
 
 
 def _kill_others() -> None:
-    """Kill all other processes of this process's group, and those that they start meanwhile."""
+    """Kill all others of this process's group, and those they start meanwhile."""
     own = os.getpid()
     assert os.getpgrp() == own, "a worker leads its group"
     killed: set[int] = set()

@@ -55,7 +55,7 @@ def functions_of(module: ModuleType) -> tuple[Tool, ...]:
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Tool in the form of chat templates; raises ValueError without a docstring or a type."""
+    """A tool for chat templates; raises ValueError without a docstring or type."""
     name = tool.__name__
     parameters = [each for each in inspect.signature(tool).parameters.values() if each.name != "self"]
     for each in parameters:
@@ -115,7 +115,7 @@ def _described(tool: Tool) -> tuple[str, dict[str, str]]:
 
 
 def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int) -> tuple[Message, ...]:
-    """One message for each call, in order, of at most `most` characters together: result or error."""
+    """Result or error of each call, together at most `most` characters."""
     named = {tool.__name__: tool for tool in tools}
     messages = []
     for call in calls:

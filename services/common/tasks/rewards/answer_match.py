@@ -35,7 +35,7 @@ class MathVerifier:
         """Comparisons whose result another machine may not repeat within the limit."""
 
     def verify(self, *, answer: str, completion: str) -> bool:
-        """Whether the completion's final answer equals the answer; False where the comparison takes too long.
+        """Whether the final answer equals `answer`; False where comparing takes too long.
 
         Raises:
             DependencyMissing: math-verify is not installed.
@@ -55,7 +55,7 @@ class MathVerifier:
         return bool(reply["correct"])
 
     def _problem(self, answer: str) -> str:
-        """Why no completion can be compared with an answer; empty where it can."""
+        """Why no completion can be compared with an answer, else empty."""
         try:
             return "" if self._asked(self.reader, {"answer": answer})["readable"] else _UNREADABLE
         except OutOfTime:
@@ -112,7 +112,7 @@ class Matcher:
 
 
 class MatchedTask:
-    """Members of a task that compares completions with the answers of its rows."""
+    """Members of a task that compares completions with its rows' answers."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher

@@ -56,7 +56,7 @@ class FunctionReward:
         return {name: prompt.columns[name] for name in wanted if name in prompt.columns}
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Named parts of the function; raises RewardError where it fails or returns no valid number."""
+        """The function's parts; raises RewardError where it fails or they are invalid."""
         request = {
             "prompt": prompt.text,
             "messages": messages_json(prompt),
@@ -77,7 +77,7 @@ class FunctionReward:
 
 
 def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dict[str, Any]:
-    """Start the first worker of a user's code; facts about what it loaded.
+    """Start the first worker with a user's code; facts about it.
 
     `key` names the code in the configuration, `path_key` its directory.
     """
@@ -93,7 +93,7 @@ def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dic
 
 
 def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
-    """Parts that a user's code returned; raises RewardError for parts that the coordinator or the learner refuses."""
+    """Parts that a user's code returned; raises RewardError for invalid ones."""
     parts = tuple(RewardPart(name=str(name), value=float(value)) for name, value in values.items())
     if not 1 <= len(parts) <= MAX_REWARD_PARTS:
         raise RewardError(f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed")
@@ -130,12 +130,12 @@ class WorkerScoredTask(TaskWrapper):
     """A task whose score is computed in worker processes; implements Task."""
 
     def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
-        """Make the pool without a worker; `job` is what a worker loads to score as the task does."""
+        """Make the pool without a worker; `job` is what a worker loads."""
         super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The task's own parts; raises ConfigError where the worker cannot load the task, else RewardError."""
+        """The task's own parts; raises ConfigError where loading fails, else RewardError."""
         request = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer, "completion": completion}
         try:
             reply = self.pool.ask(request)

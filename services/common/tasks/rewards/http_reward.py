@@ -55,7 +55,7 @@ def deadline_of(job: dict[str, Any]) -> float:
 
 
 def values_of(reply: dict[str, Any], *, count: int, low: float, high: float) -> dict[str, Any]:
-    """Values and signatures of an answer; raises ServerRefused unless each completion has a number within bounds."""
+    """Values and signatures of an answer; raises ServerRefused for invalid ones."""
     values, signatures = reply.get("rewards"), reply.get("signatures", [])
     if not isinstance(values, list) or len(values) != count:
         raise ServerRefused(f'"rewards" is not a list of {count} numbers')
@@ -93,7 +93,7 @@ class Server:
     ca_file: str = ""
 
     def post(self, document: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
-        """The JSON object that the server answers with; transient failures are retried until the deadline.
+        """The server's JSON object; transient failures are retried until the deadline.
 
         Raises:
             ServerRefused: a permanent status, no JSON object, or too large an answer.
@@ -170,14 +170,14 @@ class Server:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Keeps a redirect as its status: the key is only for the named server."""
+    """Follows no redirect: the key is only for the named server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def read_key(variable: str, file: str) -> str:
-    """Key of an environment variable or a file, empty without either; raises ValueError where it cannot be read."""
+    """Key of `variable` or `file`, else empty; raises ValueError if unreadable."""
     if variable:
         key = os.environ.get(variable, "")
         if not key:

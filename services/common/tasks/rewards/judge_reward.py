@@ -181,7 +181,7 @@ def words_of(reply: dict[str, Any]) -> str:
 
 
 def score_of(words: str, *, name: str, pattern: str) -> float:
-    """Last match of the pattern, or a field of the last JSON object; raises ValueError without a score."""
+    """Score by the last match or JSON object; raises ValueError without one."""
     if pattern:
         found = re.findall(pattern, words)
         if not found:

@@ -136,7 +136,7 @@ def unwrap(text: str) -> str:
 
 
 def words_of(text: str) -> Text | None:
-    """An answer in words, such as a name or the letter of an option; None for other text."""
+    """An answer in words (a name, an option's letter), else None."""
     plain = _TEXT.sub(r"\1", text).replace("\\ ", " ").replace("~", " ").strip()
     plain = ENDED.sub("", plain)
     if (option := _OPTION.fullmatch(plain)) is not None and (plain != option[1] or plain != text):
@@ -155,7 +155,7 @@ def words_of(text: str) -> Text | None:
 
 
 def latex_of(text: str) -> str | None:
-    """An expression with its numbers in LaTeX; None where other words are in it."""
+    """An expression with numbers in LaTeX; None where it has other words."""
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
@@ -213,7 +213,7 @@ _HASHES = "####"
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of math-verify: whether a row's answer is readable, and equals a completion's."""
+    """Worker side of math-verify: reads a row's answer and judges a completion."""
     resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
     # The library warns at every call without its own time limits.
     logging.disable(logging.WARNING)
@@ -239,7 +239,7 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
 
 
 def answer_of_row(text: str) -> Any:
-    """An expression of sympy, Text, or None where the answer cannot be read to its end."""
+    """A row's answer: sympy expression or Text; None where it is unreadable."""
     return read_expression(text.rpartition(_HASHES)[2])
 
 
@@ -250,7 +250,7 @@ def is_right(answer: Any, completion: str) -> bool:
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
-    """Answers of a completion: one reading, or those that math-verify finds in prose."""
+    """Answers of a completion: one reading, or math-verify's findings in prose."""
     if tagged := _TAGGED.findall(completion):
         completion = tagged[-1]
     boxed = _boxed(completion)
@@ -274,7 +274,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def read_expression(text: str) -> Any:
-    """One expression, Text, or None where the text is neither to its end."""
+    """One expression or Text to the text's end, else None."""
     text = signs_as_latex(text)
     boxed = _boxed(text)
     text = ENDED.sub("", unwrap(text if boxed is None else boxed)).strip()
@@ -304,7 +304,7 @@ def _parsed(text: str) -> Any:
 
 
 def _boxed(text: str) -> str | None:
-    """Content of the last box, boxes that belong together joined by commas; None without one."""
+    """Content of the last box; joined by commas where several belong together."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     return str(extract_boxed_content(text, mode="last"))

@@ -46,7 +46,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """A learner's belief about remote values: their range, and keys whose signature proves one."""
+    """A learner's knowledge of remote values: their range and their signing keys."""
 
     name: str
     low: float
@@ -59,7 +59,7 @@ class Terms:
 
 
 class RemoteReward:
-    """One value for each completion, from a service or a judge; implements RewardSource."""
+    """A value for each completion, by service or judge; implements RewardSource."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class FunctionRewardConfig(RewardBase):
 
 
 def from_file(value: str, info: ValidationInfo) -> str:
-    """An absolute path from one relative to the configuration file, which other processes do not know."""
+    """Absolute form of a path relative to the configuration file."""
     return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
 
 
@@ -163,7 +163,7 @@ class JudgeRewardConfig(RemoteRewardBase):
 
 
 class CodeRewardConfig(RewardBase):
-    """Unit tests of a completion's Python code in bubblewrap; the prompt's answer holds the tests."""
+    """Unit tests of Python code in bubblewrap; the prompt's answer holds them."""
 
     kind: Literal["code"] = "code"
     """Unit tests of a completion's Python code."""

@@ -65,7 +65,7 @@ class _Absent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """One reward of the sum; `is_own_score` marks the score of the task itself."""
+    """One reward of the sum; `is_own_score` marks the task's own score."""
 
     name: str
     weight: float
@@ -133,7 +133,7 @@ class WeightedTask(TaskWrapper):
         return next((problem for problem in every if problem), "")
 
     def without_remote(self) -> WeightedTask:
-        """This task with ABSENT values of remote rewards; the original closes its processes."""
+        """This task with ABSENT remote values; the original closes its processes."""
         rewards = [
             replace(each, source=_Absent(each.source.digest)) if isinstance(each.source, RemoteReward) else each
             for each in self.rewards
@@ -141,7 +141,7 @@ class WeightedTask(TaskWrapper):
         return WeightedTask(self.inner, rewards)
 
     def with_own_score(self, task: Task) -> WeightedTask:
-        """This task with its own score computed by another form of the task."""
+        """This task with its own score computed by `task`."""
         rewards = [replace(reward, source=task) if reward.is_own_score else reward for reward in self.rewards]
         return WeightedTask(task, rewards)
 
@@ -149,7 +149,7 @@ class WeightedTask(TaskWrapper):
         return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        """Parts of all completions, in order; a service with batch `group` gets one request."""
+        """Parts of all completions, in order; batch `group` makes one request."""
         rows = [reward.score_all(prompt, completions) for reward in self.rewards]
         return [_allowed(tuple(part for parts in column for part in parts)) for column in zip(*rows, strict=True)]
 
@@ -173,7 +173,7 @@ MAX_RUBRIC_BYTES = 1 << 16
 
 
 def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: float, num_workers: int) -> WeightedTask:
-    """A task with the weighted sum of configured rewards; raises ConfigError for two of one name."""
+    """Task with weighted rewards; raises ConfigError for equal names or no weight."""
     names = [reward.name for reward in rewards]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -206,14 +206,14 @@ def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: flo
 def own_reward(
     path: str, *, task: Task, directory: str, key: str, timeout_s: float, num_workers: int
 ) -> FunctionReward:
-    """A loaded reward function; raises ConfigError where it cannot be loaded, or names columns that the rows lack."""
+    """A loaded reward function; raises ConfigError for failed loads and absent columns."""
     reward = FunctionReward(path, directory=Path(directory), key=key, timeout_s=timeout_s, num_workers=num_workers)
     try:
         reward.check(task.prompt(0))
     except ConfigError:
         reward.close()
         raise
-    _LOG.info("reward %s: %d files of %s", path, reward.num_files, reward.place)
+    _LOG.info("reward %s: loaded %d files of %s", path, reward.num_files, reward.place)
     return reward
 
 

@@ -103,7 +103,7 @@ def _write_line(out: Any, text: str) -> None:
 
 
 def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """Answers requests of a job, and facts about what it loaded; raises LoadError."""
+    """Function that answers a job's requests, and its facts; raises LoadError."""
     if job["kind"] == "function":
         return _function(job)
     try:
@@ -147,7 +147,7 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
-    """Function or class of a module, in a directory or installed; raises LoadError."""
+    """Function or class of a module in `directory` or installed; raises LoadError."""
     _refuse_two(module.partition(".")[0], directory)
     if directory not in sys.path:
         # Last: installed packages come first.
@@ -273,7 +273,7 @@ def _number(value: Any) -> float:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, int]:
-    """Parameters by name with whether they are needed; whether it takes others; how many go in order."""
+    """Parameters, true where needed; whether it takes others; how many in order."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -292,7 +292,7 @@ OURS = "heterorl"
 
 
 def reward_files(top: str) -> dict[str, Any]:
-    """Files of an importable module or package: `digest` of names and bytes, `num_files`, `place`."""
+    """A module's or package's files: `digest` of names and bytes, `num_files`, `place`."""
     found = _home(top)
     assert found is not None, "it was imported"
     root = found.parent

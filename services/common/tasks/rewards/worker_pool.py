@@ -106,7 +106,7 @@ class WorkerProcess:
         return self.process is not None and self.process.poll() is None
 
     def ask(self, request: Mapping[str, Any], *, starts: bool = True) -> dict[str, Any]:
-        """The answer to one request; with `starts` an ended process is started again.
+        """The answer to a request; `starts` starts an ended process again.
 
         Raises:
             OutOfTime: it used all its processor time.
@@ -152,7 +152,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Worker processes of one kind; callers in other threads wait for a free one."""
+    """Worker processes of one kind; callers wait for a free one."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class WorkerPool:
             return facts
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer of a free worker; raises LoadFailed only where no worker has ever loaded the job."""
+        """Answer of a free worker; raises LoadFailed only before the first load."""
         with self._one() as worker:
             try:
                 reply = worker.ask(request)
@@ -225,7 +225,7 @@ class WorkerPool:
                 self._changed.notify()
 
     def take(self) -> WorkerProcess:
-        """A running process, or one to start where none runs or all were busy for `start_after_s`."""
+        """A running process, or one to start where none is free."""
         with self._changed:
             if self._running and not self._num_waiting:
                 self._busy_since = None
@@ -269,7 +269,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """Write a line and read one within one time limit; the pipes do not block.
+    """Write a line and read one within `timeout_s` by non-blocking pipes.
 
     Raises:
         OSError: the process ended.

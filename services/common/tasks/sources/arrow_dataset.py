@@ -47,7 +47,7 @@ class ArrowTask(MatchedTask):
         measure: Measure | None,
         needs_answers: bool = True,
     ) -> None:
-        """Choose the rows; raises ConfigError if too few are left, or a column has the wrong type.
+        """Choose the rows; raises ConfigError if too few, or columns are wrong.
 
         Without `held_out`, `evaluation_size` different prompts of `loaded` are held out, or for None every row, which
         is then a training prompt too. With `needs_answers`, rows without an answer are dropped.
@@ -114,7 +114,7 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
 
 
 def _split(columns: Columns, rows: Rows, size: int | None) -> tuple[Rows, Rows]:
-    """Hold out `size` different prompts, at most half, with every row that repeats one; None: all rows."""
+    """Hold out `size` different prompts, at most half, with all their rows."""
     if size is None:
         return rows, rows
     texts = _texts_of(columns, rows)
@@ -132,7 +132,7 @@ def _split(columns: Columns, rows: Rows, size: int | None) -> tuple[Rows, Rows]:
 
 
 def _without(columns: Columns, rows: Rows, held_columns: Columns, held_rows: Rows) -> Rows:
-    """Rows whose prompt is not held out; public datasets repeat some of their tests."""
+    """Rows whose prompt is not held out; public datasets repeat some tests."""
     shared = _is_in(_texts_of(columns, rows), _texts_of(held_columns, held_rows).unique())
     if shared.all():
         raise ConfigError("task.data.evaluation_split", "every prompt of task.name is held out: name another split")
@@ -173,7 +173,7 @@ class Columns:
     """Prompts and answers of a table."""
 
     def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
-        """Check the types of a pyarrow.Table; with `needs_answers` the answer column must exist."""
+        """Check a pyarrow.Table's types; with `needs_answers` the answer column must exist."""
         import pyarrow as pa
 
         self._pa: Any = pa
@@ -206,7 +206,7 @@ class Columns:
             raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
 
     def sound(self) -> Mask:
-        """Rows with a prompt and an answer; messages need known roles and end with the user."""
+        """Rows with prompt and answer; messages have known roles, the user's last."""
         mask = self._sound_messages() if self._has_messages else self._written(self._prompts)
         return mask if self._answers is None else mask & self._written(self._answers)
 
@@ -222,7 +222,7 @@ class Columns:
         return _mask(pc.is_valid(column))
 
     def texts(self) -> Any:
-        """Text that identifies a prompt: its text, or roles and contents of all messages."""
+        """Text that identifies a prompt: own text, or messages' roles and contents."""
         if not self._has_messages:
             return self._prompts.cast(self._pa.large_string())
         return self._joined(frozenset())
@@ -274,7 +274,7 @@ class Columns:
         return answer_text(value)
 
     def kept(self, config: DataConfig) -> Mask:
-        """Rows that `where`, `at_least` and `at_most` keep; raises ConfigError for a missing or incomparable column."""
+        """Rows that `where`, `at_least`, `at_most` keep; raises ConfigError for wrong columns."""
         import pyarrow.compute as pc
 
         mask = np.ones(self.num_rows, np.bool_)
@@ -354,7 +354,7 @@ _OTHER = "name the column of the prompt's text, or task.data.messages"
 
 
 def _column(table: Any, key: str, name: str) -> Any:
-    """A column by its name, or by a path such as `reward_model.ground_truth` into structs."""
+    """A column by name, or by a path (`reward_model.ground_truth`) into structs."""
     import pyarrow.compute as pc
 
     first, *rest = [name] if name in table.column_names else name.split(".")

@@ -52,7 +52,7 @@ def _number(value: float | Decimal) -> str:
 
 
 def cell_of(row: Mapping[str, Any], name: str) -> Any:
-    """A cell by its name, or by a path such as `reward_model.ground_truth`; ABSENT where there is none."""
+    """A cell by name or path (`reward_model.ground_truth`); ABSENT where none is."""
     if name in row:
         return row[name]
     value: Any = row
@@ -77,7 +77,7 @@ _LOG = logging.getLogger(__name__)
 def short_prompts(
     count: int, prompt_at: Callable[[int], Prompt], *, most: int, measure: Measure | None
 ) -> npt.NDArray[np.bool_]:
-    """Which prompts have at most `most` tokens; refused ones have not. Raises ConfigError without a tokenizer."""
+    """Mask of unrefused prompts within `most` tokens; raises ConfigError without `measure`."""
     if measure is None:
         raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
     keep = np.zeros(count, np.bool_)
@@ -114,7 +114,7 @@ class Separable(Protocol):
 
 
 def log_held_out(num: int, *, wanted: int, different: int) -> None:
-    """Log that fewer prompts than configured are held out, since half of a dataset stays for training."""
+    """Log if fewer prompts than configured are held out."""
     if num < wanted:
         _LOG.info(
             "task.evaluation_size = %d, and %d of %d different prompts are held out: at most half of them",
@@ -123,7 +123,7 @@ def log_held_out(num: int, *, wanted: int, different: int) -> None:
 
 
 def without_held_out(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """Tasks by label, without prompts that another task holds out; raises ConfigError where none is left."""
+    """Tasks without prompts that another holds out; raises ConfigError where none stays."""
     _refuse_other_pairs(tasks)
     rows = {label: task for label, task in tasks.items() if isinstance(task, Separable)}
     held_out = {label: frozenset(task.held_out_questions()) for label, task in rows.items()} if len(rows) > 1 else {}

@@ -12,7 +12,7 @@ PROMPT, MESSAGES, ANSWER = "prompt", "messages", "answer"
 
 
 class DataConfig(Config):
-    """Columns and rows of `hf:`, `parquet:` and `jsonl:`; the same on every node of a run."""
+    """Columns and rows of `hf:`, `parquet:` and `jsonl:`; equal on every node."""
 
     prompt: str = Field(default=PROMPT, min_length=1)
     """Column of the prompt: text, or messages with `role` and `content`, the user's last. Without a column of the

@@ -38,7 +38,7 @@ class Loaded:
 def load_directory(
     key: str, directory: Path, *, split: str, subset: str, files: Sequence[str], cache_dir: str
 ) -> Loaded:
-    """A split of a directory in the layout of the hub, or of `save_to_disk` of the datasets library.
+    """A split of a directory in the hub's or `save_to_disk`'s layout.
 
     Raises:
         ConfigError: no such directory, subset, split or file, or it cannot be read.
@@ -128,7 +128,7 @@ _SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), a
 
 
 def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
-    """Digest of words and of the bytes of files in order, wherever they lie."""
+    """Digest of words and of files' bytes in order, without their paths."""
     total = blake3.blake3(repr(list(words)).encode())
     for path in files:
         content = blake3.blake3(max_threads=blake3.blake3.AUTO)
@@ -144,7 +144,7 @@ def _words(error: BaseException) -> str:
 
 
 def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
-    """Training rows, and the rows of the held-out split if one is named.
+    """Training rows, and the held-out split's rows if one is named.
 
     `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `pinned`.
 
@@ -171,7 +171,7 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
 
 
 def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
-    """Rows of the Parquet files that a pattern names, and the rows of a held-out file."""
+    """Rows of the Parquet files of a pattern, and a held-out file's."""
     if config.evaluation_split:
         raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
     held_out = None
@@ -226,7 +226,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
-    """The commit to read; a branch is resolved once and noted in the file `notes`.
+    """The commit to read; a branch is resolved once, noted in `notes`.
 
     Errors name `key`. An empty `cache_dir` is the library's own. Raises ConfigError if no revision is named, or it
     cannot be resolved.
@@ -264,7 +264,7 @@ def _read(key: str, notes: Path | None) -> dict[str, str]:
 
 
 def download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
-    """Directory of a repository at a revision, from the hub or, without it, from the cache.
+    """A repository's directory at a revision, from the hub, else the cache.
 
     Downloads the files of the patterns `files`, or all without patterns.
 

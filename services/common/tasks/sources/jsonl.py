@@ -106,10 +106,10 @@ class JsonlTask(MatchedTask):
 
 
 def _split(path: Path, rows: list[Row], evaluation_size: int | None) -> tuple[list[Row], list[Row]]:
-    """Hold out `evaluation_size` different prompts, at most half, with every line that repeats one; None: all lines."""
+    """Hold out `evaluation_size` different prompts, at most half, with all their lines."""
     if evaluation_size is None:
         if not rows:
-            raise ConfigError("task.name", f"{path} has no prompts")
+            raise ConfigError("task.name", f"{path} has no prompts", action="add lines with a prompt")
         return rows, rows
     ranked = sorted({row.asked for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
     held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])

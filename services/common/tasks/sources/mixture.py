@@ -27,7 +27,7 @@ MAX_POSITIONS = 1 << 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One task of a mixture; its share is its weight over the sum."""
+    """One task of a mixture; its share is weight over their sum."""
 
     label: str
     weight: float
@@ -46,7 +46,7 @@ class MixtureTask:
     """A weighted mixture of tasks; implements Task."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        """Assign the positions; raise ConfigError for too unlike weights, or a remote reward."""
+        """Assign the positions; raise ConfigError for remote rewards or too unlike weights."""
         for source in sources:
             # A learner knows Terms only for the rewards of the run's own task.
             if remote := getattr(source.task, "remote", None):
@@ -88,7 +88,7 @@ class MixtureTask:
         return self._mixed(index, number, task.prompt((index - start) % task.num_prompts))
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position; every prefix has the shares of the sources."""
+        """The held-out prompt at a position; every prefix has the sources' shares."""
         number, inside = (int(part) for part in self._held_out[index])
         return self._mixed(index, number, self.sources[number].task.evaluation_prompt(inside))
 
@@ -135,7 +135,7 @@ class MixtureTask:
 
 
 def _interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """(source, position there) of all held-out prompts; every prefix has the shares of the sources."""
+    """(source, position there) of held-out prompts; every prefix has the shares."""
     numbers = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
     inside = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
     turns = np.concatenate([(np.arange(size) + 0.5) / share for size, share in zip(sizes, shares, strict=True)])

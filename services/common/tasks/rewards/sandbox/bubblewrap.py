@@ -126,7 +126,7 @@ class Sandbox:
     """Python version, such as 3.11."""
 
     def run(self, first: bytes, second: bytes, *, standard_input: bytes) -> SandboxOutcome:
-        """Run `sandbox_main` on a document; raises NoSandbox if bubblewrap could not build the sandbox.
+        """Run `sandbox_main` on a document; raises NoSandbox where none is built.
 
         `first` is read before any foreign code runs. `second` is sent after `sandbox_main` reported that it loaded the
         code; empty: never. `standard_input` is the foreign code's.
@@ -266,9 +266,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    """End of a run: bounded output and report; a killed run has no `status`, and `why` names the limit.
+    """End of a run: bounded output and report.
 
-    `used_s` is the processor time of all processes since the start of the foreign code, `took_s` time by the clock.
+    A killed run has no `status`, and `why` names the limit. `used_s` is the processor time of all processes since the
+    start of the foreign code, `took_s` time by the clock.
     """
 
     status: int | None
@@ -337,7 +338,7 @@ class _Pipes:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Make this process the parent of orphaned grandchildren, which bubblewrap does not wait for."""
+    """Adopt orphaned grandchildren, which bubblewrap does not wait for."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -347,8 +348,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _end_namespace(info: int) -> None:
-    """Kill and wait for the first process of a namespace, and with it all others; bubblewrap wrote its number to
-    `info`."""
+    """End a namespace by its first process, whose number is in `info`."""
     os.set_blocking(info, False)
     try:
         number = json.loads(os.read(info, 4096))["child-pid"]

@@ -86,7 +86,7 @@ _call_and_compare({name!r}, {given!r}, {wanted!r})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """One test: Python code behind the completion's, or input and expected output of a program."""
+    """One test: code behind the completion's, or a program's input and output."""
 
     code: str = ""
     before: str = ""
@@ -96,7 +96,7 @@ class Test:
 
 
 def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
-    """Tests of an answer; raises ValueError for none, too many, or an invalid one."""
+    """Tests of an answer; raises ValueError for none, too many, invalid ones."""
     try:
         entries: Any = json.loads(answer)
     except (ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def _function_of(columns: Mapping[str, Any]) -> str:
-    """Function that a row names outside its tests, such as LiveCodeBench in its metadata."""
+    """Function that a row names outside its tests, as LiveCodeBench does."""
     facts: dict[str, Any] = {name: columns[name] for name in ("fn_name", "func_name") if name in columns}
     metadata = columns.get("metadata")
     if isinstance(metadata, str):
@@ -264,10 +264,11 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 def judged(
     code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, patience: float, gives_share: bool
 ) -> dict[str, Any]:
-    """Value of code: 1 where all tests pass, or the share of passed tests; and how close it came to a time limit.
+    """Value of code by its tests, and its `share` of time limits.
 
-    `cpu_s` is processor time for all tests, `patience` times as much by the clock; the sandbox limits one. A test
-    without time left fails. The `share` of the limit is then 1, since a faster machine may have passed it.
+    The value is 1 where all tests pass, or the share of passed tests. `cpu_s` is processor time for all tests,
+    `patience` times as much by the clock; the sandbox limits one. A test without time left fails. The `share` of the
+    limit is then 1, since a faster machine may have passed it.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
@@ -308,7 +309,7 @@ def _order(kind: str, code: str, *, before: str = "") -> bytes:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without trailing blanks and empty last lines, as judges of contests compare."""
+    """Lines without trailing blanks and empty last lines, as contests compare them."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -316,7 +317,7 @@ def _lines(text: str) -> list[str]:
 
 
 def code_of(completion: str, *, needs_block: bool) -> str | None:
-    """The last block of Python; the whole completion where none is needed; None without code."""
+    """The last block of Python, or the whole completion; None without code."""
     block = python_of(completion)
     code = block if block is not None else "" if needs_block else completion
     return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
@@ -326,7 +327,7 @@ class CodeReward:
     """Whether a completion's code passes its prompt's tests; implements RewardSource."""
 
     def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
-        """Test the sandbox, or raise ConfigError; `timeout_s` is processor time for all tests of a completion."""
+        """Test the sandbox or raise ConfigError; `timeout_s`: processor time of all tests."""
         job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s, "patience": PATIENCE}
         self.num_workers = num_workers
         # The worker counts the time; this limit ends a worker that fails to.
@@ -343,7 +344,7 @@ class CodeReward:
         self.digest: Digest = bytes_digest(json.dumps(["code 4", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 or 0, or the share of passed tests; RewardError, which is not a score, without tests or sandbox."""
+        """Value of the tests; raises RewardError without tests or a sandbox."""
         try:
             reply = self.pool.ask(
                 {"answer": prompt.answer, "columns": _columns_of(prompt), "completion": answer_of(completion)}

@@ -84,7 +84,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 class Server:
-    """Process that scores; restarted after a completion that left traces or ended it."""
+    """Process that scores; restarted where a completion left traces or ended it."""
 
     def __init__(self, command: list[str], order: bytes) -> None:
         self._command, self._order = command, order
@@ -125,7 +125,7 @@ class Server:
         return {"value": reply["value"], "share": reply["share"]}
 
     def wait(self) -> None:
-        """Wait until the server is ready; raise ValueError where it cannot score, or TimeoutError."""
+        """Wait until the server is ready; raise ValueError or TimeoutError."""
         if self._process.poll() is not None:
             self._end()
             self._process = self._start()
@@ -160,7 +160,7 @@ class Server:
         return process
 
     def _end(self) -> None:
-        """Kill the server and the first process of its namespace, with which all others die."""
+        """Kill the server and its namespace's first process, and so all others."""
         # That process has another user, so it gets no signal when its parent ends.
         for number in _children(self._process.pid):
             with suppress(OSError):
@@ -221,7 +221,9 @@ class ReasoningGymTask:
         num_workers: int,
         sandbox: bool = True,
     ) -> None:
-        """The first score starts a worker; a completion has half of `timeout_s`, at most 2 s of processor time.
+        """Make the pool; the first score starts a worker.
+
+        A completion has half of `timeout_s`, at most 2 s of processor time.
 
         Raises:
             ConfigError: the dataset is unknown, or too small to be split.
@@ -252,7 +254,7 @@ class ReasoningGymTask:
         self._entry(0, True)
         if not sandbox:
             _LOG.warning(
-                "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service",
+                "task.sandbox is false: completions of reasoning_gym:%s may run code as this user (docs/rewards.md)",
                 name,
             )
 
@@ -263,7 +265,7 @@ class ReasoningGymTask:
         return _prompt(index, self._entry(index, True))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The dataset's own score in [0, 1]; 0 where its verifier raises or takes too long.
+        """The dataset's own score in [0, 1]; 0 where its verifier fails.
 
         Raises:
             ConfigError: completions cannot be scored here, such as without a sandbox.
@@ -290,7 +292,7 @@ class ReasoningGymTask:
         try:
             return self._entries.find(index, held_out)
         except NoEntries as error:
-            raise ConfigError("task.name", str(error)) from error
+            raise ConfigError("task.name", str(error), action="name another dataset of reasoning-gym") from error
 
 
 def _prompt(index: int, entry: Any) -> Prompt:

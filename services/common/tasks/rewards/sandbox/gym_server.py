@@ -46,10 +46,10 @@ class NoEntries(Exception):
 
 
 class Entries:
-    """Entries of a dataset; one on the wrong side of the split is drawn again."""
+    """Entries of a dataset, drawn again where on the split's wrong side."""
 
     def __init__(self, gym: Any, *, name: str, size: int, seed: int) -> None:
-        """Datasets are made on use; `size` decides what entries are, `seed` is the first dataset's."""
+        """Datasets are made on use; `size` and first `seed` decide the entries."""
         self._gym, self._name, self._size, self._seed = gym, name, size, seed
         self._datasets: list[Any] = []
         # A learner uses two threads: a dataset made twice would take the next one's place.
@@ -57,7 +57,7 @@ class Entries:
         self.find = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
 
     def score(self, entry: Any, completion: str) -> float:
-        """The dataset's own score; may run the completion as Python, so only inside the sandbox."""
+        """The dataset's own score; may run Python, so only inside the sandbox."""
         return float(self.dataset(0).score_answer(answer=completion.strip(), entry=entry))
 
     def dataset(self, attempt: int) -> Any:
@@ -94,7 +94,7 @@ _MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 
 def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
-    """Load a dataset and score completions until the orders end; writes lines to the descriptor `report`."""
+    """Load a dataset, score completions until `orders` end; answer to descriptor `report`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -152,7 +152,7 @@ def _load(order: dict[str, Any]) -> Entries:
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
-    """Answer of a child to a completion, and its share of the time; no process of it is left."""
+    """A child's answer to a completion, and its share of the time."""
     answer_out, answer_in = os.pipe()
     try:
         child = os.fork()
@@ -195,7 +195,7 @@ def _score(answer_in: int, entries: Any, entry: Any, completion: str, cpu_s: flo
 
 
 def _read(number: int, deadline: float) -> bytes:
-    """A line, or what arrived before the deadline, the bound or the end."""
+    """A line, or what arrived before deadline, bound or end."""
     poll = select.poll()
     poll.register(number, select.POLLIN)
     read = b""
@@ -211,7 +211,7 @@ def _read(number: int, deadline: float) -> bytes:
 
 
 def _end(child: int) -> float:
-    """Kill and wait for all processes of a completion; their processor time, seconds."""
+    """Kill and wait for a completion's processes; their processor time in seconds."""
     used_s = 0.0
     if not _is_contained():
         # Without a namespace, processes that left the child's session survive.
@@ -266,7 +266,7 @@ def _is_whole(libc: Any, before: list[Any]) -> bool:
 
 
 def _is_contained() -> bool:
-    """Whether this is the first process of its own namespace, where everything may be killed."""
+    """Whether this is its namespace's first process, which may kill all others."""
     return os.getpid() == 1
 
 

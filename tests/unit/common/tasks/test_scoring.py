@@ -102,7 +102,8 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
     try:
         try_answers(task)
         (words,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert words.startswith("4 of 9 answers that were tried cannot be read: prompt 0 ('x is 5': the right answer")
+        beginning = "task.match: 4 of 9 answers that were tried cannot be read: prompt 0 ('x is 5': the right answer"
+        assert words.startswith(beginning)
         assert words.count("prompt ") == 3
         assert task.num_prompts == 9
         assert try_reward(task, None) == 1.0, "the first answer that can be read"

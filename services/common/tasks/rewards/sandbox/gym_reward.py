@@ -254,7 +254,8 @@ class ReasoningGymTask:
         self._entry(0, True)
         if not sandbox:
             _LOG.warning(
-                "task.sandbox is false: completions of reasoning_gym:%s may run code as this user (docs/rewards.md)",
+                "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service"
+                " (docs/rewards.md)",
                 name,
             )
 

@@ -60,7 +60,7 @@ class CoordinatorContext:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def change(self, operation: Callable[[Connection], ResultT], *, is_publication: bool = False) -> ResultT:
-        """Run an operation, then wake the waiters, even if the caller is cancelled."""
+        """Run an operation, then wake the waiters, even after a cancellation."""
         future = self.database.submit(operation)
         future.add_done_callback(lambda _: self.bell.ring())
         if is_publication:

@@ -51,9 +51,10 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
-    """Serve until a signal; returns the exit code: 0 after a signal, 1 after a fatal store error.
+    """Serve until a signal; returns the exit code.
 
-    Waits for a database that is down. A standby shows only its metrics until it gets the store.
+    It is 0 after a signal, 1 after a fatal store error. Waits for a database that is down. A standby shows only its
+    metrics until it gets the store.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
@@ -73,7 +74,8 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
 async def _take_store(
     config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
 ) -> DatabaseEngine | None:
-    """Wait for the store in a database; None if a signal comes first. A standby serves a page while it waits."""
+    """Wait for the store in a database; None after a signal.
+    A standby serves a page while it waits."""
     is_elsewhere = bool(config.payloads.bucket)
     standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
     if page is not None:
@@ -155,7 +157,8 @@ async def _serve(
 
 
 def _take_descriptors(wanted: int) -> int:
-    """Raise the limit of file descriptors; returns the calls that it allows. Raises ConfigError: too few."""
+    """Raise the limit of file descriptors; returns the calls that it allows.
+    Raises ConfigError: too few."""
     limit = server_limits.raise_limit(calls=wanted)
     calls = server_limits.calls_within(limit, wanted=wanted)
     if calls < wanted:

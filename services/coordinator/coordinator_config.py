@@ -226,7 +226,8 @@ class CoordinatorConfig(Config):
 
     @property
     def max_group_bytes(self) -> int:
-        """Largest group: the message to the learner, which states more than the sampler's, must have room for it."""
+        """Largest group.
+        The message to the learner, which states more than the sampler's, has room for it."""
         return self.max_message_bytes - GROUP_OVERHEAD_BYTES
 
     @property
@@ -235,5 +236,5 @@ class CoordinatorConfig(Config):
 
     @property
     def most_groups_per_version(self) -> int:
-        """Groups that pacing allows while no version is published: no version can have more."""
+        """Most groups of a version: pacing allows no more without a publication."""
         return min(self.outstanding_limit, (self.max_staleness_versions + 1) * self.groups_per_version)

@@ -38,7 +38,7 @@ from heterorl.coordinator.versions import lineage
 
 
 class Coordinator:
-    """The columns over one store, and all of heterorl.common.api.CoordinatorApi for callers in the same process."""
+    """The columns over one store: CoordinatorApi for callers in this process."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self.context = context

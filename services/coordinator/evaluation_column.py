@@ -96,7 +96,7 @@ class EvaluationColumn:
         return num_new
 
     async def _end_over(self) -> None:
-        """End the evaluations that are over; statistics are computed off the store's thread."""
+        """End evaluations that are over; statistics run off the store's thread."""
         clock, since = self._context.clock, self._context.clock.monotonic() - self._context.config.work_lease_s
         # After a start the versions of sites are unknown for one lease.
         in_use = self._context.sites.versions_in_use(since) if since >= self._context.started else None

@@ -53,7 +53,8 @@ class Job:
 def plan(
     connection: Connection, sets: Sequence[PlannedSetConfig], *, version: int, now: float, is_last: bool = False
 ) -> None:
-    """Plan a published version's evaluations at wall time `now`; repeatable. `is_last`: the run ends with it."""
+    """Plan a published version's evaluations at wall time `now`; repeatable.
+    `is_last`: the run ends with it."""
     for each in sets:
         if version % each.every_versions and not is_last:
             continue
@@ -115,7 +116,7 @@ def hand_out(
     count: int,
     digests: Mapping[str, str],
 ) -> tuple[Job | None, list[Handed], str]:
-    """Lease held-out prompts of the site's version; returns the evaluation, its prompts, and the reason.
+    """Lease held-out prompts of the site's version; returns evaluation, prompts and reason.
 
     At the end of the run `only` is the version to evaluate; an evaluation without prompts is the one to wait for.
     `digests` are the configured task digests of sets; for other sets the first site's digest counts.
@@ -253,7 +254,7 @@ class Listed:
 def count(
     connection: Connection, holder: Holder, *, state_root: Digest, results: Sequence[PromptResult]
 ) -> list[tuple[Job, PromptResult]]:
-    """Count a site's results of unanswered prompts; results of finished evaluations are ignored.
+    """Count a site's results of unanswered prompts; finished evaluations are ignored.
     Raises InvalidRequest: the prompt was not leased to this site, or other weights or draws were used."""
     jobs: dict[int, Job | None] = {}
     new = []
@@ -299,7 +300,8 @@ def scores_of(connection: Connection, job: int) -> Scores:
 def end(
     connection: Connection, job: int, state: EvaluationState, *, scores: Scores, summary: EvaluationSummary, now: float
 ) -> None:
-    """End an evaluation with the summary of its scores, unless it has ended or more scores came."""
+    """End an evaluation with its scores' summary.
+    Nothing happens if it has ended or more scores came."""
     is_there = connection.execute(
         "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running'"
         " AND ? = (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job)",
@@ -315,7 +317,8 @@ def end(
 
 
 def listed(connection: Connection, *, task_set: str = "", after_version: int = -1, limit: int = 1000) -> list[Listed]:
-    """Evaluations by version and set. A full page ends with a whole version, if it has more than one."""
+    """Evaluations by version and set.
+    A full page ends with a whole version, if it has more than one."""
     rows = connection.execute(
         f"SELECT {_LISTED} FROM evaluation_jobs WHERE version > ? AND ? IN ('', task_set)"
         " ORDER BY version, task_set LIMIT ?",

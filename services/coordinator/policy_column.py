@@ -70,7 +70,7 @@ class PolicyColumn:
             raise
 
     async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
-        """The place for the next piece of a payload in the bucket; NO_PLACE if the learner must stream it."""
+        """The bucket's place for a payload's next piece; NO_PLACE: stream it."""
         await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         if self._context.blobs.query(digest):
             return NO_PLACE
@@ -84,7 +84,8 @@ class PolicyColumn:
         return False
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Read the pieces in the bucket as an upload, from where an earlier call ended, and verify them."""
+        """Read and verify the pieces in the bucket as an upload.
+        It continues where an earlier call ended."""
         have = self._context.blobs.query(digest)
         frames = self._context.direct_uploads.frames(digest, num_bytes, offset=have)
         try:
@@ -196,7 +197,8 @@ class PolicyColumn:
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        """Plan the cheapest pull; a merged delta that would be cheaper is requested for later callers."""
+        """Plan the cheapest pull.
+        A merged delta that would be cheaper is requested for later callers."""
         merges, have = self._context.merges, version_or_none(have_version)
         merged_into = functools.partial(merges.into, variant=variant) if accept_merged else pull_plans.no_merged
 
@@ -223,7 +225,7 @@ class PolicyColumn:
         return plan
 
     async def payload_urls(self, plan: PullPlan) -> list[str]:
-        """A presigned URL for each payload of a plan, empty if it has none."""
+        """Presigned URLs of a plan's payloads, none while the bucket is busy."""
         try:
             return await self._context.storage.urls([payload.digest for payload in plan.payloads])
         except Busy:

@@ -142,7 +142,8 @@ class RolloutColumn:
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        """Open assignments that the site will not answer; close those whose rows gave no group too often."""
+        """Open assignments that the site will not answer.
+        Closes an assignment whose row gave no group too often."""
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
@@ -244,7 +245,7 @@ class RolloutColumn:
     def _lease_groups(
         self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
     ) -> Callable[[Connection], bool]:
-        """A store operation that leases groups into `leased`; False if a newer stream has begun."""
+        """Operation that leases groups into `leased`; False if a newer stream began."""
         # Credits bound what the learner holds, the queue bounds what is in memory here.
         count, now, groups = min(count, LEASE_BATCH), self._context.clock.wall(), self._context.queue
 
@@ -264,7 +265,7 @@ class RolloutColumn:
         return operation
 
     async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
-        """Return a stream's leased groups that were not sent, unless a newer stream has done so."""
+        """Return a stream's unsent groups, unless a newer stream has done so."""
 
         def operation(connection: Connection) -> None:
             if self._stream is stream:
@@ -294,7 +295,8 @@ class RolloutColumn:
         _LOG.log(level, "the learner abandoned %d groups: %s", len(ids), reason)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        """Drop groups that failed a check of the learner; a site with too many goes into quarantine."""
+        """Drop groups that failed a check of the learner.
+        A site with too many goes into quarantine."""
         bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
         if bad:
             raise InvalidRequest(f"rejections.reason: {bad[0]} is not a check of the learner")

@@ -110,8 +110,9 @@ class RunColumn:
         return commands
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Compare a site's canary with the learner's; begin or end its quarantine. The audit log gets at most one
-        beginning and one end a version, so that a site with alternating canaries cannot fill it."""
+        """Compare a site's canary with the learner's; begin or end its quarantine.
+        The audit log gets at most one beginning and one end a version, so that a site with alternating canaries cannot
+        fill it."""
 
         def operation(connection: Connection) -> tuple[CanaryVerdict, float | None, bool]:
             self._context.sites.require(connection, report.site, report.incarnation)
@@ -154,7 +155,8 @@ class RunColumn:
         )
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
-        """Order the learner to publish an earlier version's content; replaces an earlier order."""
+        """Order the learner to publish an earlier version's content.
+        It replaces an earlier order."""
         target = version_or_none(to_version)
 
         def operation(connection: Connection) -> tuple[tuple[PullPlan, ...], int | None]:
@@ -192,7 +194,7 @@ class RunColumn:
         return before
 
     async def note_refusals(self) -> None:
-        """Count refusals by quotas, and write summaries that are due to the audit log."""
+        """Count refusals by quotas, and write due summaries to the audit log."""
         for (site, quota), count in self._context.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
@@ -200,7 +202,7 @@ class RunColumn:
             await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
 
     def note_standstill(self, sites: Sequence[str]) -> None:
-        """Log once when quarantines stop the run, and once when it goes on."""
+        """Log once when quarantines stop the run or it goes on."""
         if bool(sites) != self._is_idle:
             self._is_idle = bool(sites)
             level = logging.ERROR if sites else logging.WARNING
@@ -239,7 +241,8 @@ class RunColumn:
         )
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        """Hand out no more work until a learner acquires the lease; `epoch` fences a learner's order."""
+        """Hand out no more work until a learner acquires the lease.
+        `epoch` fences a learner's order."""
 
         def operation(connection: Connection) -> None:
             if epoch is not None:
@@ -279,7 +282,7 @@ class Beats:
         """Open for heartbeats until the store's thread takes it."""
 
     async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
-        """Commands for a holder; None if it is not registered. Raises as `Database.run`."""
+        """Commands for a holder, None if unregistered; raises as `Database.run`."""
         with self._lock:
             mine = self._open = self._open or _Round()
             mine.holders.add(holder)

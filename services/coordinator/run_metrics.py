@@ -37,7 +37,7 @@ _SITE_GAUGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Waiting bytes by site, bytes of samples, times of the oldest waiting group and of the head."""
+    """Waiting bytes by site, sample bytes, times of oldest group and head."""
 
     bytes_by_site: dict[str, int]
     sample_bytes: dict[SampleKind, int]

@@ -60,7 +60,8 @@ _INSERT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRing:
-    """The rule of keeping; samples are in the store. `wall` gives seconds since the epoch."""
+    """The rule of keeping; samples are in the store.
+    `wall` gives seconds since the epoch."""
 
     limit_bytes: int
     every: int
@@ -71,7 +72,8 @@ class SampleRing:
     may_write: Callable[[], bool] = lambda: True
 
     def wants(self, kind: SampleKind, arrival: int) -> bool:
-        """Whether a group with this arrival number is kept; the same at its lease and at its end."""
+        """Whether a group with this arrival number is kept.
+        The answer is the same at its lease and at its end."""
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
     def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
@@ -82,7 +84,8 @@ class SampleRing:
         self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
 
     def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
-        """Keep a held-out prompt with its completions; `data` is its message, if it was serialized already."""
+        """Keep a held-out prompt with its completions.
+        `data` is its message, if it was serialized already."""
         # A repeat after a lost answer is kept once, under the key of a group that cannot exist.
         name, number = f"{sample.version}/{one_line(sample.task_set)}", sample.prompt_index + 1
         if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
@@ -98,7 +101,7 @@ class SampleRing:
         )
 
     def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
-        """Replace the texts of a kept group; returns whether it is kept and they fit."""
+        """Replace the texts of a kept group; returns whether it did."""
         row = connection.execute(
             "SELECT s.id, kind, num_bytes, num_rollouts, length(content) FROM samples s JOIN sample_payloads p"
             " ON p.id = s.id WHERE site = ? AND incarnation = ? AND sequence = ? AND kind != 'evaluation'",
@@ -120,7 +123,7 @@ class SampleRing:
         return True
 
     def trim(self, connection: Connection) -> bool:
-        """Evict up to TRIM_ROWS samples; returns whether the ring is within its bound."""
+        """Evict up to TRIM_ROWS samples; returns whether the rest fits."""
         return self._make_room(connection, most=TRIM_ROWS)
 
     def _keep_group(
@@ -233,7 +236,7 @@ _COLUMNS = (
 
 
 def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
-    """Up to `page.limit` samples, and the id of the last row read; None at the end."""
+    """Up to `page.limit` samples, and the last id read (None: the end)."""
     found: list[SampleSummary] = []
     number = 0
     for number, summary in enumerate(_along(connection, wanted, page), start=1):
@@ -256,7 +259,7 @@ def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> It
 
 
 def _driving(wanted: SampleFilter) -> tuple[str, object]:
-    """The column with an equality filter whose index should give the fewest rows."""
+    """The equality-filtered column whose index should give the fewest rows."""
     if wanted.kept_because:
         return "kept_because", wanted.kept_because
     if wanted.first_version is not None and wanted.first_version == wanted.last_version:
@@ -269,7 +272,8 @@ def _driving(wanted: SampleFilter) -> tuple[str, object]:
 
 
 def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
-    """Whether a sample matches; one with a reward that is not finite is in no range of rewards."""
+    """Whether a sample matches.
+    One with a reward that is not finite is in no range of rewards."""
     best, worst = summary.reward_max, summary.reward_min
     return (
         wanted.site in ("", summary.site)

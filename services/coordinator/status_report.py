@@ -26,7 +26,7 @@ def encode(report: StepReport) -> bytes:
 
 
 def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
-    """Step reports after a step, oldest first, with the publication times of their versions."""
+    """Step reports after a step, oldest first, with their versions' publication times."""
     rows = connection.execute(
         "SELECT report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
         " ORDER BY step, version LIMIT ?",
@@ -44,7 +44,8 @@ def run_status(
     store_bytes: int,
     store_problem: str,
 ) -> RunStatus:
-    """The status of the run; `now` is monotonic. `store_bytes` and `store_problem` are of the event loop."""
+    """The status of the run; `now` is monotonic.
+    `store_bytes` and `store_problem` are of the event loop."""
     config = context.config
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()

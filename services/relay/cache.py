@@ -67,7 +67,7 @@ class CacheDirectory:
         return sum(self._sizes.values()) + sum(self._arriving.values())
 
     def path(self, digest: Digest) -> Path | None:
-        """The file of a complete payload, marked as used last; None if missing."""
+        """File of a complete payload, marked as used last; None if missing."""
         if digest not in self._sizes:
             return None
         self._sizes.move_to_end(digest)
@@ -78,8 +78,8 @@ class CacheDirectory:
         return path
 
     def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
-        """Reserve room for an arriving payload; False if it cannot fit. Evicts the longest unused, but not arriving
-        ones in `keep`."""
+        """Reserve room for an arriving payload; False if it cannot fit.
+        Evicts the longest unused, but not arriving ones in `keep`."""
         missing = num_bytes - self._arriving.get(digest, 0)
         if not self._make_room(missing, keep=keep, but=digest):
             return False

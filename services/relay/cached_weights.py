@@ -66,7 +66,7 @@ class CachedWeights:
     async def plan_pull(
         self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, variant: str
     ) -> PullPlan:
-        """The plan to a version, the same for all callers with the same version."""
+        """The plan to a version, equal for callers with equal versions."""
 
         async def ask() -> PullPlan:
             return await self._api.plan_pull(
@@ -104,7 +104,7 @@ class _Entry(Generic[ValueT]):
 
 
 class Answers(Generic[ValueT]):
-    """Answers of one kind, each given for `keep_s` without asking again; `size` is the bytes of one."""
+    """Answers of one kind, kept for `keep_s`; `size` gives one's bytes."""
 
     def __init__(self, *, clock: Clock, keep_s: float, max_bytes: int, size: Callable[[ValueT], int]) -> None:
         self._clock = clock
@@ -139,7 +139,7 @@ class Answers(Generic[ValueT]):
             return entry.value
 
     def expire(self) -> None:
-        """Ask again from now on; old answers serve while the coordinator is unreachable."""
+        """Ask again; old answers serve while the coordinator is unreachable."""
         self._num_expired += 1
         self._asking.clear()
         now = self._clock.monotonic()

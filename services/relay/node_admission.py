@@ -28,7 +28,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """The calling node; without certificates `identity` is None and all callers are one."""
+    """The calling node.
+    Without certificates `identity` is None and all callers are one."""
 
     name: str
     identity: Identity | None = None
@@ -68,8 +69,9 @@ class NodeAdmission:
             IDENTITY_REFUSALS.labels(reason.value)
 
     def admit(self, auth: Mapping[str, Iterable[bytes]], *, is_probe: bool = False) -> Node:
-        """Check a call by its connection; a health probe may have any role and site.
-        Raises Unauthenticated: no identity; PermissionDenied: not for this identity."""
+        """Check a call by its connection.
+        A health probe may have any role and site. Raises Unauthenticated: no identity; PermissionDenied: not for this
+        identity."""
         own = self._own()
         if own is None:
             return Node(name="local")
@@ -85,7 +87,8 @@ class NodeAdmission:
         return node
 
     def recheck(self, node: Node) -> None:
-        """Check what changes with time. Raises Unauthenticated: the certificate was revoked or has expired."""
+        """Check what changes with time.
+        Raises Unauthenticated: the certificate was revoked or has expired."""
         if node.identity is None:
             return
         refusal = node.identity.refuse_at(self._wall_time())
@@ -115,9 +118,9 @@ class NodeAdmission:
                 del self._calls[node.name]
 
     async def message(self, node: Node, method: str, context: _Context) -> tuple[Reservation, Any]:
-        """The next message of a call, or EOF, and its room, which the caller closes.
-        Raises QuotaExceeded: none came in time, retryable; InvalidRequest: too long for the method; Unauthenticated:
-        revoked or expired."""
+        """A call's next message or EOF, and its room.
+        The caller closes the room. Raises QuotaExceeded: none came in time, retryable; InvalidRequest: too long for the
+        method; Unauthenticated: revoked or expired."""
         room, message = await self._budget.message(node.holder, method, context.read)
         try:
             self.recheck(node)

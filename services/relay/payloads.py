@@ -41,7 +41,8 @@ LOOK_S = 0.2
 
 
 class Payloads:
-    """Payload reads of a site. Belongs to the event loop; `on_gone` is called when a planned payload is gone."""
+    """Payload reads of a site.
+    Belongs to the event loop; `on_gone` is called when a planned payload is gone."""
 
     def __init__(
         self, *, api: WeightsApi, cache: CacheDirectory, clock: Clock, on_gone: Callable[[], None] = lambda: None
@@ -62,7 +63,7 @@ class Payloads:
 
     @property
     def object_bytes(self) -> int:
-        """This relay's price of each payload in bytes, the same for all plans of the site."""
+        """This relay's price of a payload in bytes, for all plans."""
         return self._fetcher.link.object_bytes
 
     def note(self, plan: PullPlan) -> None:
@@ -74,7 +75,7 @@ class Payloads:
             self._known.popitem(last=False)
 
     async def read(self, *, digest: Digest, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield frames of [offset, stop) of a payload; without `stop`, to its end.
+        """Yield a payload's frames of [offset, stop); without `stop`, to its end.
         Raises UnknownPayload: neither cached nor planned since the start, plan again; RemoteError: the coordinator's
         error."""
         while True:
@@ -198,7 +199,7 @@ class _Again(Exception):
 
 
 class Arrival:
-    """One payload being fetched into the growing file `path`; `bell` rings when bytes arrive.
+    """A payload being fetched into `path`; `bell` rings when bytes arrive.
 
     `fetching` ends when the payload is complete and in the cache, or with the error.
     """
@@ -213,9 +214,10 @@ class Arrival:
         self._clock = clock
 
     async def read(self, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) as it arrives; ends early if the payload completed before its file was opened.
+        """Yield [offset, stop) as it arrives.
 
-        Frames have verified checksums; the digest is known at the end.
+        It ends early if the payload completed before its file was opened. Frames have verified checksums; the digest is
+        known at the end.
         Raises InvalidRequest: the range is outside the payload; HeterorlError, OSError: why it does not arrive.
         """
         end = self.ref.num_bytes if stop is None else stop

@@ -132,7 +132,8 @@ class RelayServer:
     """Answers the samplers of a site."""
 
     def __init__(self, config: RelayConfig, weights: CachedWeights) -> None:
-        """Prepare a server. Raises ConfigError: a file of certificates cannot be used, or is not a relay's."""
+        """Prepare a server.
+        Raises ConfigError: a file of certificates cannot be used, or is not a relay's."""
         self._config = config
         self._files = None if config.tls.insecure or not config.tls.cert else MaterialFiles(config.tls)
         if self._files is not None and self._files.current().identity.role is not Role.RELAY:
@@ -175,7 +176,7 @@ class RelayServer:
         return port
 
     async def stop(self) -> None:
-        """Report NOT_SERVING, refuse new calls, give running ones their grace, then cut them."""
+        """Report NOT_SERVING, refuse new calls, cut running ones after their grace."""
         self._router.is_serving = False
         await self._grpc.stop(self._config.stop_grace_s)
         await self._forwarder.close()

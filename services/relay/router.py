@@ -196,7 +196,7 @@ async def _pass_on(context: _Context, error: grpc.aio.AioRpcError) -> None:
 
 
 class Forwarder:
-    """Carries calls to the coordinator, each node's over a connection of its own."""
+    """Carries calls to the coordinator, each node's over its own connection."""
 
     def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int, admission: NodeAdmission) -> None:
         self._address = address
@@ -211,7 +211,7 @@ class Forwarder:
             await link.close()
 
     async def carry(self, method: str, node: Node, context: _Context) -> AsyncIterator[bytes]:
-        """Yield the coordinator's answers to a call while the node's messages go the other way.
+        """Yield the coordinator's answers while sending it the node's messages.
         Raises AioRpcError: the coordinator's or the transport's status; RemoteError: the node's message did not
         come."""
         # A call takes a place at the coordinator only once it has a message.

@@ -28,14 +28,15 @@ _HOLDER = "site = ? AND incarnation = ?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """How long an assignment lasts after it was handed out, and whether its holder is away."""
+    """Duration of an assignment from hand-out, and whether its holder is away."""
 
     seconds: float
     is_away: bool = False
 
 
 def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
-    """The term of a holder's assignments. `is_silent`: not seen for `lease_s`; `is_replaced` by a newer incarnation."""
+    """The term of a holder's assignments.
+    `is_silent`: not seen for `lease_s`; `is_replaced` by a newer incarnation."""
     if is_silent and (is_replaced or said.ahead_s <= 0):
         # Its delay does not count: a dead process cannot deliver.
         return Term(seconds=lease_s)
@@ -43,7 +44,7 @@ def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: boo
 
 
 def next_look(said: Declared, term: Term, *, oldest: float, seen: float, lease_s: float, is_silent: bool) -> float:
-    """The next instant at which a holder's assignment may expire, or all of them go away."""
+    """Next instant when a holder's assignments may expire or go away."""
     ends = oldest + term.seconds
     if is_silent or (said.delay_s <= 0 and said.ahead_s <= 0):
         return ends
@@ -53,7 +54,8 @@ def next_look(said: Declared, term: Term, *, oldest: float, seen: float, lease_s
 
 
 class Deadlines:
-    """The terms of assignments; `work_lease_s` is the term of a site without delay, `started` this process's begin."""
+    """The terms of assignments.
+    `work_lease_s` is the term of a site without delay, `started` this process's begin."""
 
     def __init__(self, *, sites: Sites, work_lease_s: float, started: float) -> None:
         self._sites = sites
@@ -65,7 +67,8 @@ class Deadlines:
     def begin(
         self, connection: Connection, handed: Sequence[Handed], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
-        """Start the terms of new leases; running terms stay, so no site keeps an assignment by asking again."""
+        """Start the terms of new leases.
+        Running terms stay, so no site keeps an assignment by asking again."""
         if not handed:
             return ()
         said = self._said(connection, holder)
@@ -92,13 +95,14 @@ class Deadlines:
         )
 
     def look(self, connection: Connection, now: float) -> None:
-        """Reopen expired assignments, count them against their holders, and mark silent sites' assignments as away."""
+        """Reopen expired assignments; mark silent sites' assignments as away.
+        Expired ones count against their holders."""
         due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
         for site, incarnation in due:
             self._look_at(connection, (site, incarnation), now)
 
     def holdings(self, connection: Connection, now: float) -> dict[Holder, tuple[int, int]]:
-        """Assignments that each holder holds, and how many of them are away now."""
+        """Each holder's assignments, and how many of them are away now."""
         found = {}
         rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
         for site, incarnation, held, away in rows:
@@ -147,7 +151,8 @@ class Deadlines:
         return dataclasses.replace(said, delay_s=said.delay_s + (self._trajectory_s or 0.0))
 
     def _silence(self, holder: Holder, now: float) -> tuple[float, bool]:
-        """When a holder was seen last, and whether it is silent; one never seen is silent a lease after the start."""
+        """When a holder was seen last, and whether it is silent.
+        One never seen is silent a lease after the start."""
         seen = self._sites.seen_at(holder)
         if seen is None:
             return self._started, now - self._started >= self._work_lease_s

@@ -19,7 +19,8 @@ from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 
 
 def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:
-    """Seconds since one of the next `reach` versions was published; 0 for the newest. `now` is wall time."""
+    """Seconds since one of the next `reach` versions was published.
+    The newest version has 0. `now` is wall time."""
     (published,) = connection.execute(
         "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
         (version, min(version + reach, MAX_INT64)),
@@ -28,7 +29,7 @@ def superseded_s(connection: Connection, version: int, *, reach: int, now: float
 
 
 def oldest_usable(connection: Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
-    """The oldest version whose groups are within both bounds, of versions and of seconds."""
+    """The oldest version within both bounds, of versions and of seconds."""
     floor = head - max_versions
     row = connection.execute(
         "SELECT max(version) FROM versions WHERE version > ? AND published < ? AND is_abandoned = 0",
@@ -52,9 +53,10 @@ _MANY = 1e6
 
 
 def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
-    """How many of the next `count` groups go into the same version, and the oldest version they may have.
+    """How many of the next `count` groups go into one version.
 
-    `bound` is the largest staleness, in versions, at which a version may consume a group.
+    Also returns the oldest version that they may have. `bound` is the largest staleness, in versions, at which a
+    version may consume a group.
     """
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
@@ -64,7 +66,7 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
 
 
 def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
-    """Versions that come while a group is made, which takes `generation_s`; 0 while unknown.
+    """Versions that come in the `generation_s` of a group; 0 while unknown.
 
     A version takes the mean of the last VERSIONS_TIMED, or the time since the newest one if that is longer.
     """
@@ -100,7 +102,8 @@ _LEASED = (
 
 
 def oldest_pending(connection: Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
-    """Up to `count` pending groups of a version or later ones, oldest policy first; of one site if named."""
+    """Up to `count` pending groups from `first_version` on, oldest policy first.
+    With a site named, its groups only."""
     return connection.execute(
         f"{_LEASED} AND ? IN ('', site) AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
         (site, first_version, count),
@@ -113,7 +116,7 @@ def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:
 
 
 def newest_taken(connection: Connection) -> int:
-    """The newest version of which a group is leased or was consumed; -1 if there is none."""
+    """Newest version with a leased or consumed group; -1 without one."""
     row = connection.execute(
         "SELECT (SELECT max(oldest_version) FROM groups WHERE state = 'leased'),"
         " (SELECT max(oldest_version) FROM groups WHERE state = 'consumed')"

@@ -41,9 +41,10 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A pushed group before the store takes it; `problem` is of its content (empty: none).
+    """A pushed group before the store takes it.
 
-    `digest` of its bytes detects another group under the same id. `sealed` is None if it cannot be read.
+    `problem` is of its content (empty: none). `digest` of its bytes detects another group under the same id. `sealed`
+    is None if it cannot be read.
     """
 
     id: GroupId
@@ -61,7 +62,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Facts shared by the groups of one commit; `now` is wall time, `instant` monotonic."""
+    """Facts for all groups of a commit; `now`: wall time, `instant`: monotonic."""
 
     config: CoordinatorConfig
     quotas: Quotas
@@ -72,7 +73,8 @@ class Surroundings:
 
 
 def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
-    """Validate a group's content and digest its bytes, outside the commit. Unreadable groups become invalid."""
+    """Validate a group's content and digest its bytes, outside the commit.
+    Unreadable groups become invalid."""
     try:
         columns = columns_of(message)
     except MalformedPayload as error:
@@ -101,7 +103,7 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
 
 
 def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config: CoordinatorConfig) -> Arrival:
-    """The arrival of a group that a caller in this process pushed, examined or not."""
+    """The arrival of a group from this process, examined or not."""
     if isinstance(entry, Arrival):
         return entry
     return examined(group_message(sealed(entry).data), contract, max_prompt_tokens=config.max_prompt_tokens)
@@ -128,7 +130,8 @@ def take(connection: Connection, arrived: Arrival, around: Surroundings) -> Push
 def record(
     connection: Connection, arrived: Arrival, reason: DropReason | None, message: str, around: Surroundings
 ) -> PushOutcome:
-    """Write one group's row, account and watermark; settle its assignment and maybe keep a sample."""
+    """Write one group's row, account and watermark; settle its assignment.
+    May keep a sample."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
     row = row_of(arrived, reason, around)
@@ -151,7 +154,8 @@ def record(
 
 
 def _judge_losses(connection: Connection, arrived: Arrival, bound: float) -> tuple[DropReason | None, str]:
-    """Count the lost members of a valid group; drop it if its site loses too many."""
+    """Count a valid group's lost members.
+    It is dropped if its site loses too many."""
     share = quarantine.note_lost(connection, arrived.id.site, len(arrived.lost) / arrived.num_members)
     problem = quarantine.lost_problem(share, bound)
     if not arrived.lost or not problem:
@@ -168,7 +172,8 @@ def insert(count: int) -> str:
 
 
 def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) -> tuple[object, ...]:
-    """The values of a row for `insert`; its version is the one that the group's age counts from."""
+    """A row's values for `insert`.
+    Its version is the one that the group's age counts from."""
     group_id, version = arrived.id, arrived.oldest_version
     if arrived.sealed is not None and reason is None:
         version = counted_version(arrived.sealed, mask_stale=around.config.mask_stale)
@@ -259,7 +264,7 @@ def take_all(connection: Connection, groups: Sequence[Arrival], around: Surround
 
 
 class _Rows:
-    """Accepted groups that are not written yet, and the rows read for them."""
+    """Accepted groups, not written yet, and the rows read for them."""
 
     def __init__(self, connection: Connection, around: Surroundings) -> None:
         self._connection = connection
@@ -333,7 +338,8 @@ class _Rows:
             kept.clear()
 
     def _surroundings(self, group: SealedGroup) -> Facts:
-        """Facts about a group; groups of the same site, version and spans differ only in the assignment."""
+        """Facts about a group.
+        Groups of the same site, version and spans differ only in the assignment."""
         if self._asked.get(group.assignment) == group.id:
             prompt, is_answered = self._work[group.assignment]
         else:

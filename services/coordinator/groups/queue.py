@@ -43,7 +43,8 @@ LATE_EVERY = 4
 
 
 def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int, int, int]:
-    """Rank of a waiting group under `newest`: the smallest is next; its last number is `arrival`."""
+    """Rank of a waiting group under `newest`: the smallest is next.
+    Its last number is `arrival`."""
     return (0, -version, arrival) if version > newest_taken else (1, 0, arrival)
 
 
@@ -54,9 +55,9 @@ def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Turns:
-    """The order of sites between leases; `window` is the groups of a batch, `share` a site's largest part of it.
+    """The order of sites between leases.
 
-    In memory: a restart begins a new round.
+    `window` is the groups of a batch, `share` a site's largest part of it. In memory: a restart begins a new round.
     """
 
     order: Order
@@ -69,7 +70,7 @@ class Turns:
     """Groups taken from the window since the last one from behind it."""
 
     def is_late_next(self, *, has_late: bool, has_others: bool) -> bool:
-        """Whether the next group is from behind the window of `newest`; counts the answer."""
+        """Whether the next group is from behind the window; counts the answer."""
         if not has_late:
             return False
         if has_others and self._num_passed < LATE_EVERY - 1:
@@ -85,11 +86,13 @@ class Turns:
 
     @property
     def cap(self) -> int:
-        """Groups of one site among any `window` groups in a row while another site has groups."""
+        """Most groups of one site among any `window` groups in a row.
+        It binds while another site has groups."""
         return max(1, math.floor(self.share * self.window))
 
     def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
-        """The site to serve next: of the smallest rank, (policy version, arrival) or from `newest_first`."""
+        """The site to serve next.
+        `ranks` are (policy version, arrival) or from `newest_first`, the smallest first; `fair` goes by turns."""
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
         counts = {site: served[site] for site in ranks}
@@ -126,7 +129,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Store operations under the run's bounds; only `quotas` and `turns` are in memory."""
+    """Store operations under the run's bounds; `quotas` and `turns` live in memory."""
 
     config: CoordinatorConfig
     quotas: Quotas
@@ -135,7 +138,7 @@ class Queue:
 
     @classmethod
     def of(cls, config: CoordinatorConfig, ring: SampleRing) -> Queue:
-        """The queue of a configuration; groups that leave it may go into the ring."""
+        """The queue of a configuration; leaving groups may enter the ring."""
         turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
         return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
 
@@ -148,8 +151,8 @@ class Queue:
         return take_all(connection, groups, around)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
-        """Lease up to `count` groups in the run's order, fewer if they are large. Drops some stale groups; `has_stale`
-        tells whether more are left."""
+        """Lease up to `count` groups in order, fewer if they are large.
+        Drops some stale groups; `has_stale` tells whether more are left."""
         oldest = self._oldest_usable(connection, head=head, now=now)
         rows = connection.execute(f"{_STALE} LIMIT {DROPPED_AT_ONCE}", (oldest,)).fetchall()
         self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
@@ -234,7 +237,8 @@ class Queue:
     def consume(
         self, connection: Connection, ids: Sequence[GroupId], *, version: int, parent: int
     ) -> tuple[list[GroupId], str]:
-        """Move groups into a version; or move none, drop those too stale, and return the ones in the way."""
+        """Move all groups into a version, or none.
+        If none, drops stale groups; returns the ones in the way, and the reason."""
         if len(set(ids)) != len(ids):
             return list(ids), "a group is named twice"
         missing: list[GroupId] = []
@@ -266,7 +270,8 @@ class Queue:
         return [], ""
 
     def drop(self, connection: Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = "") -> int:
-        """Drop pending or leased groups; returns how many. Samples show `detail`. Some reasons reopen the prompts."""
+        """Drop pending or leased groups; returns how many.
+        Samples show `detail`. Some reasons reopen the prompts."""
         arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
@@ -304,14 +309,15 @@ class Queue:
             yield connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()[0]
 
     def _content(self, connection: Connection, arrival: int, kind: SampleKind) -> SealedGroup | None:
-        """A group to keep as a sample; None if it is not wanted or cannot be read."""
+        """A group to keep as a sample; None if unwanted or unreadable."""
         if not self.ring.wants(kind, arrival):
             return None
         data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", (arrival,)).fetchone()
         return None if data is None else _verified(data, digest)
 
     def drop_abandoned(self, connection: Connection, versions: Sequence[int]) -> int:
-        """Drop pending and leased groups of abandoned versions: no learner can get their weights."""
+        """Drop pending and leased groups of abandoned versions.
+        No learner can get their weights."""
         arrivals = [
             arrival
             for version in versions
@@ -322,7 +328,8 @@ class Queue:
         return self._drop_at(connection, arrivals, DropReason.UNKNOWN_VERSION)
 
     def return_leased(self, connection: Connection, *, held: Iterable[GroupId] = ()) -> int:
-        """Return the learner's groups to the queue, except `held` ones and groups of quarantined sites."""
+        """Return the learner's groups to the queue, except `held` ones.
+        Groups of quarantined sites are dropped."""
         keep = {_key(group_id) for group_id in held}
         rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
         back = [tuple(row) for row in rows if tuple(row) not in keep]
@@ -333,7 +340,7 @@ class Queue:
 
 
 def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
-    """Count the groups that abandoned versions consumed as dropped, and reopen their prompts."""
+    """Count groups that abandoned versions consumed as dropped; reopen their prompts."""
     for version in versions:
         rows = connection.execute(
             "UPDATE groups SET state = 'dropped', reason = ? WHERE version = ? AND state = 'consumed'"

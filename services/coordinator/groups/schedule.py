@@ -30,7 +30,8 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load that pacing bounds: `outstanding` groups are with samplers, queued, or with the learner."""
+    """The load that pacing bounds.
+    `outstanding` groups are with samplers, queued, or with the learner."""
 
     head_version: int
     policy_version: int
@@ -54,7 +55,7 @@ class Pace:
 
 
 def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
-    """Grant as many groups as can still be trained in time; returns the number and the reason.
+    """Grant groups that can be trained in time; returns number and reason.
 
     A group behind k outstanding ones is trained k // groups_per_version versions from now. It may be granted while head
     + k // groups_per_version - policy_version <= max_staleness_versions. After one version's groups, `coming` counts.
@@ -83,7 +84,8 @@ def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
 
 
 def permute(index: int, *, size: int, key: str) -> int:
-    """Map 0..size-1 onto itself in an order that `key` decides (a Feistel network with cycle walking)."""
+    """Map 0..size-1 onto itself in an order that `key` decides.
+    The method is a Feistel network with cycle walking."""
     bits = max(2, (size - 1).bit_length())
     half = (bits + 1) // 2
     mask = (1 << half) - 1
@@ -98,18 +100,20 @@ def permute(index: int, *, size: int, key: str) -> int:
 
 
 def prompt_of(assignment: int, *, num_prompts: int, seed: int) -> int:
-    """The prompt of an assignment: every prompt once per pass, each pass in another order."""
+    """The prompt of an assignment.
+    A pass has every prompt once, in an order of its own."""
     rounds, position = divmod(assignment, num_prompts)
     return permute(position, size=num_prompts, key=f"{seed}/{rounds}")
 
 
 def seed_of(assignment: int, *, seed: int) -> int:
-    """The sampling seed of an assignment, 63 bits: assigned, so that no site can choose among its samples."""
+    """The sampling seed of an assignment, 63 bits.
+    It is assigned, so that no site can choose among its samples."""
     return _hash(f"sampling/{seed}/{assignment}") >> 1
 
 
 def draw_of(assignment: int, *, seed: int) -> float:
-    """A pseudo-random number in [0, 1) of an assignment, the same after a restart."""
+    """An assignment's pseudo-random number in [0, 1), the same after a restart."""
     return _hash(f"explore/{seed}/{assignment}") / 2.0**64
 
 
@@ -130,7 +134,8 @@ def band_of(mean: float, config: DifficultyConfig) -> str:
 
 
 def decide_prompt(mean: float | None, config: DifficultyConfig, *, draw: float) -> tuple[bool, str]:
-    """Whether a prompt is handed out, and why; `mean` is None for an unseen prompt, `draw` is the assignment's."""
+    """Whether a prompt is handed out, and why.
+    `mean` is None for an unseen prompt; `draw` is the assignment's."""
     if mean is None:
         return True, "unseen"
     band = band_of(mean, config)
@@ -142,7 +147,8 @@ def decide_prompt(mean: float | None, config: DifficultyConfig, *, draw: float) 
 def choose_prompts(
     connection: Connection, first: int, count: int, *, num_prompts: int, seed: int, config: DifficultyConfig
 ) -> tuple[list[tuple[int, int]], int]:
-    """The next `count` assignments from `first` on with their prompts, and the first number after them."""
+    """The next `count` assignments from `first` on, with their prompts.
+    Also returns the first number after them."""
     chosen: list[tuple[int, int]] = []
     number, passed, num_passed = first, 0, 0
     while len(chosen) < count:
@@ -164,7 +170,8 @@ def choose_prompts(
 
 
 def note_rewards(connection: Connection, contents: Iterable[bytes | None], config: DifficultyConfig) -> None:
-    """Count groups in the means of their prompts; a group without content was counted before."""
+    """Count groups in the means of their prompts.
+    A group without content was counted before."""
     if not config.is_on:
         return
     for data in contents:

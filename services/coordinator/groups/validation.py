@@ -44,12 +44,14 @@ class Facts:
 
 
 def counted_version(group: SealedGroup, *, mask_stale: bool) -> int:
-    """The version that a group's age counts from: of its oldest token, or of its youngest if stale ones are masked."""
+    """The version that a group's age counts from.
+    It is the oldest token's, or the youngest's if stale ones are masked."""
     return max(group.versions) if mask_stale else group.oldest_version
 
 
 def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
-    """Accept (None) or name the reason. The content was judged before, so that bad senders are seen."""
+    """Accept (None) or name the reason.
+    The content was judged before, so that bad senders are seen."""
     if facts.quarantine:
         return DropReason.QUARANTINED, f"the site is in quarantine: {facts.quarantine}"
     if group.oldest_version < 0 or facts.state_root is None:
@@ -85,7 +87,8 @@ def size_problem(num_bytes: int, max_group_bytes: int) -> str:
 
 
 def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: int) -> str:
-    """The first problem in a group's numbers, or empty; its columns have consistent lengths."""
+    """First problem in a group's numbers, or empty.
+    Its columns have consistent lengths."""
     if group.prompt.size > max_prompt_tokens:
         return f"prompt: {group.prompt.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
     if group.lengths.size != contract.group_size:
@@ -189,7 +192,8 @@ def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Con
 
 
 def _turn_starts(group: Columns) -> NDArray[np.bool_]:
-    """Which spans begin a turn: drawn ones after given tokens, or at a rollout's start."""
+    """Which spans begin a turn.
+    They are drawn, and come after given tokens or at a rollout's start."""
     drawn = group.span_versions != GIVEN
     starts: NDArray[np.bool_] = drawn.copy()
     starts[1:] &= ~drawn[:-1]
@@ -213,7 +217,7 @@ def _tokens_problem(group: Columns, contract: Contract) -> str:
 
 
 def ending_problem(group: Columns, contract: Contract) -> str:
-    """The first turn that does not end as its rollout states, or empty.
+    """First turn that does not end as its rollout states, or empty.
 
     A turn ends with an end token or at the longest length, and has no end token before.
     """
@@ -296,7 +300,7 @@ def worst_bytes(contract: Contract, *, max_prompt_tokens: int) -> int:
 
 
 def contract_problem(contract: Contract, config: CoordinatorConfig) -> str:
-    """Why a group of this contract may not fit a message, or empty."""
+    """Why this contract's groups may not fit a message, or empty."""
     if contract.group_size > MAX_GROUP_SIZE:
         return f"contract.group_size: {contract.group_size}, at most {MAX_GROUP_SIZE} rollouts travel as one group"
     worst = worst_bytes(contract, max_prompt_tokens=config.max_prompt_tokens)

@@ -70,7 +70,8 @@ class Handed:
 def hand_out(
     connection: Connection, holder: Holder, *, count: int, num_prompts: int, config: CoordinatorConfig, request_id: str
 ) -> list[Handed]:
-    """Lease `count` assignments to a site under a request's id: open ones first, then new ones of the window."""
+    """Lease `count` assignments to a site under a request's id.
+    Open ones come first, then new ones of the window."""
     first = int(get_meta(connection, "next_assignment") or 0)
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND open_from <= ?"
@@ -108,7 +109,8 @@ def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
 def hand_out_held_out(
     connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
 ) -> list[Handed]:
-    """Lease held-out prompts of an evaluation: open ones, else those that fewer than MAX_HOLDERS other sites had."""
+    """Lease held-out prompts of an evaluation.
+    If none is open, it takes prompts that fewer than MAX_HOLDERS other sites had."""
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
         " AND assignment < ? ORDER BY assignment LIMIT ?",
@@ -126,7 +128,8 @@ def hand_out_held_out(
 
 
 def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
-    """The prompt of a held-out assignment if the site held it, and whether the assignment is answered or over."""
+    """The prompt of a held-out assignment if the site held it.
+    Also returns whether the assignment is answered or over."""
     row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
     if row is None:
         return None, True
@@ -147,7 +150,7 @@ def forget(connection: Connection, numbers: range) -> None:
 
 
 def handed_before(connection: Connection, holder: Holder, request_id: str) -> list[Handed]:
-    """The assignments of a request whose answer was lost, if the site still holds them."""
+    """Assignments of a repeated request that the site still holds."""
     if not request_id:
         return []
     rows = connection.execute(
@@ -159,7 +162,8 @@ def handed_before(connection: Connection, holder: Holder, request_id: str) -> li
 
 
 def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
-    """For each assignment, named with a group: its prompt if the group's site held it, and whether it has its group."""
+    """Each assignment's prompt, and whether it has its group.
+    The prompt is None unless the named group's site held it."""
     following = int(get_meta(connection, "next_assignment") or 0)
     numbers = json.dumps([assignment for assignment, _ in wanted])
     rows = {
@@ -186,7 +190,8 @@ def answer(connection: Connection, assignments: Sequence[int]) -> None:
 
 
 def reopen(connection: Connection, assignments: Sequence[int]) -> None:
-    """Hand the assignments of dropped groups out again; prompts and seeds follow from the run's seed."""
+    """Hand the assignments of dropped groups out again.
+    Prompts and seeds follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
@@ -196,7 +201,8 @@ def reopen(connection: Connection, assignments: Sequence[int]) -> None:
 
 
 def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:
-    """Put an open assignment behind as many new ones as came after it, so that a failing row comes ever more rarely."""
+    """Put an open assignment behind as many new ones as followed it.
+    So a failing row comes ever more rarely."""
     following = int(get_meta(connection, "next_assignment") or 0)
     connection.execute(
         "UPDATE work SET open_from = ? WHERE assignment = ? AND is_leased = 0",
@@ -205,7 +211,7 @@ def put_behind(connection: Connection, assignment: int, *, at_least: int) -> Non
 
 
 def give_back(connection: Connection, holder: Holder, assignments: Sequence[int]) -> None:
-    """Open assignments that the holder has; it may not answer them any more."""
+    """Open the holder's assignments; it may not answer them any more."""
     wanted = json.dumps([assignment for assignment in assignments if assignment < 2**63])
     rows = connection.execute(
         "SELECT assignment, holders FROM work WHERE site = ? AND incarnation = ? AND is_leased = 1"
@@ -220,7 +226,8 @@ def give_back(connection: Connection, holder: Holder, assignments: Sequence[int]
 
 
 def held_by(connection: Connection, assignment: int, holder: Holder) -> tuple[int, dict[str, int]] | None:
-    """The prompt of an assignment and its counted returns by site; None if the holder does not have it."""
+    """An assignment's prompt, and its counted returns by site.
+    None if the holder does not have it."""
     row = connection.execute(
         "SELECT prompt_index, returned FROM work WHERE assignment = ? AND site = ? AND incarnation = ?"
         " AND is_leased = 1",
@@ -230,7 +237,7 @@ def held_by(connection: Connection, assignment: int, holder: Holder) -> tuple[in
 
 
 def keep_only(connection: Connection, held: Collection[int], holder: Holder) -> None:
-    """Open the holder's assignments that are not in `held`: its restarted process lost them."""
+    """Open the holder's assignments outside `held`, which its restarted process lost."""
     rows = connection.execute(
         "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", holder
     ).fetchall()
@@ -288,7 +295,8 @@ class Closed:
 
 
 def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
-    """Whether counted returns by site close an assignment; `is_shared` while several sites want work."""
+    """Whether counted returns by site close an assignment.
+    `is_shared` while several sites want work."""
     return sum(returned.values()) >= MAX_RETURNS and (len(returned) > 1 or not is_shared)
 
 

@@ -48,7 +48,8 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one variant, by number. A variant other than "" may lack versions."""
+    """All versions of a run in one variant, by number.
+    A variant other than "" may lack versions."""
 
     run_id: str
     versions: tuple[StoredVersion, ...]
@@ -62,7 +63,8 @@ class History:
 
 
 def read_histories(directory: Path) -> tuple[History, ...]:
-    """Read a data directory: the trained weights first, then each variant. Raises as `open_store`."""
+    """Read a data directory: the trained weights first, then each variant.
+    Raises as `open_store`."""
     with open_store(directory) as connection:
         # A coordinator's start skips the history of a large store.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
@@ -96,7 +98,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
 
 
 def is_in_use(directory: Path) -> bool:
-    """Whether a coordinator of another process runs on the store of a data directory."""
+    """Whether another process's coordinator runs on a data directory's store."""
     return _is_locked(directory / STORE_FILE)
 
 

@@ -47,7 +47,8 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The restored run; `missing` are payloads that the backup names but does not hold whole."""
+    """The restored run.
+    `missing` are payloads that the backup names but does not hold whole."""
 
     run_id: str
     head_version: int
@@ -115,7 +116,7 @@ def _restore(
 
 
 def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
-    """Note the restoration in the copy; returns its head, number of groups and audit digest."""
+    """Note the restoration; returns head, number of groups and audit digest."""
     file.execute("BEGIN IMMEDIATE")
     head = stated_version(lineage.head_version(file))
     if get_meta(file, "epoch") is not None:
@@ -135,7 +136,8 @@ def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
 def _copy_payloads(
     file: sqlite3.Connection, source: Path, target: Path, advance: Advance
 ) -> tuple[int, tuple[Digest, ...]]:
-    """Copy whole payloads that the store names; a coordinator treats the missing ones as damaged."""
+    """Copy whole payloads that the store names.
+    A coordinator treats the missing ones as damaged."""
     named = {Digest(row[0]): int(row[1]) for row in file.execute("SELECT digest, num_bytes FROM payloads")}
     done, total, missing = 0, sum(named.values()), []
     make_directory(target)
@@ -161,7 +163,7 @@ def _copy_payloads(
 
 @contextlib.contextmanager
 def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
-    """A transaction in which the tables are made, or None; committed if the block succeeds."""
+    """A transaction with new tables, or None; committed on success."""
     if not url:
         yield None
         return

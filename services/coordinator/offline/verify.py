@@ -193,7 +193,8 @@ Advance = Callable[[int], None]
 def check_payloads(
     history: History, manifests: Mapping[int, Manifest], *, report: Report, advance: Advance
 ) -> dict[str, Path]:
-    """Hash every payload of the manifests; returns the right files by digest. `advance` gets the bytes checked."""
+    """Hash every payload of the manifests; returns the right files by digest.
+    `advance` gets the bytes checked."""
     right: dict[str, Path] = {}
     for version, manifest in sorted(manifests.items()):
         for payload in manifest.payloads:
@@ -229,7 +230,7 @@ def num_rebuilt(manifests: Mapping[int, Manifest]) -> int:
 
 
 def replay(manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, report: Report, advance: Advance) -> None:
-    """Rebuild every state chunk by chunk, and compare chunk digests and state roots.
+    """Rebuild each state by chunks; compare chunk digests and state roots.
 
     `files` are the payloads that passed `check_payloads`; others are skipped. `advance` gets the chunks.
     """
@@ -356,7 +357,8 @@ class _Replay:
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:
-    """Manifests with the payloads that the store offers: no deleted ones, but the coordinator's own snapshots."""
+    """Manifests with the payloads that the store offers.
+    Deleted ones are left out, the coordinator's own snapshots are added."""
     offered = {(payload.to_version, payload.kind): payload for payload in history.offered}
     digests = {payload.digest for payload in history.offered}
     kept: dict[int, Manifest] = {}

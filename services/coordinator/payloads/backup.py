@@ -76,7 +76,7 @@ class Backups:
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
     async def make(self, name: str) -> Backup:
-        """Back up the run into a directory of this name, or return the existing backup.
+        """Back up the run under this name, or return its backup.
         Raises InvalidRequest: not a name; Busy: another backup runs, or the disk refuses; StoreFull: no room."""
         if not _NAME.fullmatch(name) or name.endswith(_PARTIAL):
             raise InvalidRequest("name: not 1 to 64 letters, digits, dots, dashes and underscores")

@@ -40,9 +40,10 @@ class Damage:
         """Payloads that failed a proof once although their copies are right."""
 
     async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
-        """The error for the caller of a failed read; a damaged payload is not offered again.
+        """The error for the caller of a failed read.
 
-        UnknownPayload: missing or damaged; the caller plans again. Busy: it cannot be read now.
+        A damaged payload is not offered again. UnknownPayload: missing or damaged; the caller plans again. Busy: it
+        cannot be read now.
         """
         if isinstance(error, FileNotFoundError | DamagedFile) and await self._cache.heal(digest) is not Repair.LOST:
             # Even if the file is whole again: an open reader still reads the replaced file.
@@ -59,12 +60,12 @@ class Damage:
         return unreadable(error)
 
     def note_read(self, digest: Digest) -> None:
-        """Note a payload that was read to its end: its next failure is logged again."""
+        """Note a whole read of a payload: its next failure is logged."""
         self._told.discard(digest)
 
     async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
-        """Put a payload aside that failed a proof, unless its copy is right or repaired; returns whether to prove it
-        again at once, since a right copy may have replaced it during the proof."""
+        """Put a payload aside that failed a proof, unless right or repaired.
+        Returns whether to prove it again at once, since a right copy may have replaced it during the proof."""
         cure = await self._cache.heal(digest)
         if cure is Repair.RIGHT and digest not in self._doubted:
             _LOG.warning("verifying payload %s again: %s", digest[:12], problem)
@@ -95,7 +96,7 @@ class Damage:
                     await self.put_aside(digest, "it is gone")
 
     async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:
-        """Await an action on payload files; a disk that failed ends the process."""
+        """Await an action on payload files; a failed disk ends the process."""
         try:
             return await action
         except CorruptStore as error:
@@ -107,7 +108,8 @@ class Damage:
             raise Busy("the directory of the payloads is gone: is its disk mounted?", retry_after_s=BUSY_S)
 
     def _tell(self, digest: Digest, error: OSError) -> None:
-        """Log a failure once until the payload can be read again: callers retry every few seconds."""
+        """Log a failure once until the payload can be read again.
+        Callers retry every few seconds."""
         UNREADABLE_PAYLOADS.inc()
         if digest not in self._told:
             self._told.add(digest)

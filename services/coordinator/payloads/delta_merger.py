@@ -37,7 +37,7 @@ MAX_CHUNK_ELEMENTS = 4 * CHUNK_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """Payloads to compose into one over `span`, and the manifest that it leads to."""
+    """Payloads to merge into one over `span`, and the resulting manifest."""
 
     span: Span
     payloads: tuple[PayloadRef, ...]
@@ -46,7 +46,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """The next job, if any; `skipped` are spans that no composition can serve."""
+    """The next job, if any; `skipped`: spans that no composition serves."""
 
     job: _Job | None
     head: int
@@ -83,14 +83,16 @@ class DeltaMerger(BackgroundWorker):
         self._current: Span | None = None
 
     def request(self, span: Span) -> None:
-        """Request a merged delta over a span, unless it exists, is in progress or impossible, or MAX_REQUESTS wait."""
+        """Request a merged delta over a span.
+        Ignored if it exists, is in progress or impossible, or MAX_REQUESTS wait."""
         is_known = span in self._requests or span in self._skipped or span in self._merges.spans
         if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
             self._requests[span] = None
             self.poke()
 
     async def run(self) -> None:
-        """Compose what is due until cancelled; returns when the store ends, or when merging is off."""
+        """Compose what is due until cancelled.
+        Returns when the store ends, or when merging is off."""
         if not self._budget_bytes:
             return
 
@@ -155,7 +157,8 @@ class DeltaMerger(BackgroundWorker):
     def _choose(
         self, connection: Connection, *, requests: tuple[Span, ...], skipped: frozenset[Span], have: frozenset[Span]
     ) -> _Choice | None:
-        """Choose the next job, as a read-only store operation. None while there is no version."""
+        """Choose the next job, as a read-only store operation.
+        None while there is no version."""
         head = lineage.head_version(connection)
         if head is None:
             return None
@@ -202,7 +205,7 @@ class DeltaMerger(BackgroundWorker):
 
 
 def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
-    """The cheapest deltas over a span, merged ones included; empty without a path."""
+    """Cheapest deltas over a span, with merged ones; empty without a path."""
 
     def into(version: int) -> list[PayloadRef]:
         payloads = [*chain.into(version), *merged_into(version)]

@@ -83,11 +83,13 @@ class GarbageCollector(BackgroundWorker):
             _LOG.warning("postponed deletion of payloads: %s", error)
 
     async def run(self) -> None:
-        """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        """Verify, write and delete what is due until cancelled.
+        Returns when the store ends."""
         await self._loop(self.work)
 
     async def work(self) -> None:
-        """Verify, write and delete what is due; on a full disk do not write, and delete all that may go."""
+        """Verify, write and delete what is due.
+        On a full disk it writes nothing, and deletes all that may go."""
         is_pressed = not self._may_write()
         for variant in await self._database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
@@ -101,7 +103,7 @@ class GarbageCollector(BackgroundWorker):
     # snapshots
 
     async def _verify_newest(self, variant: str) -> bool:
-        """Verify the newest snapshot if it is not; returns whether to look for another."""
+        """Verify the newest snapshot if needed; returns whether to look again."""
         work = await self._ask(variant, payload_index.unverified_snapshot)
         if work is None:
             return False
@@ -176,7 +178,8 @@ class GarbageCollector(BackgroundWorker):
             yield
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
-        """Delete payloads that no sampler needs; returns the bytes freed. Not in batches if bytes are missing."""
+        """Delete payloads that no sampler needs; returns the bytes freed.
+        Not in batches if bytes are missing."""
         async with self._collecting:
             await self._give_up_unpublished()
             if not self._leases.are_known(self._clock.monotonic()):

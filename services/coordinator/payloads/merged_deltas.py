@@ -37,7 +37,7 @@ KEEP_VERSIONS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The versions that a merged delta leads over, from `start` to `stop`, in one variant."""
+    """Versions from `start` to `stop` in one variant, for a merged delta."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Span:
 
 
 def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str = "") -> Iterator[Span]:
-    """Missing blocks in the last `window` versions: small before large, the newest first."""
+    """Missing blocks in the last `window` versions: small before large, newest first."""
     length = RADIX
     while length <= window:
         for stop in range(head // length * length, max(length - 1, head - window), -length):
@@ -68,7 +68,8 @@ def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str =
 
 
 def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: str = "") -> Span | None:
-    """The span of a plan's deltas if it is worth one merged delta: several deltas, RADIX versions, to the head."""
+    """The span of a plan's deltas if worth a merged delta.
+    There must be several, over at least RADIX versions, up to the head."""
     deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
     if len(deltas) < 2:
         return None
@@ -77,7 +78,7 @@ def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: 
 
 
 def to_evict(sizes: Mapping[Span, int], *, head: int, window: int, budget_bytes: int) -> list[Span]:
-    """Merged deltas to evict: useless ones, then the least useful until the rest fits the budget.
+    """Merged deltas to evict: useless, then least useful, to fit the budget.
 
     Useless: a block that ends before the window, any other that ends KEEP_VERSIONS before the head. Least useful: not a
     block, then the oldest end, then the shortest.
@@ -102,7 +103,8 @@ _NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")
 
 
 class MergedDeltas:
-    """The merged deltas of one run. Belongs to the event loop, but `into` may be called from any thread."""
+    """The merged deltas of one run.
+    Belongs to the event loop, but `into` may be called from any thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -158,7 +160,8 @@ class MergedDeltas:
         self._replace_into()
 
     async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
-        """Drop entries whose files are missing, of `payloads` or of all; returns whether there were any."""
+        """Drop entries, of `payloads` or all, whose files are missing.
+        Returns whether there were any."""
         looked_at = [*self._index.values()] if payloads is None else payloads
         merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
         missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
@@ -175,7 +178,7 @@ class MergedDeltas:
     async def evict(
         self, *, head: int, window: int, budget_bytes: int, leased: Callable[[], frozenset[Digest]] = frozenset
     ) -> list[Span]:
-        """Delete useless or excess merged deltas that are not leased; returns their spans."""
+        """Delete useless or excess, unleased merged deltas; returns their spans."""
         sizes = {span: payload.num_bytes for span, payload in self._index.items()}
         evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
         kept = leased()

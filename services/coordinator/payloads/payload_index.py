@@ -39,9 +39,9 @@ def graph(chain: Chain) -> Graph:
 
 
 def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
-    """Versions of a chain from `oldest` on that were not abandoned, read from indexes only.
+    """Versions of a chain from `oldest` on that were not abandoned.
 
-    Reading rows also reads their manifests: of 300 kB each, 1000 versions took a second.
+    It reads indexes only. Reading rows also reads their manifests: of 300 kB each, 1000 versions took a second.
     """
     connection = chain.connection
     # The plus makes SQLite use the index of abandoned versions instead of the table.
@@ -78,7 +78,7 @@ def unverified_snapshot(chain: Chain) -> Work | None:
 
 
 def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
-    """Offer a snapshot that the coordinator wrote; False if its version was abandoned or has one."""
+    """Offer a snapshot; False if its version is abandoned or has one."""
     inserted = 0
     if chain.is_in_lineage(payload.to_version):
         inserted = chain.connection.execute(
@@ -98,7 +98,7 @@ def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
 
 
 def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
-    """The cheapest path from a verified snapshot to the head; empty without one."""
+    """Cheapest path from a verified snapshot to the head; empty without one."""
     verified = chain.verified()
 
     def into(version: int) -> list[PayloadRef]:
@@ -110,7 +110,8 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:
-    """Choose unneeded payloads; all of an ended variant once no sampler may ask for it."""
+    """Choose unneeded payloads.
+    All of an ended variant go once no sampler may ask for it."""
     found = graph(chain)
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
@@ -120,7 +121,7 @@ def decide(chain: Chain, needs: Needs) -> Retirement:
 
 
 def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> None:
-    """Decide again and retire unneeded payloads, unless the remaining path differs from the proved one."""
+    """Decide again and retire payloads if the proved path still remains."""
     retirement = decide(chain, needs)
     if retirement.way[: len(proved)] == proved and bool(retirement.way) == bool(proved):
         retire(chain, retirement.payloads)
@@ -153,7 +154,8 @@ def retire_digests(connection: Connection, digests: Iterable[Digest]) -> None:
 
 
 def retired(connection: Connection) -> list[Digest]:
-    """Files to delete; those that a version names again are taken off the record."""
+    """Files to delete.
+    Takes files that a version names again off the record."""
     connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
     return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
 
@@ -175,13 +177,13 @@ def is_named(connection: Connection, digest: Digest) -> bool:
 
 
 def named(connection: Connection) -> tuple[frozenset[Digest], int]:
-    """All payloads that are offered or recorded for deletion, and the number of versions."""
+    """Payloads offered or recorded for deletion, and the number of versions."""
     rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
     return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
 
 
 def newest_snapshot(connection: Connection) -> tuple[int, float] | None:
-    """The version of the newest verified snapshot and its publication time, or None."""
+    """Version and publication time of the newest verified snapshot, or None."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
         " AND variant = '' ORDER BY version DESC LIMIT 1"

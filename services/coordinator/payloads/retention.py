@@ -102,7 +102,8 @@ KEPT_SNAPSHOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Published payloads over versions. `lineage` ascends to the head; `verified` are versions with such a snapshot."""
+    """Published payloads over versions.
+    `lineage` ascends to the head; `verified` are versions with a verified snapshot."""
 
     payloads: Sequence[PayloadRef]
     lineage: Sequence[int]
@@ -111,7 +112,8 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Pulls that must stay possible. `in_use` are versions; `window` is at least `staleness`."""
+    """Pulls that must stay possible.
+    `in_use` are versions; `window` is at least `staleness`."""
 
     window: int
     staleness: int
@@ -121,7 +123,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """Payloads to delete, and the verified path to the head that must be proved before (empty: delete none)."""
+    """Payloads to delete, and the path that must be proved before.
+    `way` is a verified path to the head, empty if none needs a proof."""
 
     payloads: tuple[PayloadRef, ...]
     way: tuple[PayloadRef, ...]
@@ -187,7 +190,7 @@ class _Ways:
                 yield payload
 
     def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
-        """The newest verified snapshots with their paths to the head, and newer unverified snapshots."""
+        """Newest verified snapshots, their paths to the head, and newer unverified snapshots."""
         newest = [version for version in self._verified if version in self._snapshots][-KEPT_SNAPSHOTS:]
         for version in newest:
             yield self._snapshots[version]

@@ -20,7 +20,7 @@ from heterorl.common.weights.payload import NO_ROOT, Header, read_chunk, read_he
 
 
 class DamagedPayload(CorruptData):
-    """A payload does not lead to the state that its version's manifest states."""
+    """A payload does not lead to the state in its version's manifest."""
 
     def __init__(self, index: int, problem: str) -> None:
         super().__init__(problem)
@@ -29,17 +29,18 @@ class DamagedPayload(CorruptData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A path that begins with a snapshot; `payloads[i]` leads to the version of `manifests[i]`."""
+    """A path from a snapshot; `payloads[i]` leads to the version of `manifests[i]`."""
 
     payloads: tuple[PayloadRef, ...]
     manifests: tuple[Manifest, ...]
 
 
 def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> tuple[bool, str]:
-    """Whether a snapshot of the head is due, and why; `way` is the path of a new sampler: a snapshot, then deltas.
+    """Whether a snapshot of the head is due, and why.
 
-    It is due when the deltas cost more than `snapshot_ratio` of the snapshot's bytes; beyond `window` versions in any
-    case, since the deltas could not be deleted.
+    `way` is the path of a new sampler: a snapshot, then deltas. A snapshot is due when the deltas cost more than
+    `snapshot_ratio` of the bytes of `way[0]`. Beyond `window` versions it is due in any case, since the deltas could
+    not be deleted.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
         return False, "there is no snapshot to start from"
@@ -57,7 +58,7 @@ def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window:
 
 
 def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk: Callable[[], None]) -> None:
-    """Rebuild the states along a path from a snapshot, and compare them with their manifests.
+    """Rebuild a path's states from its snapshot; compare them with the manifests.
 
     The first and last are compared; if the last is wrong, all, to find the payload. Files are open only while they are
     read. `on_chunk` may stop it by raising.
@@ -98,7 +99,7 @@ def _rebuild_chunk(
     *,
     is_each_compared: bool,
 ) -> int | None:
-    """Index of the first payload compared that leads to another chunk, or None."""
+    """Index of the first compared payload with a wrong chunk, or None."""
     values = zeros(chunk)
     for index, (path, (header, _), manifest) in enumerate(zip(paths, headers, manifests, strict=True)):
         record = header.records[number]
@@ -116,7 +117,7 @@ def _rebuild_chunk(
 
 
 def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Callable[[], None]) -> PayloadRef:
-    """Compose a path into one snapshot and prove it; durable when it returns.
+    """Compose a path into one durable snapshot, and prove it.
     Raises DamagedPayload: a payload of the path is damaged; OSError: one is gone, or the disk is full."""
     last = work.manifests[-1]
     try:

@@ -28,8 +28,9 @@ from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Roles that may call an rpc. The field at `site` must be the caller's own site; a learner must set `of_learner`;
-    `at_once` bounds one certificate's concurrent calls (0: only the bound on all its calls)."""
+    """Roles that may call an rpc.
+    The field at `site` must be the caller's own site; a learner must set `of_learner`. `at_once` bounds one
+    certificate's concurrent calls (0: only the bound on all its calls)."""
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
@@ -103,7 +104,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
-    """Decide whether a peer may call an rpc (full name, with the leading slash) of a run; None is yes."""
+    """Decide whether a peer may call a run's rpc; None: yes.
+    `method` is the full name, with the leading slash."""
     rule = RULES.get(method)
     if rule is None:
         return Refusal(reason=RefusalReason.UNKNOWN_RPC, message=f"{method} is not open to any role")
@@ -117,7 +119,8 @@ def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
 
 
 def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
-    """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
+    """Decide whether a request is for the caller's own site; None: yes.
+    `refuse_call` comes first."""
     rule = RULES[method]
     is_learner = isinstance(peer, Identity) and peer.role is Role.LEARNER
     # Without it an earlier learner could speak for the one that has the lease now.
@@ -170,8 +173,8 @@ class CallAuthorizer:
     def admit(
         self, method: str, auth: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> Peer:
-        """Authorize a call by its connection, or by the node that a relay forwards. Raises Unauthenticated,
-        PermissionDenied."""
+        """Authorize a call by its connection or the node behind a relay.
+        Raises Unauthenticated, PermissionDenied."""
         peer = LocalPeer() if self._is_plaintext else identify(auth)
         if isinstance(peer, Identity):
             shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
@@ -186,7 +189,8 @@ class CallAuthorizer:
         return peer
 
     def recheck(self, peer: Peer) -> None:
-        """Check what changes with time. Raises Unauthenticated: the certificate was revoked or has expired."""
+        """Check what changes with time.
+        Raises Unauthenticated: the certificate was revoked or has expired."""
         if isinstance(peer, LocalPeer):
             return
         for each in (peer, peer.through):
@@ -205,7 +209,7 @@ class CallAuthorizer:
             self._serials[peer.site] = peer.serial
 
     def check_request(self, method: str, peer: Peer, request: object) -> None:
-        """Check one message of a caller. Raises PermissionDenied: it speaks for another site."""
+        """Check one message. Raises PermissionDenied: it speaks for another site."""
         _raise(refuse_request(method, peer, request))
 
 

@@ -38,7 +38,8 @@ class Text(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Most entries of a repeated field; most characters of a text, bytes of a bytes field, in each entry."""
+    """Most entries of a repeated field, and the longest entry.
+    `length` is in characters of a text, or bytes of a bytes field."""
 
     count: int = 4096
     length: int = 256
@@ -164,7 +165,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
 
 
 def bound_of(message: str, field: str) -> Bound:
-    """The bound of a field of a message (its name without the package)."""
+    """The bound of a field; `message` is named without its package."""
     return BOUNDS.get(f"{message}.{field}") or BOUNDS.get(field, DEFAULT)
 
 
@@ -229,7 +230,7 @@ def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
 
 
 def _count(message: Message, left: int, path: str) -> int:
-    """Check the fields of one message; returns how many there are, or more than `left`."""
+    """Check a message's fields; returns their number, or more than `left`."""
     number = 1
     for field in _fields(message.DESCRIPTOR):
         value = getattr(message, field.name)
@@ -261,7 +262,8 @@ def _count(message: Message, left: int, path: str) -> int:
 
 
 def is_repeated(field: FieldDescriptor) -> bool:
-    """Whether a field is repeated. Protobuf 6.31 warns of `label`; earlier ones have only that."""
+    """Whether a field is repeated.
+    Protobuf 6.31 warns of `label`; earlier ones have only that."""
     known = getattr(field, "is_repeated", None)
     return bool(getattr(field, "label", 0) == FieldDescriptor.LABEL_REPEATED) if known is None else bool(known)
 

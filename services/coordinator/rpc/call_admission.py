@@ -124,7 +124,8 @@ _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Caller:
-    """The holder of an admitted call, one for each certificate; without certificates, one for each address."""
+    """The holder of an admitted call: one for each certificate.
+    Without certificates, one for each address."""
     if isinstance(peer, Identity):
         name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
         return Caller(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
@@ -135,7 +136,7 @@ def holder_of(peer: Peer, method: str, address: str) -> Caller:
 
 
 class Requests:
-    """The messages of one call, each read when it is requested and there is room.
+    """The messages of one call, read on request when there is room.
 
     The next request frees a message's room; after `settle_by_hand`, `settle` does.
     """
@@ -185,7 +186,7 @@ class Requests:
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):
-    """Wraps every handler: admits its calls, times them, and turns typed errors into statuses."""
+    """Wraps handlers: admits and times calls, turns typed errors into statuses."""
 
     def __init__(self, authorizer: CallAuthorizer, *, shares: Shares, budget: MemoryQuota) -> None:
         self.budget = budget
@@ -291,7 +292,8 @@ def _serializer(handler: Any) -> Callable[[Any], bytes]:
 
 @contextlib.asynccontextmanager
 async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
-    """Time a call and turn a typed error into its status. A cancelled call is not counted."""
+    """Time a call and turn a typed error into its status.
+    A cancelled call is not counted."""
     started, method = time.perf_counter(), method.rpartition("/")[2]
     try:
         yield

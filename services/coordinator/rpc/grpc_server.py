@@ -80,7 +80,8 @@ class Server:
         messages_in_flight_bytes: int = 1 << 30,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a server. Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
+        """Prepare a server.
+        Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
@@ -132,7 +133,7 @@ class Server:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
+        """Report NOT_SERVING, refuse new calls, cut running ones after `grace_s` seconds."""
         await self._health.set_serving(False)
         await self.grpc.stop(grace_s)
 

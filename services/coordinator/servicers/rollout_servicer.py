@@ -63,8 +63,8 @@ class PushStreams:
         self._converting = asyncio.Semaphore(1)
 
     async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
-        """The outcomes of each message's groups, in order. Raises RemoteError: a message was refused, after the answers
-        to those before it."""
+        """The outcomes of each message's groups, in order.
+        Raises RemoteError: a message was refused, after the answers to those before it."""
         if isinstance(requests, Requests):
             # Messages keep their room until their groups are in the store.
             requests.settle_by_hand()

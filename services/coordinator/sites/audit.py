@@ -64,7 +64,8 @@ def row_digest(row: AuditRow) -> str:
 
 
 def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
-    """Add a row in the transaction of its event; returns its digest. `now` is in seconds since the epoch."""
+    """Add a row in the transaction of its event; returns its digest.
+    `now` is in seconds since the epoch."""
     last = connection.execute("SELECT sequence, digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
     sequence, previous = (last[0] + 1, last[1]) if last else (1, "")
     row = AuditRow(
@@ -112,7 +113,7 @@ def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
 
 
 def note_refusals(connection: Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
-    """Add a row for each site with the refusals of its quotas since the last one."""
+    """Add a row of new refusals by quotas for each site."""
     sites: dict[str, list[str]] = {}
     for (site, quota), count in sorted(counts.items()):
         sites.setdefault(site, []).append(f"{count} pushes over the quota of {quota}")

@@ -59,7 +59,8 @@ def remember(connection: Connection, group_id: GroupId) -> None:
 
 
 def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: int) -> int:
-    """Raise the watermark to `lowest` - 1 as the site states; returns the number of missing groups below."""
+    """Raise the watermark to `lowest` - 1, as the site states.
+    Returns the number of missing groups below."""
     row = connection.execute(
         "SELECT watermark, (SELECT count(*) FROM beyond_watermark b WHERE b.site = sites.site"
         " AND b.incarnation = sites.incarnation AND sequence < ?) FROM sites WHERE site = ? AND incarnation = ?",
@@ -73,7 +74,8 @@ def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: in
 
 
 def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """For registered holders, whether half of MAX_GAP is used, so that the site should register again."""
+    """For registered holders, whether half of MAX_GAP is used.
+    The site should then register again."""
     # PostgreSQL's lists cannot hold a NUL, and no name has one.
     asked = {holder for holder in holders if "\0" not in "".join(holder)}
     sites, incarnations = ([*{holder[place] for holder in asked}] for place in (0, 1))
@@ -88,7 +90,7 @@ def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dic
 
 
 def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
-    """Raise the watermark from `start` to `reached` and over the dense sequences behind it."""
+    """Raise the watermark to `reached`, and over dense sequences behind it."""
     key = (site, incarnation)
     for (sequence,) in connection.execute(
         "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence > ? ORDER BY sequence",
@@ -125,7 +127,7 @@ class Row:
 
 
 def note(connection: Connection, site: str, incarnation: str) -> list[str]:
-    """Make a registered incarnation its site's newest; returns the ones deleted for it."""
+    """Make a registered incarnation its site's newest; returns incarnations deleted for it."""
     key = f"incarnations/{site}"
     known = json.loads(get_meta(connection, key) or "[]")
     newest = [incarnation, *(each for each in known if each != incarnation)]
@@ -155,7 +157,8 @@ def _has_pushed(connection: Connection, site: str, incarnation: str) -> bool:
 
 
 def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[Row]:
-    """Rows of all sites: the newest incarnations, those in `active`, and a sum of each site's others."""
+    """Rows of all sites.
+    They are the newest incarnations, those in `active`, and a sum of each site's others."""
     rows: list[Row] = []
     totals = connection.execute(
         "SELECT site, count(*), sum(accepted), sum(dropped) FROM sites GROUP BY site"

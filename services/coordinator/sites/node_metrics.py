@@ -41,7 +41,8 @@ class _Node:
 
 
 class NodeMetrics:
-    """Entries by service and site. `put` is for the event loop, `page` for any thread."""
+    """Entries by service and site.
+    `put` is for the event loop, `page` for any thread."""
 
     def __init__(self, *, run_id: str, most_nodes: int, clock: Clock) -> None:
         self._run_id = run_id
@@ -116,14 +117,16 @@ class MetricsPage:
         self._is_whole = False
 
     def stand_by(self) -> int:
-        """Serve a standby's metrics; returns the port. Raises as `metrics.serve`, or ConfigError: bad certificates."""
+        """Serve a standby's metrics; returns the port.
+        Raises as `metrics.serve`, or ConfigError: bad certificates."""
         if self._config.tls.cert:
             self._files = MaterialFiles(self._config.tls)
         metrics.STANDING_BY.set(1)
         return self._open()
 
     def serve(self) -> int:
-        """Serve all metrics, on a standby's port if there is one; returns it. Raises as `metrics.serve`."""
+        """Serve all metrics, on the standby's port if any; returns it.
+        Raises as `metrics.serve`."""
         metrics.STANDING_BY.set(0)
         self._is_whole = True
         return self._open()

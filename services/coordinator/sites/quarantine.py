@@ -34,14 +34,15 @@ KEPT_VERSIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The outcome of a canary: the reason of the quarantine, empty to end it, None to leave it."""
+    """The outcome of a canary.
+    `quarantine` is the reason, empty to end it, None to leave it."""
 
     difference: float | None
     quarantine: str | None
 
 
 def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) -> Judgement:
-    """Decide on a site from its canary and the learner's of the same version."""
+    """Judge a site's canary by the learner's of the same version."""
     if not stated or threshold == 0:
         return Judgement(difference=None, quarantine=None)
     if len(report.logprobs) != len(stated):
@@ -56,9 +57,10 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 
 
 def canary_kl(offered: tuple[float, ...], stated: tuple[float, ...]) -> float | None:
-    """Half of the mean square of a canary's differences from the learner's: about the KL a token of the two engines.
+    """Half the mean square of a canary's differences from the learner's.
 
-    Both have equal weights, so it is the site's engine mismatch at any staleness. None if no values can be compared.
+    It is about the KL a token of the two engines. Both have equal weights, so it is the site's engine mismatch at any
+    staleness. None if no values can be compared.
     """
     if not stated or len(offered) != len(stated) or not np.isfinite(offered).all():
         return None
@@ -66,7 +68,8 @@ def canary_kl(offered: tuple[float, ...], stated: tuple[float, ...]) -> float | 
 
 
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
-    """Record the learner's canaries of a version. Raises InvalidRequest: too many log-probs, or one is not finite."""
+    """Record the learner's canaries of a version.
+    Raises InvalidRequest: too many log-probs, or one is not finite."""
     canaries = {"": request.canary, **{entry.variant: entry.canary for entry in request.variants}}
     for variant, stated in canaries.items():
         if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
@@ -93,7 +96,7 @@ def read_canary(connection: Connection, version: int, variant: str = "") -> tupl
 def compare_canary(
     connection: Connection, report: CanaryReport, *, threshold: float, variant: str = ""
 ) -> CanaryVerdict:
-    """Judge a site's canary by the learner's of the same weights, and store the outcome."""
+    """Judge a site's canary by the learner's, and store the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
     judgement = judge_canary(report, read_canary(connection, report.version, variant), threshold=threshold)
@@ -121,7 +124,7 @@ _SHARES = "SELECT site, share FROM lost_shares"
 
 
 def moved_share(share: float, lost: float) -> float:
-    """A site's share after a group that lost `lost` of its members, from 0 to 1."""
+    """A site's lost share after one more group; `lost`: 0 to 1."""
     return share + (lost - share) / WINDOW_GROUPS
 
 
@@ -136,7 +139,8 @@ def lost_problem(share: float, bound: float) -> str:
 
 
 def note_lost(connection: Connection, site: SiteId, lost: float, *, groups: int = 1) -> float:
-    """Move a site's share by `groups` groups that lost `lost` of their members each; returns it."""
+    """Move a site's share by groups that lost `lost` of their members.
+    Returns the share."""
     row = connection.execute(f"{_SHARES} WHERE site = ?", (site,)).fetchone()
     if row is None and not lost:
         # No row for a site that never lost a member.
@@ -166,7 +170,7 @@ CODE_MISMATCHES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0: never."""
+    """Quarantine at `failures` failed groups among a site's newest `window_groups`; 0: never."""
 
     failures: int
     window_groups: int
@@ -178,7 +182,8 @@ def rule_of(config: CoordinatorConfig) -> Rule:
 
 
 def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
-    """Whether a site has too many failures. Each is given by the number of groups accepted before it."""
+    """Whether a site has too many failures.
+    Each is given by the number of groups accepted before it."""
     recent, by_code = (
         sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
     )
@@ -191,7 +196,7 @@ def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted
 def note_failure(
     connection: Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
 ) -> str:
-    """Count one failed group; returns why the site goes into quarantine, or empty."""
+    """Count a failed group; returns the reason of a quarantine, or empty."""
     (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
     connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (site, accepted, reason.value, detail[:500]))
     connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, accepted - rule.window_groups))
@@ -211,8 +216,8 @@ def note_failure(
 
 
 def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
-    """End a site's quarantine, forget its failures and lost members; returns why it was there.
-    Raises InvalidRequest: no reason was given, or the site is unknown."""
+    """End a site's quarantine; returns its reason.
+    Failures and lost members are forgotten. Raises InvalidRequest: no reason was given, or the site is unknown."""
     if not reason.strip():
         raise InvalidRequest("reason: must not be empty; the audit log keeps it")
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
@@ -266,7 +271,7 @@ def convicted_sites(connection: Connection) -> list[SiteId]:
 
 
 def _trained(connection: Connection, site: str) -> str:
-    """The versions with groups of the site, which an operator may want to roll back."""
+    """The versions with groups of the site, for a possible rollback."""
     count, first, last = connection.execute(
         "SELECT count(*), min(version), max(version) FROM groups WHERE site = ? AND state = 'consumed'", (site,)
     ).fetchone()

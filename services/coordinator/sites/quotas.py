@@ -60,7 +60,8 @@ def note_asked(connection: Connection, site: str, now: float) -> None:
 
 
 def note_expired(connection: Connection, site: str, count: int) -> None:
-    """Count expired assignments as debt; each accepted group of the site lowers it (store/tallies.py)."""
+    """Count expired assignments as debt.
+    Each accepted group of the site lowers it (store/tallies.py)."""
     connection.execute("UPDATE temp.sharer SET owed = owed + ? WHERE site = ?", (count, site))
 
 
@@ -98,7 +99,8 @@ SUMMARY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A token bucket; its level is below 0 after a charge larger than the rest. Times are monotonic seconds."""
+    """A token bucket.
+    A charge larger than the rest takes its level below 0. Times are monotonic seconds."""
 
     level: float
     at: float
@@ -148,7 +150,8 @@ class Quotas:
         self._summary_time = -math.inf
 
     def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
-        """Charge one group to a site: (0, ""); or refuse it without a charge: seconds to wait and the reason."""
+        """Charge one group to a site, or refuse it without a charge.
+        Returns (0, ""), or the seconds to wait and the reason."""
         self._used[site, "pending_bytes"] = pending_bytes / self._pending_limit
         if pending_bytes + num_bytes > self._pending_limit:
             self._refuse(site, "pending_bytes")
@@ -186,7 +189,7 @@ class Quotas:
         return new
 
     def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
-        """Refusals since the last summary, by site and quota; empty if no summary is due."""
+        """New refusals by site and quota; empty if no summary is due."""
         if now - self._summary_time < SUMMARY_S:
             return Counter()
         refused = self.refused.copy()

@@ -28,7 +28,7 @@ GROUPS_TIMED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A holder's declared delay there and back, and how far it works ahead (within the bound), seconds."""
+    """A holder's declared round-trip delay and work ahead (bounded), in seconds."""
 
     delay_s: float = 0.0
     ahead_s: float = 0.0
@@ -59,7 +59,7 @@ class Sites:
         self.revoked: Mapping[str, int] = {}
 
     def seen_at(self, holder: Holder) -> float | None:
-        """Instant of a holder's last sign of life; None if this process saw none."""
+        """Instant of a holder's last sign of life; None without one."""
         seen = self._seen.get(holder)
         return None if seen is None else seen.at
 
@@ -93,7 +93,8 @@ class Sites:
         self._noted(report.site, report.incarnation, now).canary_difference = difference
 
     def _noted(self, site: str, incarnation: str, now: float) -> _Seen:
-        """The entry of an incarnation; a new one replaces the one of its site that was silent for longest."""
+        """The entry of an incarnation.
+        Beyond MAX_SEEN a new one replaces its site's longest silent one."""
         seen = self._seen.get((site, incarnation))
         if seen is None:
             seen = _Seen(at=now)

@@ -40,7 +40,8 @@ class RetryingLoop:
         LOOP_FAILURES.labels(name)
 
     async def attempt(self, turn: Callable[[], Awaitable[object]]) -> bool:
-        """Run one turn; returns whether it succeeded. Raises ENDED: the store has ended."""
+        """Run one turn; returns whether it succeeded.
+        Raises ENDED: the store has ended."""
         try:
             await turn()
         except ENDED:
@@ -54,7 +55,8 @@ class RetryingLoop:
         return True
 
     async def repeat(self, turn: Callable[[], Awaitable[object]], *, every_s: float) -> None:
-        """Run a turn every `every_s` seconds until cancelled; returns when the store ends."""
+        """Run a turn every `every_s` seconds until cancelled.
+        Returns when the store ends."""
         with contextlib.suppress(*ENDED):
             while True:
                 await self.attempt(turn)
@@ -74,7 +76,8 @@ class RetryingLoop:
 
 
 class BackgroundWorker:
-    """A loop that runs when it is poked, and its thread. Belongs to the event loop."""
+    """A loop that runs when it is poked, and its thread.
+    Belongs to the event loop."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._steady = RetryingLoop(name, clock)
@@ -97,7 +100,8 @@ class BackgroundWorker:
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _loop(self, turn: Callable[[], Awaitable[object]]) -> None:
-        """Run a turn after each poke until cancelled; returns when the store ends."""
+        """Run a turn after each poke until cancelled.
+        Returns when the store ends."""
         with contextlib.suppress(*ENDED):
             while True:
                 self._wake.clear()

@@ -41,7 +41,7 @@ from heterorl.coordinator.store.payload_storage import PayloadStorage
 
 
 class Locks:
-    """Locks by name for the event loop; an unused one takes no memory."""
+    """Locks by name for the event loop; unused ones take no memory."""
 
     def __init__(self) -> None:
         # Holders and waiters keep a lock alive.
@@ -72,8 +72,8 @@ class BlobStore:
         on_full: Callable[[], None] = ignore,
         storage: PayloadStorage | None = None,
     ) -> None:
-        """Open the directory. `bound` is the key of `store_bytes` in errors. `make_room` gets the missing bytes before
-        an upload is refused; `on_full` is called when the disk is full."""
+        """Open the directory; `bound` is the key of `store_bytes` in errors.
+        `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk is full."""
         self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
@@ -111,7 +111,8 @@ class BlobStore:
         return file_size(self.path(digest)) if at_home is None else at_home
 
     def is_there(self) -> bool:
-        """Whether the directory is the opened one; on an unmounted disk all payloads would seem lost."""
+        """Whether the directory is the opened one.
+        On an unmounted disk all payloads would seem lost."""
         try:
             return identity(self._blobs) == self._identity
         except OSError:
@@ -122,9 +123,10 @@ class BlobStore:
         return self._partial_size(digest) if size is None else size
 
     async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
-        """Write frames from `offset`, and complete the payload when all bytes are there; returns the durable bytes.
-        Raises InvalidRequest: impossible digest, offset or size; QuotaExceeded: too large; StoreFull; DigestMismatch:
-        wrong content, start again; CorruptStore: the disk failed, the process must end."""
+        """Write frames from `offset`; returns the durable bytes.
+        The last byte completes the payload. Raises InvalidRequest: impossible digest, offset or size; QuotaExceeded:
+        too large; StoreFull; DigestMismatch: wrong content, start again; CorruptStore: the disk failed, the process
+        must end."""
         if not 0 < num_bytes <= self._max_payload_bytes:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
@@ -145,8 +147,8 @@ class BlobStore:
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
-        """Whether the payload is complete; completes an upload that was cut before its rename.
-        Raises DigestMismatch: wrong content, start again."""
+        """Whether the payload is complete.
+        Completes an upload that was cut before its rename. Raises DigestMismatch: wrong content, start again."""
         # Under the lock, so that a running deletion ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
@@ -180,7 +182,7 @@ class BlobStore:
             await self._storage.keep(digest, self.path(digest))
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
-        """Delete a payload or an upload; returns the bytes freed, None if it must stay.
+        """Delete a payload or upload; returns freed bytes, None if kept.
 
         A publication holds the payload, then looks for it under its lock. So this sees the hold, the publication sees
         the deletion, or `is_needed` sees the publication.
@@ -281,7 +283,8 @@ class BlobStore:
 
     @contextmanager
     def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
-        """Release the reservation beyond the bytes on disk; keep it while they are unknown."""
+        """Release the reservation beyond the bytes on disk.
+        It stays while they are unknown."""
         try:
             yield
         except StoreFull:

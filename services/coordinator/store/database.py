@@ -84,8 +84,9 @@ class Database:
 
     @classmethod
     async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None] = _ignore) -> Self:
-        """Open a store and check it; `on_full` is called on the event loop when the disk is full.
-        Raises CorruptStore: it fails its check or has another schema; StoreLost: the database is down; DiskFull."""
+        """Open a store and check it.
+        `on_full` is called on the event loop when the disk is full. Raises CorruptStore: it fails its check or has
+        another schema; StoreLost: the database is down; DiskFull."""
         return cls(await asyncio.to_thread(opened), asyncio.get_running_loop(), on_full=on_full)
 
     async def run(self, operation: Callable[[Connection], ResultT]) -> ResultT:
@@ -104,17 +105,20 @@ class Database:
         return future
 
     async def run_alone(self, operation: Callable[[Connection], ResultT]) -> ResultT:
-        """Run one read-only operation between two transactions. Raises CorruptStore, StoreLost, Draining: as `run`."""
+        """Run one read-only operation between two transactions.
+        Raises CorruptStore, StoreLost, Draining: as `run`."""
         return await self.submit(_Alone(operation))
 
     def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
-        """End the store: the outcome of earlier operations is unknown. Callable from any thread."""
+        """End the store: the outcome of earlier operations is unknown.
+        Callable from any thread."""
         self._end = self._end or end
         _LOG.critical("the store %s: %s", "has gone" if end is StoreLost else "failed", problem)
         self._tell(self.on_fatal, None, None)
 
     def silent_s(self) -> float:
-        """Seconds for which the current batch runs; a copy of the whole store does not count."""
+        """Seconds that the current batch has run.
+        A copy of the whole store does not count."""
         since = self._busy_since
         return 0.0 if since is None else time.perf_counter() - since
 
@@ -176,7 +180,8 @@ class Database:
             self._tell(future, result, exception)
 
     def _undo(self, error: Exception) -> tuple[Fault, str]:
-        """Undo the transaction; returns the fault and its text. Unless the disk is full, the store has ended."""
+        """Undo the transaction; returns the fault and its text.
+        Unless the disk is full, the store has ended."""
         fault = Fault.FATAL if isinstance(error, _Failed) else self._engine.fault(error)
         try:
             self._engine.rollback()
@@ -251,12 +256,13 @@ MAX_REQUEST_ID = 64
 
 
 def answer_to_order(connection: Connection, kind: str, request_id: str) -> str | None:
-    """The stored answer to an order; None if its id is new or empty."""
+    """Stored answer to an order; None for a new or empty id."""
     return dict(_known_orders(connection, kind)).get(request_id) if request_id else None
 
 
 def remember_order(connection: Connection, kind: str, request_id: str, answer: str) -> None:
-    """Store the answer to an order. Raises InvalidRequest: the id is too long."""
+    """Store the answer to an order.
+    Raises InvalidRequest: the id is too long."""
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
     if request_id:

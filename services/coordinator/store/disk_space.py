@@ -58,7 +58,8 @@ class DiskSpace:
         )
 
     def check(self) -> None:
-        """Check for a group. Raises StoreFull: the rest is for versions and deletion."""
+        """Check for a group.
+        Raises StoreFull: the rest is for versions and deletion."""
         if self._is_low:
             problem = "the coordinator's disk has less room than min_free_bytes"
             raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
@@ -94,7 +95,7 @@ class DiskSpace:
             _LOG.warning("the disk of %s has room again", self._directory.resolve())
 
     def _usage(self) -> tuple[int, int]:
-        """The low-water mark and the free bytes; (0, 0) if the disk does not tell."""
+        """Low-water mark and free bytes; (0, 0) if unknown."""
         try:
             usage = shutil.disk_usage(self._directory)
         except OSError:

@@ -26,9 +26,10 @@ _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 
 def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> DatabaseEngine:
-    """Open the store at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
-    Raises ConfigError: the payloads are another store's; StoreLost: PostgreSQL is unreachable; OperatorError: it
-    refuses; StoreHeld: another coordinator has it; CorruptStore, DiskFull: it cannot be opened."""
+    """Open the store at a url or in a file; blocks.
+    `is_elsewhere`: its payloads are in a bucket. Raises ConfigError: the payloads are another store's; StoreLost:
+    PostgreSQL is unreachable; OperatorError: it refuses; StoreHeld: another coordinator has it; CorruptStore, DiskFull:
+    it cannot be opened."""
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
     if not url:
         if mark.exists():
@@ -42,8 +43,9 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
 
 
 def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
-    """A wait for the store at a url; an impatient one waits for the server, not for another coordinator.
-    Raises ConfigError: there is no url, or data_dir has its own store."""
+    """A wait for the store at a url.
+    An impatient one waits for the server, not for another coordinator. Raises ConfigError: there is no url, or data_dir
+    has its own store."""
     if not url:
         raise ConfigError(
             "store.url",
@@ -66,7 +68,8 @@ def refuse_file(data_dir: Path) -> None:
 
 
 def claimed(data_dir: Path, engine: DatabaseEngine, *, is_elsewhere: bool = False) -> DatabaseEngine:
-    """Return the engine if data_dir (or a bucket) has its payloads. Raises ConfigError: they are another store's."""
+    """Return the engine if data_dir (or a bucket) has its payloads.
+    Raises ConfigError: they are another store's."""
     store_id = getattr(engine, "store_id", "")
     try:
         if is_elsewhere and get_meta(engine.connection, OWNER) is not None:

@@ -71,7 +71,7 @@ def rename_file(source: Path, target: Path) -> None:
 
 
 def name_file(source: Path, target: Path) -> None:
-    """Move a durable file into a directory, which is made if missing; raises as `rename_file`."""
+    """Move a durable file and make its directory; raises as `rename_file`."""
     with _typed():
         make_directory(target.parent)
     rename_file(source, target)
@@ -91,7 +91,8 @@ def write_all(file: BinaryIO, frame: bytes) -> None:
 
 
 def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
-    """Make a file's bytes durable, and its name if new. A file whose fsync fails is removed: its content is unknown."""
+    """Make a file's bytes durable, and its name if new.
+    A file whose fsync fails is removed: its content is unknown."""
     try:
         os.fsync(file.fileno())
         if is_new:
@@ -122,7 +123,8 @@ def file_size(path: Path) -> int | None:
 
 
 def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
-    """Result of `look`, None if the file is missing. Raises Busy: unknown now."""
+    """Result of `look`, None if the file is missing.
+    Raises Busy: unknown now."""
     try:
         return look()
     except (FileNotFoundError, NotADirectoryError):
@@ -137,7 +139,7 @@ def unreadable(error: OSError) -> Busy:
 
 
 def typed_error(error: OSError) -> Exception:
-    """StoreFull if the disk has no room, Busy if the system refused, else CorruptStore."""
+    """StoreFull without room, Busy if the system refused, else CorruptStore."""
     if error.errno in _NO_ROOM:
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
     if error.errno in _REFUSED:

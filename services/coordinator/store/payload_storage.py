@@ -34,14 +34,17 @@ class PayloadStorage:
         """Make room for a payload. Raises StoreFull: there is no room."""
 
     async def keep(self, digest: Digest, path: Path) -> None:
-        """Store a complete, verified file durably. Raises Busy: retry later; the file stays."""
+        """Store a complete, verified file durably.
+        Raises Busy: retry later; the file stays."""
 
     async def erase(self, digest: Digest) -> int:  # noqa: ARG002 - none is there
-        """Delete a payload; returns its bytes, 0 if missing. Raises Busy: it cannot be deleted now."""
+        """Delete a payload; returns its bytes, 0 if missing.
+        Raises Busy: it cannot be deleted now."""
         return 0
 
     async def set_aside(self, digest: Digest) -> None:
-        """Move a damaged payload out of the way. Raises Busy: it cannot be moved now."""
+        """Move a damaged payload out of the way.
+        Raises Busy: it cannot be moved now."""
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
         """A presigned URL for each payload, or empty texts."""
@@ -49,7 +52,7 @@ class PayloadStorage:
 
 
 class Repair(Enum):
-    """The outcome of a repair of a file that is missing or wrong."""
+    """Outcome of a repair of a missing or wrong file."""
 
     CURED = "cured"
     RIGHT = "right"
@@ -63,7 +66,8 @@ class PayloadCache:
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:  # noqa: ARG002 - all are
-        """Keep the files of payloads while the context is open. Raises Busy: retry later."""
+        """Keep the files of payloads while the context is open.
+        Raises Busy: retry later."""
         yield
 
     async def heal(self, digest: Digest) -> Repair:  # noqa: ARG002 - there is no other
@@ -75,7 +79,8 @@ class DirectUploads:
     """Direct uploads of learners: not supported by files."""
 
     async def place(self, digest: Digest, num_bytes: int) -> PutPlace:  # noqa: ARG002 - for no payload
-        """The place for the first missing piece of a payload. Raises Busy: retry later."""
+        """The place for the first missing piece of a payload.
+        Raises Busy: retry later."""
         return NO_PLACE
 
     async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload

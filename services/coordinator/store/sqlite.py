@@ -67,7 +67,8 @@ class SqliteEngine:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open or create a file in durable mode, checked and of this schema. Raises CorruptStore, DiskFull."""
+    """Open or make a file in durable mode, checked, of this schema.
+    Raises CorruptStore, DiskFull."""
     try:
         make_directory(path.parent, mode=0o700)
         if not path.exists() and path.name != ":memory:":
@@ -129,7 +130,8 @@ HISTORY = frozenset({"groups", "versions", "variant_versions", "steps", "signatu
 
 
 def check_file(connection: sqlite3.Connection, path: Path) -> None:
-    """Check a small store completely, a large one without its history. Raises CorruptStore: it fails the check."""
+    """Check a small store completely, a large one without its history.
+    Raises CorruptStore: it fails the check."""
     pages, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
     names = ["1"]
     if pages * size > CHECKED_BYTES:

@@ -50,7 +50,7 @@ class Chain:
         return row is not None and not row[0]
 
     def state_root(self, version: int) -> str | None:
-        """The state of a version, abandoned or not; None if it does not exist."""
+        """State of a version, abandoned or not; None if it is missing."""
         row = self._one("SELECT state_root FROM stated WHERE variant = ? AND version = ?", version)
         return None if row is None else str(row[0])
 
@@ -65,12 +65,12 @@ class Chain:
         return bytes(row[0])
 
     def manifest_bytes(self, version: int) -> int:
-        """Size of a manifest, without reading it; 0 if it does not exist."""
+        """Size of a manifest, without reading it; 0 if it is missing."""
         row = self._one("SELECT length(manifest) FROM stated WHERE variant = ? AND version = ?", version)
         return 0 if row is None else int(row[0])
 
     def manifests(self, *, first: int, last: int, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[bytes, ...]:
-        """Exact manifests of versions last, last - 1, ..., first, as many as fit; at least one.
+        """Exact manifests, `last` to `first`, as many as fit, at least one.
         Raises InvalidRequest: the range is empty; UnknownVersion: the newest does not exist."""
         if first > last:
             raise InvalidRequest(f"versions {first} to {last} are not a range")
@@ -86,7 +86,8 @@ class Chain:
         return tuple(found)
 
     def signed_manifest(self, version: int) -> SignedManifest:
-        """Exact bytes of a manifest and the signature stored with it. Raises UnknownVersion: no such version."""
+        """Exact bytes of a manifest and the signature stored with it.
+        Raises UnknownVersion: no such version."""
         return SignedManifest(data=self.manifest(version), signature=self.signature(version))
 
     def signature(self, version: int) -> bytes:

@@ -45,7 +45,8 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The newest lease. `expires` is a monotonic instant; `incarnation` stands for the holder's state_dir."""
+    """The newest lease.
+    `expires` is a monotonic instant; `incarnation` stands for the holder's state_dir."""
 
     epoch: int
     holder: str
@@ -57,7 +58,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquire:
-    """The same epoch again, a new one, or a refusal (None) with the time left."""
+    """The same epoch, a new one, or None: refused for `wait_s`."""
 
     epoch: int | None
     is_new: bool
@@ -67,9 +68,10 @@ class Acquire:
 def decide_acquire(
     now: float, lease: Lease, *, holder: str, request_id: str, incarnation: str = ""
 ) -> tuple[Acquire, str]:
-    """Decide on a lease request; a holder may always return from its own state_dir, to a new epoch.
+    """Decide on a lease request.
 
-    The name is not enough: a copied configuration has the same.
+    A holder may always return from its own state_dir, to a new epoch. The name is not enough: a copied configuration
+    has the same.
     """
     if lease.request_id == request_id and not lease.is_released:
         return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
@@ -82,7 +84,7 @@ def decide_acquire(
 
 
 def contract_difference(stated: Contract, offered: Contract) -> str:
-    """The first setting in which two contracts differ, with both values, or empty."""
+    """First setting in which two contracts differ, with both values, or empty."""
     for entry in fields(Contract):
         mine, theirs = getattr(stated, entry.name), getattr(offered, entry.name)
         if mine == theirs:
@@ -111,7 +113,7 @@ class Standing:
         self._epoch, self._progress, self._heard = epoch, progress, now
 
     def of(self, epoch: int, now: float) -> tuple[LearnerProgress | None, float]:
-        """Progress of this epoch's holder, and seconds since then; (None, 0) for another epoch."""
+        """Progress of this epoch's holder, and seconds since then; else (None, 0)."""
         if epoch != self._epoch or self._progress is None:
             return None, 0.0
         return self._progress, max(0.0, now - self._heard)
@@ -119,7 +121,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The newest version: bytes of its state and of its smallest payload, and the share that changed."""
+    """The newest version: sizes of state and smallest payload, and changed share."""
 
     version: int
     manifest_digest: str
@@ -130,7 +132,7 @@ class Head:
 
 
 def check_epoch(connection: Connection, epoch: int) -> None:
-    """Fence by epoch. Raises StaleEpoch: it is not the newest, or was released."""
+    """Fence by epoch. Raises StaleEpoch: not the newest, or released."""
     current = int(get_meta(connection, "epoch") or 0)
     if epoch != current:
         raise StaleEpoch(f"epoch {epoch} was superseded by epoch {current}")
@@ -139,8 +141,8 @@ def check_epoch(connection: Connection, epoch: int) -> None:
 
 
 def agree(connection: Connection, contract: Contract, *, may_state: bool) -> bool:
-    """Compare with the run's contract; the first learner states it. Returns False if none is stated yet.
-    Raises ContractMismatch: names the first setting that differs."""
+    """Compare with the run's contract; the first learner states it.
+    Returns False if none is stated yet. Raises ContractMismatch: names the first setting that differs."""
     stated = read_contract(connection)
     if stated is None:
         if may_state:
@@ -182,7 +184,7 @@ def num_versions(connection: Connection) -> int:
 
 
 def check_publication(connection: Connection, request: PublishRequest, manifest: Manifest, run_id: str) -> int | None:
-    """Check a publication; returns the version if this step id is committed already.
+    """Check a publication; returns the version if its step id is committed.
     Raises StaleEpoch, StepConflict, ParentNotHead, UnknownVersion, InvalidRequest."""
     check_epoch(connection, request.epoch)
     if not request.step_id:
@@ -221,7 +223,8 @@ def check_signature(signature: bytes) -> None:
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_snapshot: bool, name: str) -> None:
-    """Check a manifest's fields, and that its payloads lead to it. Raises InvalidRequest: the field, below `name`."""
+    """Check a manifest's fields, and that its payloads lead to it.
+    Raises InvalidRequest: the field, below `name`."""
     for key, right in expected.items():
         if getattr(manifest, key) != right:
             raise InvalidRequest(f"{name}.{key}: {getattr(manifest, key)!r}, expected {right!r}")
@@ -272,7 +275,7 @@ def write_version(
 
 
 def abandon_versions(connection: Connection, request: PublishRequest) -> list[int]:
-    """Mark the versions between the lineage and the parent as abandoned; returns them."""
+    """Abandon the versions between lineage and parent; returns them."""
     rows = connection.execute(
         "UPDATE versions SET is_abandoned = 1"
         " WHERE version > ? AND version <= ? AND is_abandoned = 0 RETURNING version",
@@ -315,7 +318,7 @@ def read_statement(connection: Connection) -> bytes:
 
 
 def keep_statement(connection: Connection, statement: bytes) -> str:
-    """Keep the first statement; returns how a later one differs, such as in paths."""
+    """Keep the first statement; returns how a later one differs."""
     if not statement:
         return ""
     kept = read_statement(connection)

@@ -25,7 +25,8 @@ _OFFERED = "variants"
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check names of variants. Raises InvalidRequest: one is malformed or repeated, or there are too many."""
+    """Check names of variants.
+    Raises InvalidRequest: one is malformed or repeated, or there are too many."""
     if len(names) > MAX_VARIANTS or len(set(names)) != len(names):
         raise InvalidRequest(f"variants: {len(names)} names, at most {MAX_VARIANTS} different ones are allowed")
     for name in names:
@@ -44,7 +45,8 @@ def offered(connection: Connection) -> tuple[str, ...]:
 
 
 def check_offered(connection: Connection, variant: str) -> None:
-    """Refuse a sampler whose variant is not published. Raises ContractMismatch: names the published ones."""
+    """Refuse a sampler whose variant is not published.
+    Raises ContractMismatch: names the published ones."""
     names = offered(connection)
     if variant != TRAINED and variant not in names:
         there = ", ".join(f'"{name}"' for name in (TRAINED, *names))
@@ -66,7 +68,8 @@ def stored(connection: Connection) -> tuple[str, ...]:
 
 
 def of_state(connection: Connection, version: int, state_root: str) -> str:
-    """The variant in which a version has this state; a site may have changed its variant since."""
+    """The variant in which a version has this state.
+    A site may have changed its variant since."""
     row = connection.execute(
         "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
     ).fetchone()
@@ -76,7 +79,8 @@ def of_state(connection: Connection, version: int, state_root: str) -> str:
 def check_publication(
     connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:
-    """Check each variant's manifest against the version's, already checked. Raises InvalidRequest: the field."""
+    """Check each variant's manifest against the version's, already checked.
+    Raises InvalidRequest: the field."""
     check_names([entry.variant for entry in request.variants])
     for entry in request.variants:
         mine, chain = parsed[entry.variant], Chain(connection, entry.variant)

@@ -24,9 +24,9 @@ def plan_pull(
     base_version: int | None = None,
     object_bytes: int = 0,
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
-    """Choose the payloads to apply, in order, and say why. `into` gives the payloads that lead to a version;
-    `base_version` needs no transfer; each payload costs its bytes and `object_bytes`.
-    Raises UnknownVersion: no path leads to the version."""
+    """Choose the payloads to apply, in order, and say why.
+    `into` gives the payloads that lead to a version; `base_version` needs no transfer; each payload costs its bytes and
+    `object_bytes`. Raises UnknownVersion: no path leads to the version."""
     if have_version == want_version:
         return PlanKind.SAME, (), f"version {want_version} is already there"
     if base_version == want_version:
@@ -59,7 +59,7 @@ def plan_pull(
 def cheapest_way(
     into: Callable[[int], Sequence[PayloadRef]], *, have_version: int | None, want_version: int
 ) -> tuple[PayloadRef, ...]:
-    """The payloads of `plan_pull`, or empty if no path leads to the version."""
+    """The payloads of `plan_pull`, empty if no path leads there."""
     try:
         return plan_pull(into, have_version=have_version, want_version=want_version)[1]
     except UnknownVersion:
@@ -67,7 +67,7 @@ def cheapest_way(
 
 
 def _rank(version: int | None) -> tuple[bool, int]:
-    """None before any version: of equal costs, the path that begins with a snapshot is taken."""
+    """Rank of a version; None, where snapshots begin, wins at equal cost."""
     return version is not None, version or 0
 
 
@@ -114,9 +114,9 @@ def plan(
     base_root: str = "",
     object_bytes: int = 0,
 ) -> PullPlan:
-    """Plan a pull, to the head if `want_version` is None. The caller's version counts only with the right state root.
+    """Plan a pull, to the head if `want_version` is None.
 
-    `base_root` is the state of the caller's base model.
+    The caller's version counts only with the right state root. `base_root` is the state of the caller's base model.
     Raises UnknownVersion: the wanted version does not exist or was abandoned.
     """
     want = lineage.head_version(chain.connection) if want_version is None else want_version
@@ -148,7 +148,7 @@ def plan(
 
 
 def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
-    """Manifests of a whole path if they are small together, else only the target's."""
+    """Manifests of the path if small together, else only the target's."""
     # Sizes first: a store operation must stay short, and a large model's manifest has hundreds of kilobytes.
     sizes = [chain.manifest_bytes(version) for version in versions]
     stated = versions if sum(sizes) <= MAX_MANIFEST_BYTES else versions[-1:]
@@ -156,5 +156,5 @@ def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def _version_of_root(chain: Chain, root: str) -> int | None:
-    """Version 0 if it has this state, which may be the caller's base model."""
+    """Version 0 if it has this state, such as a base model's."""
     return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else None

@@ -41,7 +41,7 @@ def is_known(connection: Connection, request_id: str) -> bool:
 
 
 def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
-    """Replace the order (None cancels it); returns the learner's pull plans for it.
+    """Replace the order (None cancels it); returns the learner's pull plans.
     Raises InvalidRequest: no id; UnknownVersion: the version is missing, abandoned, or cannot be rebuilt."""
     if not request_id or (to_version is not None and to_version < 0):
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
@@ -66,7 +66,8 @@ def restorable(connection: Connection) -> tuple[int, ...]:
 
 
 def _undone(into: Mapping[int, Sequence[PayloadRef]], head: int) -> set[int]:
-    """Versions from which deltas lead to the head at fewer bytes than a snapshot: the learner can undo them."""
+    """Versions whose deltas to the head cost less than a snapshot.
+    The learner can undo these deltas."""
     cost, whole = {head: 0}, math.inf
     # A payload leads to a later version than it begins at.
     for version in sorted(into, reverse=True):
@@ -96,7 +97,8 @@ def settle(connection: Connection, manifest: Manifest) -> None:
 
 
 def _ways(connection: Connection, version: int) -> tuple[PullPlan, ...]:
-    """Plans from the version to the head, to be undone, and from a snapshot to the version; one is enough."""
+    """Plans to get a version's state; one is enough.
+    One leads from it to the head and is undone, the other from a snapshot to it."""
     chain = Chain(connection)
     root = chain.state_root(version)
     if root is None or not chain.is_in_lineage(version):

@@ -28,7 +28,8 @@ SCRATCH = "copies"
 
 
 class CacheFiles(BlobStore):
-    """Payload files; each whole one is a copy of the bucket's, or about to be put there."""
+    """Payload files in the cache.
+    Each whole one is a copy of the bucket's, or about to be put there."""
 
     def whole(self) -> list[Digest]:
         """Complete payloads, the oldest first; blocks."""
@@ -58,12 +59,12 @@ class CacheFiles(BlobStore):
         return file_size(self.scratch(digest)) or 0
 
     def missing_bytes(self, num_bytes: int) -> int:
-        """Bytes beyond the bound after adding `num_bytes`; 0 or less if they fit."""
+        """Bytes beyond the bound after adding `num_bytes`; 0 or less: they fit."""
         return self._used + num_bytes - self._store_bytes
 
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
-        """Adopt a fetched file if its digest is right; returns whether it is. Its bytes are reserved.
-        Raises StoreFull, Busy, CorruptStore: the disk refuses."""
+        """Adopt a fetched file; returns whether its digest is right.
+        Its bytes are reserved. Raises StoreFull, Busy, CorruptStore: the disk refuses."""
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
                 # It was counted when it came.
@@ -91,7 +92,8 @@ class _Fetch:
 
 
 class BucketCache(PayloadCache):
-    """Copies of one bucket's payloads among the files of one directory. Belongs to the event loop."""
+    """Copies of one bucket's payloads among the files of one directory.
+    Belongs to the event loop."""
 
     def __init__(self, files: CacheFiles, storage: BucketStorage) -> None:
         self._files = files
@@ -114,13 +116,14 @@ class BucketCache(PayloadCache):
         self._order.move_to_end(digest)
 
     def forget(self, digest: Digest) -> None:
-        """Note that a payload left the bucket: its file is not a copy any more."""
+        """Note that a payload left the bucket: its file is no copy."""
         if digest not in self._begun:
             self._order.pop(digest, None)
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:
-        """Keep copies of these payloads in the cache while the context is open, if the bucket has them."""
+        """Keep copies of payloads in the cache while the context is open.
+        Payloads that the bucket lacks are left out."""
         names = Counter(digests)
         self._in_use += names
         try:
@@ -142,7 +145,7 @@ class BucketCache(PayloadCache):
             self._files.freed.ring()
 
     async def heal(self, digest: Digest) -> Repair:
-        """Fetch a missing or damaged copy again; LOST if the bucket lost it."""
+        """Fetch a missing or damaged copy again; LOST: the bucket has none."""
         if self._storage.size(digest) is None:
             return Repair.LOST
         if await asyncio.to_thread(self._files.is_right, digest):
@@ -220,7 +223,7 @@ class BucketCache(PayloadCache):
         return True
 
     def _give_back(self, digest: Digest) -> None:
-        """Reduce the reservation of a copy that did not come to its bytes on disk."""
+        """Reduce the reservation of an incomplete copy to its bytes on disk."""
         if digest in self._promised and not self._in_use[digest] and digest not in self._fetches:
             there = self._files.scratch_bytes(digest)
             self._files.count(there - self._promised.pop(digest))

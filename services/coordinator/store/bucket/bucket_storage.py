@@ -26,7 +26,7 @@ from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadSto
 
 
 class BucketStorage(PayloadStorage):
-    """The payloads of one run in a bucket. Belongs to the event loop."""
+    """Payloads of one run in a bucket. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class BucketStorage(PayloadStorage):
         on_kept: Callable[[Digest], None],
         on_gone: Callable[[Digest], None],
     ) -> None:
-        """Take over a claimed prefix with its listed `sizes`. `make_room` gets the missing bytes before a payload is
-        refused; `on_kept` and `on_gone` get each payload that enters or leaves the bucket."""
+        """Take over a claimed prefix with its listed `sizes`.
+        `make_room` gets the missing bytes before a payload is refused; `on_kept` and `on_gone` get each payload that
+        enters or leaves the bucket."""
         self._on_kept = on_kept
         self._on_gone = on_gone
         self._objects = objects
@@ -93,7 +94,7 @@ class BucketStorage(PayloadStorage):
         return self._sizes.pop(digest)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
-        """Append the missing bytes of a payload to a file; they are not verified."""
+        """Append a payload's missing bytes to a file, without verification."""
         await self._objects.fetch(digest, path)
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
@@ -115,7 +116,8 @@ class BucketUploads(DirectUploads):
     """Objects below `incoming` in one bucket. Belongs to the event loop."""
 
     def __init__(self, objects: Objects, *, clock: Clock, put_bytes: int, lifetime_s: float) -> None:
-        """`put_bytes`: the largest payload with an address; `lifetime_s`: of an address. Call `sweep` first."""
+        """`put_bytes`: the largest payload with an address; `lifetime_s`: an address's lifetime.
+        Call `sweep` first."""
         self._objects = objects
         self._clock = clock
         self._put_bytes = put_bytes
@@ -170,7 +172,8 @@ class BucketUploads(DirectUploads):
             self._read -= Counter([digest])
 
     async def drop(self, digest: Digest) -> None:
-        """Delete the pieces of a payload; the next sweep retries what the bucket refuses."""
+        """Delete the pieces of a payload.
+        The next sweep retries what the bucket refuses."""
         self._open.pop(digest, None)
         try:
             await self._objects.delete_pieces(await self._objects.pieces(digest))
@@ -204,7 +207,7 @@ def piece_bytes(offset: int, num_bytes: int) -> int:
 
 
 def whole_pieces(pieces: Iterable[Piece], num_bytes: int) -> Sequence[Piece]:
-    """The first pieces of a payload without a gap, each as long as it must be."""
+    """A payload's first pieces, without a gap, each of the right length."""
     at = {piece.offset: piece for piece in pieces}
     there: list[Piece] = []
     offset = 0

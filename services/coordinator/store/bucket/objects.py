@@ -178,7 +178,8 @@ MAX_CREDENTIALS_BYTES = 1 << 16
 
 
 def read_credentials(path: Path) -> dict[str, str]:
-    """Read a file in the form of ~/.aws/credentials. Raises ConfigError: unreadable, or readable by others."""
+    """Read a file in the form of ~/.aws/credentials.
+    Raises ConfigError: unreadable, or readable by others."""
     key = "payloads.credentials_file"
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -221,7 +222,8 @@ class Objects:
     """Payloads by digest, below one prefix."""
 
     def __init__(self, client: BucketClient, *, on_lost: Callable[[str], None]) -> None:
-        """`on_lost` gets the reason when another store takes the prefix. Call `claim` first."""
+        """`on_lost` gets the reason when another store takes the prefix.
+        Call `claim` first."""
         self._client = client
         self._on_lost = on_lost
         self._owner = ""
@@ -234,7 +236,8 @@ class Objects:
             return ""
 
     async def claim(self, owner: str) -> None:
-        """Put the mark if there is none. Raises ConfigError: another store has the prefix; Busy: no answer."""
+        """Put the mark if there is none.
+        Raises ConfigError: another store has the prefix; Busy: no answer."""
         if not await self._client.create(MARK, owner.encode()) and (found := await self.owner()) != owner:
             raise self.of_another(found)
         self._owner = owner
@@ -253,7 +256,8 @@ class Objects:
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
     async def _check(self) -> None:
-        """Check that the prefix is still this store's. Raises CorruptStore: it is not; the process must end."""
+        """Check that the prefix is still this store's.
+        Raises CorruptStore: it is not; the process must end."""
         if await self.owner() != self._owner:
             problem = "another store has taken the prefix of the payloads in the bucket, or its mark is gone"
             self._on_lost(problem)
@@ -273,7 +277,7 @@ class Objects:
             await self._client.put_file(key, path, action=_TAKES)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
-        """Append the missing bytes of a payload to a file; they are not verified.
+        """Append a payload's missing bytes to a file, without verification.
         Raises FileNotFoundError; StoreFull, CorruptStore: the disk refuses."""
         key = _key(digest)
         stop = await self._client.size(key)

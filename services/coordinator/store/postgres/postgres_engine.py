@@ -57,7 +57,7 @@ _REFUSALS = (
 
 
 def error_of_connecting(error: psycopg.Error) -> HeterorlError:
-    """The error of a failed connect, without the url, which libpq may repeat."""
+    """Error of a failed connect, without the url, which libpq may repeat."""
     if isinstance(error, psycopg.ProgrammingError):
         return OperatorError("store.url cannot be read by libpq", action="compare it with `[store]` in operate.md")
     words = brief(error)
@@ -188,7 +188,8 @@ class PostgresConnection:
 
 @functools.lru_cache(maxsize=4096)
 def translated(statement: str) -> str:
-    """An operation's statement in PostgreSQL's dialect. Our statements use question marks only for values."""
+    """An operation's statement in PostgreSQL's dialect.
+    Our statements use question marks only for values."""
     text = IN_POSTGRES.get(statement, statement)
     # The temporary tables of `tallies` are ordinary tables there.
     text = _TALLY.sub("", text)
@@ -223,7 +224,7 @@ class PostgresEngine:
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
-        """Take over a session that holds the lock: make the tables, begin an epoch.
+        """Take over the session with the lock: make tables, begin an epoch.
         Raises CorruptStore: another schema; StoreLost: the session ended, or a table is locked; OperatorError."""
         self._raw = raw
         self.connection = PostgresConnection(raw)
@@ -231,7 +232,7 @@ class PostgresEngine:
             self.store_id, self.epoch = _begin_epoch(raw)
 
     def begin(self) -> None:
-        """Begin a transaction, and keep others from beginning an epoch while it runs."""
+        """Begin a transaction, during which no other session begins an epoch."""
         cursor = self._raw.execute("BEGIN; SELECT epoch FROM store FOR SHARE; SAVEPOINT one")
         self.connection.has_written = False
         cursor.nextset()
@@ -247,13 +248,15 @@ class PostgresEngine:
             self._raw.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation; after a read-only one the savepoint stays, which spares a round trip."""
+        """Begin an operation.
+        After a read-only one the savepoint stays, which spares a round trip."""
         if self.connection.has_written:
             self._raw.execute("RELEASE one; SAVEPOINT one")
             self.connection.has_written = False
 
     def keep(self) -> None:
-        """Leave the operation open: the next `save` or COMMIT ends it, which spares a round trip."""
+        """Leave the operation open until the next `save` or COMMIT.
+        This spares a round trip."""
 
     def undo(self) -> None:
         self._raw.execute("ROLLBACK TO one")
@@ -267,8 +270,9 @@ class PostgresEngine:
 
 
 def connect(url: str) -> psycopg.Connection[Any]:
-    """Begin a session without foreign time limits that notices a dead peer in seconds.
-    Raises StoreLost: the server is unreachable or full; OperatorError: it refuses, or is unsuitable."""
+    """Begin a session.
+    It has no foreign time limits, and notices a dead peer in seconds. Raises StoreLost: the server is unreachable or
+    full; OperatorError: it refuses, or is unsuitable."""
     try:
         raw = psycopg.connect(url, **_LINK)
     except psycopg.Error as error:
@@ -285,7 +289,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
 
 @contextlib.contextmanager
 def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Close a session that fails to take the store, and raise the typed error."""
+    """Close a session that fails, and raise the typed error."""
     try:
         yield
     except psycopg.Error as error:
@@ -304,7 +308,7 @@ def try_lock(raw: psycopg.Connection[Any]) -> bool:
 
 
 def lock_soon(raw: psycopg.Connection[Any]) -> bool:
-    """Take the store's lock, waiting up to HELD_S; returns whether it is free."""
+    """Take the store's lock within HELD_S; returns whether it succeeded."""
     deadline = time.monotonic() + HELD_S
     while not try_lock(raw):
         if time.monotonic() > deadline:
@@ -314,13 +318,15 @@ def lock_soon(raw: psycopg.Connection[Any]) -> bool:
 
 
 def open_store(url: str) -> PostgresEngine:
-    """Take the store at once. Raises StoreLost: the server is unreachable; OperatorError: it refuses; StoreHeld:
-    another session has the store for HELD_S; CorruptStore: another schema."""
+    """Take the store at once.
+    Raises StoreLost: the server is unreachable; OperatorError: it refuses; StoreHeld: another session has the store for
+    HELD_S; CorruptStore: another schema."""
     return take(connect(url))
 
 
 def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
-    """Take the store by a new session, which is closed on failure; raises as `open_store`."""
+    """Take the store by a new session, closed on failure.
+    Raises as `open_store`."""
     with _opening(raw):
         if not lock_soon(raw):
             raise StoreHeld(f"another coordinator has the store: {_holder(raw)}")

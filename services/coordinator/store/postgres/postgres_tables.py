@@ -185,7 +185,7 @@ class _Table:
 
 
 def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
-    """Write one snapshot of a database into a new file, not synced yet.
+    """Write a snapshot of a database into a new, unsynced file.
     Raises psycopg.Error; sqlite3.Error: the file cannot be written; CorruptStore: another schema."""
     file = sqlite3.connect(path, isolation_level=None)
     try:
@@ -209,7 +209,8 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
 
 
 def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
-    """Copy a file of this schema into empty tables, in the caller's transaction. Raises psycopg.Error."""
+    """Copy a file of this schema into empty tables.
+    Runs in the caller's transaction. Raises psycopg.Error."""
     raw.execute(PAUSE_COUNTS)
     for table in tables_of(file):
         with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:

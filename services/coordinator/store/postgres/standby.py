@@ -22,10 +22,10 @@ ASK_EVERY_S = 0.5
 
 
 class Standby:
-    """A wait for the store at a url; `wait` belongs to its own thread.
+    """A wait for the store at a url.
 
-    `check` is called with the id of a store that has payloads, so that an unfit standby ends at once. If not patient,
-    another active coordinator is an error.
+    `wait` belongs to its own thread. `check` is called with the id of a store that has payloads, so that an unfit
+    standby ends at once. If not patient, another active coordinator is an error.
     """
 
     def __init__(self, url: str, check: Callable[[str], None], *, is_patient: bool = True) -> None:
@@ -40,7 +40,7 @@ class Standby:
         self._is_over.set()
 
     def wait(self) -> PostgresEngine | None:
-        """Take the store as soon as possible; None if the wait was given up.
+        """Take the store as soon as possible; None if given up.
         Raises ConfigError: the payloads are another store's; OperatorError: the server refuses; StoreHeld: another
         coordinator has it and the wait is not patient; CorruptStore: another schema."""
         problem = ""
@@ -72,7 +72,7 @@ class Standby:
         return raw
 
     def _taken(self, raw: psycopg.Connection[Any]) -> PostgresEngine | None:
-        """The store, taken by a new session; None if the session or the wait ended first."""
+        """Take the store; None if the session or the wait ended first."""
         try:
             self._check_store(raw)
             if not self._is_patient:
@@ -97,7 +97,7 @@ class Standby:
                 self._check(str(row[0]))
 
     def _holds(self, raw: psycopg.Connection[Any]) -> bool:
-        """Whether the session got the lock; False if the session or the wait ended."""
+        """Whether the session got the lock before it or the wait ended."""
         try:
             while not self._is_over.is_set():
                 if try_lock(raw):

@@ -148,7 +148,7 @@ async def _serve(
             for loop in (gauges, merger, collector, direct_uploads):
                 loop.cancel()
     finally:
-        _LOG.info("stopping")
+        _LOG.info("run %s: stopping", config.run_id)
         notifier.stopping()
         await core.end_streams()
         await server.stop(config.stop_grace_s)
@@ -179,7 +179,7 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
             file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
         # The file is a convenience: the coordinator serves without it.
-        _LOG.warning("cannot write %s: %s", path, error)
+        _LOG.warning("file %s is not written, the coordinator serves without it: %s", path, error)
 
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:

@@ -92,7 +92,7 @@ class LearnerLease:
         epoch, head, reason, other = await self._context.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
         if other:
-            _LOG.warning("kept the first statement for joining sites; learner %s differs: %s", holder, other)
+            _LOG.warning("learner %s states another configuration; sites with [join] get the first: %s", holder, other)
         return self._grant(epoch, holder, head)
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:

@@ -317,4 +317,6 @@ class RolloutColumn:
             return quarantined
 
         for site, why in (await self._context.change(operation)).items():
-            _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)
+            _LOG.error(
+                "site %s goes into quarantine until an operator releases it (heterorl sites release): %s", site, why
+            )

@@ -173,7 +173,9 @@ class RunColumn:
         for way in ways:
             start = None if way.target_version == target else target
             self._context.leases.grant(have_version=start, payloads=way.payloads, now=self._context.clock.monotonic())
-        _LOG.warning("operator: %s", "do not go back" if target is None else f"go back to version {target}")
+        _LOG.warning(
+            "an operator %s", "cancels the rollback" if target is None else f"orders a rollback to version {target}"
+        )
         return stated_version(head)
 
     async def list_restorable(self) -> tuple[int, ...]:
@@ -190,7 +192,7 @@ class RunColumn:
             return before
 
         before = await self._context.change(operation)
-        _LOG.warning("operator: site %s is released: %s", site, reason)
+        _LOG.warning("site %s is released by an operator: %s", site, reason)
         return before
 
     async def note_refusals(self) -> None:
@@ -255,7 +257,7 @@ class RunColumn:
                 )
 
         await self._context.database.run(operation)
-        _LOG.info("draining: %s", reason)
+        _LOG.info("the run drains: %s", reason)
 
 
 Commands = dict[Holder, tuple[Command, ...]]

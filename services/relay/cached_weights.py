@@ -211,7 +211,7 @@ class Head:
             except HeterorlError as caught:
                 error = caught
             wait_s = backoff.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
-            _LOG.debug("watching the head again in %.1f s: %s", wait_s, error)
+            _LOG.debug("the head is watched again in %.1f s: %s", wait_s, error)
             await self._clock.sleep(wait_s)
 
     def _note(self, update: HeadUpdate) -> None:

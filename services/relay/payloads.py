@@ -123,7 +123,7 @@ class Payloads:
                 yield frame
         except (DamagedFile, OSError) as error:
             RELAY_READS.labels(DAMAGED).inc()
-            _LOG.error("dropped cached payload %s, fetching it again: %s", digest[:12], error)
+            _LOG.error("cached payload %s is dropped and fetched again: %s", digest[:12], error)
             self._cache.remove(digest)
             raise _Again from error
 
@@ -140,7 +140,7 @@ class Payloads:
         except CorruptData as error:
             raise Busy(f"the payload arrived damaged at the relay: {error}", retry_after_s=1.0) from error
         except (DiskFull, OSError) as error:
-            _LOG.warning("payload %s is passed on, it cannot be kept: %s", arrival.ref.digest[:12], error)
+            _LOG.warning("payload %s is passed on, cache_dir cannot keep it: %s", arrival.ref.digest[:12], error)
             async for frame in self._passed(arrival.ref.digest, offset, stop):
                 offset += len(frame)
                 yield frame

@@ -106,7 +106,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
             ):
                 await stop.wait()
         finally:
-            _LOG.info("stopping")
+            _LOG.info("relay of %s: stopping", config.coordinator)
             notifier.stopping()
             head.cancel()
             await asyncio.gather(head, return_exceptions=True)
@@ -125,7 +125,7 @@ def _announce(config: RelayConfig, port: int) -> None:
         with replacing(path, is_durable=False) as file:
             file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
-        _LOG.warning("%s is not written: %s", path, error)
+        _LOG.warning("file %s is not written, the relay serves without it: %s", path, error)
 
 
 class RelayServer:

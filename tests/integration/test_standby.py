@@ -165,7 +165,7 @@ async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss
     server.kill()
     child = started(tmp_path, url, *options)
     try:
-        await shown(lambda: "waiting for the store: PostgreSQL cannot be reached" in child.log.read_text())
+        await shown(lambda: "waits for the store: PostgreSQL cannot be reached" in child.log.read_text())
         server.start()
         await shown(lambda: "listening on port" in child.log.read_text())
         server.kill()
@@ -180,7 +180,7 @@ async def test_wait_for_a_server_ends_by_a_signal(url, server, tmp_path):
     server.kill()
     child = started(tmp_path, url)
     try:
-        await shown(lambda: "waiting for the store" in child.log.read_text())
+        await shown(lambda: "waits for the store" in child.log.read_text())
         child.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.process.wait) == 0
     finally:
@@ -324,8 +324,8 @@ async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_n
             await active.close()
             with pytest.raises(StoreLost, match="session is read-only"):
                 await open_at(url)
-            await shown(lambda: "waiting for the store: PostgreSQL gave the store up" in caplog.text)
-            await shown(lambda: "waiting for the store: PostgreSQL cannot be reached" in caplog.text)
+            await shown(lambda: "waits for the store: PostgreSQL gave the store up" in caplog.text)
+            await shown(lambda: "waits for the store: PostgreSQL cannot be reached" in caplog.text)
             assert not waiting.done()
         finally:
             operator.execute("ALTER SYSTEM RESET default_transaction_read_only")

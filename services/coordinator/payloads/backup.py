@@ -92,7 +92,7 @@ class Backups:
     def _made(self, task: asyncio.Task[Backup]) -> None:
         self._making = None
         if not task.cancelled() and task.exception() is not None:
-            _LOG.warning("no backup: %s", task.exception())
+            _LOG.warning("the backup failed: %s", task.exception())
 
     async def _make(self, name: str) -> Backup:
         try:

@@ -68,7 +68,7 @@ class Damage:
         Returns whether to prove it again at once, since a right copy may have replaced it during the proof."""
         cure = await self._cache.heal(digest)
         if cure is Repair.RIGHT and digest not in self._doubted:
-            _LOG.warning("verifying payload %s again: %s", digest[:12], problem)
+            _LOG.warning("payload %s is verified again: %s", digest[:12], problem)
             self._doubted.add(digest)
             return True
         self._doubted.discard(digest)
@@ -113,4 +113,4 @@ class Damage:
         UNREADABLE_PAYLOADS.inc()
         if digest not in self._told:
             self._told.add(digest)
-            _LOG.error("payload %s cannot be read now and stays in use: %s", digest[:12], error)
+            _LOG.error("payload %s cannot be read now and stays in use, check its disk: %s", digest[:12], error)

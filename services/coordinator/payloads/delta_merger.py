@@ -127,7 +127,7 @@ class DeltaMerger(BackgroundWorker):
             async with self._cache.at_hand(stored):
                 payload = await self._in_thread(functools.partial(self._compose, choice.job))
         except CorruptData as error:
-            _LOG.warning("cannot merge versions %d to %d: %s", self._current.start, self._current.stop, error)
+            _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
             self._skipped |= {self._current}
             return True
         except OSError as error:
@@ -135,7 +135,7 @@ class DeltaMerger(BackgroundWorker):
         finally:
             self._current = None
         self._merges.add(payload, choice.job.span.variant)
-        _LOG.debug("merged versions %d to %d", payload.from_version, payload.to_version)
+        _LOG.debug("versions %d to %d are merged", payload.from_version, payload.to_version)
         # An evicted block would be due again at once.
         self._skipped |= set(
             await self._merges.evict(
@@ -147,7 +147,7 @@ class DeltaMerger(BackgroundWorker):
     async def _after(self, error: OSError, span: Span) -> bool:
         if await self._merges.forget_missing():
             return True
-        _LOG.warning("cannot merge versions %d to %d now: %s", span.start, span.stop, error)
+        _LOG.warning("versions %d to %d cannot be merged now: %s", span.start, span.stop, error)
         if isinstance(error, FileNotFoundError):
             self._skipped |= {span}
             return True

@@ -80,7 +80,7 @@ class GarbageCollector(BackgroundWorker):
         try:
             await self._sweep()
         except (StoreFull, Busy) as error:
-            _LOG.warning("postponed deletion of payloads: %s", error)
+            _LOG.warning("garbage_collector postpones the deletion of payloads: %s", error)
 
     async def run(self) -> None:
         """Verify, write and delete what is due until cancelled.
@@ -112,7 +112,7 @@ class GarbageCollector(BackgroundWorker):
             return await self._ask(variant, payload_index.unverified_snapshot) != work
         await self._ask(variant, lambda chain: chain.note_verified(work.payloads[0]))
         where = f" in variant {variant}" if variant else ""
-        _LOG.info("verified the snapshot of version %d%s", work.payloads[0].to_version, where)
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
         return True
 
     async def _write_due(self, variant: str) -> bool:
@@ -126,7 +126,7 @@ class GarbageCollector(BackgroundWorker):
             return False
         # A snapshot on the path shortens a longer one.
         work = await self._ask(variant, lambda chain: payload_index.work(chain, way[:MAX_PAYLOADS]))
-        _LOG.debug("writing a snapshot of version %d: %s", work.manifests[-1].version, reason)
+        _LOG.debug("version %d gets a snapshot: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
             async with self._cache.at_hand(_stored(work)):
@@ -139,7 +139,11 @@ class GarbageCollector(BackgroundWorker):
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
-            _LOG.warning("cannot write a snapshot of version %d: %s", work.manifests[-1].version, error)
+            _LOG.warning(
+                "the snapshot of version %d is not written, the next version tries again: %s",
+                work.manifests[-1].version,
+                error,
+            )
             return False
         finally:
             scratch.unlink(missing_ok=True)
@@ -155,7 +159,7 @@ class GarbageCollector(BackgroundWorker):
             if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
                 return await self._is_proved(work)
         except OSError as error:
-            _LOG.warning("cannot rebuild version %d now: %s", work.manifests[-1].version, error)
+            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
             await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:

@@ -225,12 +225,12 @@ def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
                 raise MalformedPayload("not a merged delta")
             roots = read_roots(path)
         except CorruptData as error:
-            _LOG.debug("removing %s: %s", path.name, error)
+            _LOG.debug("merged delta %s is removed: %s", path.name, error)
             path.unlink()
             continue
         except OSError as error:
             # Not damage: a later start may read it.
-            _LOG.warning("cannot read %s: %s", path.name, error)
+            _LOG.warning("merged delta %s cannot be read, a later start tries again: %s", path.name, error)
             continue
         payload = PayloadRef(
             kind=PayloadKind.MERGED,

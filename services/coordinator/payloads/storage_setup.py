@@ -65,7 +65,7 @@ async def open_payloads(
             if clock.monotonic() >= until:
                 action = "check payloads: bucket, endpoint, credentials; then start the coordinator again"
                 raise Busy(error.args[0], action=action) from None
-            _LOG.warning("waiting for the bucket: %s", error.args[0])
+            _LOG.warning("the coordinator waits for the bucket: %s", error.args[0])
         await clock.sleep(PAUSE_S)
 
 

@@ -88,7 +88,9 @@ class Server:
             _check_own(self._files.current().identity, run_id=run_id)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
-            _LOG.warning("tls.revoked is not set: revoked certificates stay valid")
+            _LOG.warning(
+                "tls.revoked is not set: revoked certificates stay valid; set it to the list of heterorl certs revoke"
+            )
         self._authorizer = CallAuthorizer(
             run_id=run_id,
             is_plaintext=tls.insecure,

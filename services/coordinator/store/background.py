@@ -50,7 +50,7 @@ class RetryingLoop:
             self._tell(error)
             return False
         if self._problem:
-            _LOG.warning("%s goes on", self._name)
+            _LOG.warning("%s succeeds again", self._name)
             self._problem = ""
         return True
 

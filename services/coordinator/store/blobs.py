@@ -237,6 +237,7 @@ class BlobStore:
             raise StoreFull(
                 f"{num_bytes} more bytes of payloads would exceed {self._bound} = {self._store_bytes};"
                 f" {self._used} are used and nothing more can be deleted now",
+                action=f"raise {self._bound} at the coordinator, or repeat after the stated delay",
                 retry_after_s=30.0,
             )
         self.count(num_bytes)

@@ -87,7 +87,10 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA temp_store=MEMORY")
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
-            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
+            raise CorruptStore(
+                f"{path}: durable mode refused (journal {mode}, synchronous {level})",
+                action="put data_dir on a local file system",
+            )
         check_file(connection, path)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
@@ -121,7 +124,7 @@ def _make_indexes(connection: sqlite3.Connection) -> None:
         # Without indexes queries are only slower.
         if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
             raise
-        _LOG.warning("the disk is full: making indexes at the next start")
+        _LOG.warning("the store's disk is full: the next start makes its indexes; free space in data_dir")
 
 
 CHECKED_BYTES = 64 << 20

@@ -150,7 +150,7 @@ class BucketCache(PayloadCache):
             return Repair.LOST
         if await asyncio.to_thread(self._files.is_right, digest):
             return Repair.RIGHT
-        _LOG.warning("fetching payload %s again: its copy is missing or damaged", digest[:12])
+        _LOG.warning("payload %s is fetched again: its copy is missing or damaged", digest[:12])
         await self._drop(digest)
         try:
             async with self.at_hand([digest]):
@@ -268,14 +268,14 @@ class BucketCache(PayloadCache):
                     self._promised.pop(digest, None)
                     return
                 if not is_resumed:
-                    _LOG.error("the bucket sent wrong bytes for payload %s", digest[:12])
+                    _LOG.error("payload %s is damaged in the bucket, which sent wrong bytes", digest[:12])
                     raise FileNotFoundError("the payload in the bucket is damaged")
                 fetch.is_arriving = True
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
         del self._fetches[digest]
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
-            _LOG.debug("cannot fetch payload %s: %s", digest[:12], error)
+            _LOG.debug("payload %s cannot be fetched now: %s", digest[:12], error)
         self._give_back(digest)
         # Again: only now its bytes are free or can be evicted.
         self._files.freed.ring()

@@ -67,6 +67,7 @@ class BucketStorage(PayloadStorage):
             raise StoreFull(
                 f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
                 f" {self.used_bytes} are in the bucket and nothing more can be deleted now",
+                action="raise store_bytes at the coordinator, or repeat after the stated delay",
                 retry_after_s=30.0,
             )
 
@@ -132,7 +133,7 @@ class BucketUploads(DirectUploads):
         if not 0 < num_bytes <= self._put_bytes:
             return NO_PLACE
         if digest not in self._open and len(self._open) >= MAX_OPEN:
-            _LOG.warning("streaming payload %s: %d others have open addresses", digest[:12], MAX_OPEN)
+            _LOG.warning("payload %s must be streamed: %d others have open addresses", digest[:12], MAX_OPEN)
             return NO_PLACE
         self._open[digest] = now + self._lifetime_s
         try:
@@ -178,7 +179,7 @@ class BucketUploads(DirectUploads):
         try:
             await self._objects.delete_pieces(await self._objects.pieces(digest))
         except Busy as error:
-            _LOG.info("postponed deletion of the pieces of payload %s: %s", digest[:12], error)
+            _LOG.info("payload %s: deletion of its pieces is postponed: %s", digest[:12], error)
 
     async def sweep(self) -> None:
         """Delete expired pieces; the rest counts as open.
@@ -192,7 +193,7 @@ class BucketUploads(DirectUploads):
             if left_s > 0:
                 self._open.setdefault(digest, now + left_s)
             elif not self._read[digest]:
-                _LOG.info("deleting pieces of payload %s that no call took", digest[:12])
+                _LOG.info("payload %s: %d pieces that no call took are deleted", digest[:12], len(pieces))
                 await self._objects.delete_pieces(pieces)
 
     async def run(self) -> None:

@@ -53,7 +53,7 @@ class Standby:
                     raise
                 if str(error) != problem:
                     problem = str(error)
-                    _LOG.warning("waiting for the store: %s", problem)
+                    _LOG.warning("the coordinator waits for the store: %s", problem)
                 self._is_over.wait(ASK_EVERY_S)
                 continue
             if engine is not None:
@@ -104,5 +104,5 @@ class Standby:
                     return True
                 self._is_over.wait(ASK_EVERY_S)
         except psycopg.Error as error:
-            _LOG.warning("waiting for the store: the session ended: %s", type(error).__name__)
+            _LOG.warning("the coordinator waits for the store: the session ended: %s", type(error).__name__)
         return False

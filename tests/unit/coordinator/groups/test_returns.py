@@ -55,7 +55,7 @@ async def test_row_that_gives_no_group_is_closed_after_three_returns(core, run, 
     assert await closed(core) == {FAILED: 1}
     assert await rounds(core, lambda work: False, turns=8) != []
     (words,) = [record.getMessage() for record in caplog.records if "closed" in record.getMessage()]
-    assert "assignment 2:" in words
+    assert "assignment 2 is closed" in words
     assert f"site={SITE}, reason=reward_failed" in words
 
 

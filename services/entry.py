@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C during its import exits with code 130 and without a traceback."""
+    """Run the command line; Ctrl-C during its import exits with code 130."""
     try:
         from heterorl.cli.main import main as run
 

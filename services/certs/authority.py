@@ -37,7 +37,8 @@ class Pair:
 
 
 def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
-    """Make a self-signed authority that may only sign nodes. Raises ConfigError: the run's name is not allowed."""
+    """Make a self-signed authority that may only sign nodes.
+    Raises ConfigError: the run's name is not allowed."""
     _check_name("RUN", run)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"heterorl {run}"[:64])])
@@ -60,7 +61,7 @@ def issue_node(
     now: datetime.datetime,
     lifetime: datetime.timedelta,
 ) -> Pair:
-    """Make a key and sign its certificate; arguments and errors as of `sign_node`."""
+    """Make a key and sign its certificate; arguments and errors of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = sign_node(
         authority, public_key=key.public_key(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
@@ -80,9 +81,10 @@ def sign_node(
     lifetime: datetime.timedelta,
     serial: int = 0,
 ) -> x509.Certificate:
-    """Sign a certificate for a node's own key, valid until the authority's end at most; serial 0 draws one.
+    """Sign a certificate for a node's own key.
 
-    `hosts` are the names and addresses that the node is dialled by.
+    It is valid until the authority's end at most; `serial` 0 draws a number. `hosts` are the names and addresses that
+    the node is dialled by.
     Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or the role has no hosts.
     """
     _check_name("RUN", run)
@@ -101,7 +103,8 @@ def sign_node(
 
 
 def issue_enrolment_server(authority: Pair, *, now: datetime.datetime) -> Pair:
-    """Issue the enrolment server's certificate, for ENROLMENT_NAME only. Raises ConfigError: as of `sign_node`."""
+    """Issue the enrolment server's certificate, for ENROLMENT_NAME only.
+    Raises ConfigError: as of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(
         authority, subject=ENROLMENT_NAME, public_key=key.public_key(), names=[x509.DNSName(ENROLMENT_NAME)],

@@ -84,7 +84,8 @@ class Authority:
         now: datetime.datetime,
         lifetime: datetime.timedelta,
     ) -> Path:
-        """Issue a node's files; returns their directory. Raises ConfigError: a bad name, or it has a certificate."""
+        """Issue a node's files; returns their directory.
+        Raises ConfigError: a bad name, or it has a certificate."""
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
             if (target / "node.key").exists():
@@ -101,8 +102,9 @@ class Authority:
     def renew(
         self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
     ) -> Identity:
-        """Replace certificate and key of a node's directory; returns the replaced identity. Empty `hosts` keep theirs.
-        Raises ConfigError: there is no certificate of this authority, or it is revoked; else as `sign_node`."""
+        """Replace certificate and key of a directory; returns the replaced identity.
+        Empty `hosts` keep theirs. Raises ConfigError: there is no certificate of this authority, or it is revoked; else
+        as `sign_node`."""
         with locked(self._existing()):
             if not (target / "node.crt").exists():
                 raise ConfigError(
@@ -133,8 +135,9 @@ class Authority:
             return identity
 
     def revoke(self, what: str) -> list[Identity]:
-        """Revoke a serial number, a certificate's file, or a node's directory (all of its role and site); returns the
-        revoked certificates. Raises ConfigError: this authority issued no such certificate."""
+        """Revoke certificates; returns their identities.
+        `what` is a serial number, a certificate's file, or a node's directory (all of its role and site). Raises
+        ConfigError: this authority issued no such certificate."""
         with locked(self._existing()):
             path = Path(what)
             if path.is_dir():
@@ -150,7 +153,8 @@ class Authority:
             return self._refuse([self._read(self.path_of(serial))])
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
-        """Revoke all certificates of a role and site; returns them. Raises ConfigError: this authority issued none."""
+        """Revoke all certificates of a role and site; returns them.
+        Raises ConfigError: this authority issued none."""
         with locked(self._existing()):
             found = self._all_of(role=role, site=site)
             if not found:
@@ -159,7 +163,7 @@ class Authority:
             return self._refuse(found)
 
     def copies(self) -> list[Path]:
-        """Copies of the list in directories of coordinators and relays, which `revoke` updates."""
+        """Copies of the list for coordinators and relays, which `revoke` updates."""
         paths = [path for role in sorted(SERVING) for path in self._directory.glob(f"{role}-*/{REVOKED}")]
         return sorted(path for path in paths if path.is_file())
 
@@ -263,7 +267,7 @@ def _serial(text: str) -> int:
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Replace a file atomically and durably; its mode holds from the first byte on."""
+    """Replace a file atomically and durably, with `mode` from the start."""
     with replacing(path, mode=mode) as file:
         file.write(data)
 

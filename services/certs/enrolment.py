@@ -59,8 +59,8 @@ class Enrolment:
         self._authority = Authority(directory)
 
     def create(self, *, role: Role, site: str, address: str, days: int, expires: float) -> Token:
-        """Make a token that expires at `expires` (seconds since the epoch) for a certificate of `days` days.
-        Raises ConfigError: there is no authority, or a name is not allowed."""
+        """Make a token for a certificate of `days` days.
+        `expires` is in seconds since the epoch. Raises ConfigError: there is no authority, or a name is not allowed."""
         if role is Role.COORDINATOR:
             raise ConfigError("--role", "a coordinator cannot join", action="heterorl certs issue coordinator")
         if not is_name(site):
@@ -92,7 +92,8 @@ class Enrolment:
         return sorted(((name, row) for name, row in rows if row is not None), key=lambda pair: pair[1].expires)
 
     def delete(self, number: str) -> None:
-        """Delete a token; its certificate stays. Raises ConfigError: there is no such token."""
+        """Delete a token; its certificate stays.
+        Raises ConfigError: there is no such token."""
         with locked(self._directory):
             if not number.isalnum() or not (path := self._directory / "tokens" / f"{number}.json").exists():
                 raise ConfigError("TOKEN", f"there is no token {number}", action="heterorl certs token list")
@@ -149,7 +150,7 @@ class Enrolment:
 
 
 def read_request(der: bytes) -> Request:
-    """Read a signing request (PKCS #10, DER) and check that its sender holds the key.
+    """Read a signing request (PKCS #10, DER) that its key signed.
     Raises JoinRefused: it is damaged, not signed by its key, of another kind of key, or has not one URI."""
     try:
         csr = x509.load_der_x509_csr(der)

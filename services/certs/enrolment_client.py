@@ -35,6 +35,8 @@ from heterorl.common.errors import ConfigError, OperatorError
 
 JOIN_S = 15.0
 _ACTIONS = {
+    Refused.REQUEST: "delete node.key in --out, then join again",
+    Refused.IDENTITY: "ask for a token of this site and role",
     Refused.TOKEN: "ask for a new token",
     Refused.EXPIRED: "ask for a new token",
     Refused.USED: "ask for a new token, and who used this one",
@@ -45,7 +47,7 @@ _ACTIONS = {
 
 
 class WrongAuthority(OperatorError):
-    """The server is not of the token's authority; the client closes before it sends the token."""
+    """The server is not of the token's authority; no token is sent."""
 
     action = "compare the address with the operator's; if it is right, the connection is intercepted"
 
@@ -53,9 +55,9 @@ class WrongAuthority(OperatorError):
 async def join(
     token: Token, *, address: str, out: Path, timeout_s: float = JOIN_S, wall_time: Callable[[], float] = time.time
 ) -> None:
-    """Get a certificate; write ca.crt, node.crt and node.key into `out`. An existing node.key is used again.
-    Raises ConfigError: `out` has a certificate or an unreadable key; WrongAuthority; JoinRefused: the server refused;
-    OperatorError: it cannot be reached."""
+    """Get a certificate; write ca.crt, node.crt and node.key into `out`.
+    An existing node.key is used again. Raises ConfigError: `out` has a certificate or an unreadable key;
+    WrongAuthority; JoinRefused: the server refused; OperatorError: it cannot be reached."""
     if (out / "node.crt").exists():
         raise ConfigError("--out", f"{out} holds a certificate", action="name another directory, or delete it")
     key = _own_key(out)
@@ -74,7 +76,8 @@ async def join(
 async def ask(
     token: Token, *, address: str, key: ec.EllipticCurvePrivateKey, now: float
 ) -> tuple[x509.Certificate, x509.Certificate]:
-    """The authority's certificate and the node's; arguments and errors of `join`. The caller bounds the time."""
+    """The authority's certificate and the node's; arguments and errors of `join`.
+    The caller bounds the time."""
     host, _, port = address.rpartition(":")
     # The pin of the token proves the server, not this machine's trusted authorities.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

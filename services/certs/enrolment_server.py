@@ -40,7 +40,7 @@ MAX_CONNECTIONS, OF_ADDRESS = 64, 8
 
 
 class _Unread(asyncio.StreamReaderProtocol):
-    """A connection that is not read before `start_tls`: its first bytes are the handshake's."""
+    """A connection unread before `start_tls`: its first bytes are the handshake's."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -54,7 +54,8 @@ class EnrolmentServer:
     def __init__(
         self, directory: Path, *, wall_time: Callable[[], float] = time.time, limit: GuessLimit | None = None
     ) -> None:
-        """Prepare for the authority of a directory. Raises ConfigError: there is no authority, or it has expired."""
+        """Prepare for the authority of a directory.
+        Raises ConfigError: there is no authority, or it has expired."""
         authority = Authority(directory)
         pair = authority.pair()
         self._enrolment = Enrolment(directory)
@@ -77,7 +78,8 @@ class EnrolmentServer:
 
     @contextlib.asynccontextmanager
     async def listening(self, address: str) -> AsyncIterator[int]:
-        """Answer at host:port until the context ends; yields the port. Raises PortInUse: the address is taken."""
+        """Answer at host:port until the context ends; yields the port.
+        Raises PortInUse: the address is taken."""
         host, _, port = address.rpartition(":")
         try:
             server = await asyncio.get_running_loop().create_server(
@@ -97,7 +99,7 @@ class EnrolmentServer:
                 async with asyncio.timeout(ANSWER_S):
                     await self._converse(reader, writer, peer)
         except (TimeoutError, BrokenFrame, OSError) as error:
-            _LOG.debug("%s was not answered: %s", peer, error)
+            _LOG.debug("node at %s was not answered: %s", peer, error)
         finally:
             self._open[address] -= 1
             if not self._open[address]:
@@ -107,7 +109,7 @@ class EnrolmentServer:
                 await writer.wait_closed()
 
     def _has_room(self, address: str) -> bool:
-        """Whether a counted connection of an address may stay; at the limit, ends a silent one."""
+        """Whether a connection may stay; at the limit, ends a silent one."""
         if self._open[address] > OF_ADDRESS:
             return False
         if self._open.total() <= MAX_CONNECTIONS:
@@ -140,11 +142,11 @@ class EnrolmentServer:
                 certificate = await self._answer(token, csr, peer)
             reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
         except JoinRefused as error:
-            _LOG.warning("refused a certificate to %s: %s", peer, error)
+            _LOG.warning("node at %s was refused a certificate: %s", peer, error)
             reply = bytes([error.reason]) + str(error).encode()[:1024]
         except HeterorlError as error:
             # Only the operator gets the reason.
-            _LOG.error("cannot issue a certificate to %s: %s", peer, error)
+            _LOG.error("authority cannot issue a certificate to %s: %s", peer, error)
             reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"
         writer.write(frame(reply))
         await writer.drain()
@@ -168,7 +170,7 @@ class EnrolmentServer:
         except JoinRefused:
             self._limit.note(peer, number, now=self._wall_time())
             raise
-        _LOG.info("issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
+        _LOG.info("authority issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
         return certificate
 
 
@@ -212,7 +214,7 @@ def _keys(address: str, number: bytes) -> tuple[tuple[str, bytes], tuple[str, by
 
 
 def network_of(address: str) -> str:
-    """An IPv4 address, or the /64 of an IPv6 address, which one machine may have."""
+    """An IPv4 address, or the /64 that an IPv6 machine may have."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

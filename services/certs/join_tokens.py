@@ -132,7 +132,7 @@ def parse_token(text: str) -> Token:
 
 
 def secret_digest(secret: bytes) -> str:
-    """The stored digest of a secret; 256 random bits need no slow hash."""
+    """A secret's stored digest: 256 random bits need no slow hash."""
     return blake3.blake3(secret).hexdigest()
 
 
@@ -142,9 +142,10 @@ def pin_of(certificate: bytes) -> bytes:
 
 
 def check_token(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> Kept:
-    """Check a token against its row (`kept`, None if unknown). Without the secret all tokens are refused alike.
+    """Check a token against its row (`kept`, None if unknown).
 
-    `key` is the digest of the caller's proved public key. Raises JoinRefused.
+    Without the secret all tokens are refused alike. `key` is the digest of the caller's proved public key. Raises
+    JoinRefused.
     """
     if kept is None or not hmac.compare_digest(kept.secret_digest, secret_digest(secret)):
         raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
@@ -167,7 +168,8 @@ class BrokenFrame(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Read a frame; the caller bounds the time. Raises BrokenFrame: it is incomplete or too long."""
+    """Read a frame; the caller bounds the time.
+    Raises BrokenFrame: it is incomplete or too long."""
     try:
         (length,) = struct.unpack(">I", await reader.readexactly(4))
         if length > MAX_FRAME:

@@ -82,7 +82,9 @@ def issue(
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
-    """Issue a key and a certificate for one node: copy ca.crt, node.crt and node.key to it.
+    """Issue a key and a certificate for one node.
+
+    Copy ca.crt, node.crt and node.key to the node.
 
     Example: `heterorl certs issue sampler eu-1`
     """
@@ -114,7 +116,10 @@ def renew(
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
-    """Replace a node's certificate and key in place. A running node reads the new files without dropping a call."""
+    """Replace a node's certificate and key in place.
+
+    A running node reads the new files without dropping a call.
+    """
     from heterorl.certs.authority_directory import Authority
 
     old = Authority(directory).renew(node, hosts=host or (), now=_now(), lifetime=datetime.timedelta(days=days))
@@ -131,7 +136,9 @@ def revoke(
     role: Annotated[RoleName, typer.Option(help="Role of the node at --site.")] = "sampler",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Revoke a certificate; a coordinator refuses it from the next call, once `tls.revoked` names a copy of this list.
+    """Revoke a certificate.
+
+    A coordinator refuses it from the next call, once `tls.revoked` names a copy of this list.
 
     A node that joined by token has no directory here: name it by --site and --role, or by the serial number that
     `heterorl certs list` shows.
@@ -153,7 +160,7 @@ def revoke(
 
 @app.command("list")
 def list_(directory: DirOption = DIRECTORY) -> None:
-    """List all certificates of an authority, the one that expires first on top."""
+    """List an authority's certificates, the first to expire on top."""
     from heterorl.certs.authority_directory import Authority
 
     now = _now()
@@ -211,7 +218,9 @@ def create_token(
     directory: DirOption = DIRECTORY,
     days: Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)] = DAYS,
 ) -> None:
-    """Print a one-time token for the first certificate of this site and role. Keep it secret until it is used.
+    """Print a one-time token for a node's first certificate.
+
+    Keep it secret until it is used.
 
     Example: `heterorl certs token create --site eu-1 --expires 2h`
     """
@@ -258,10 +267,10 @@ def serve(
     listen: Annotated[str, typer.Option(help="host:port to listen on for joining nodes.")] = f"0.0.0.0:{DESK_PORT}",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Answer nodes that join with a token. Run it on the authority's machine and stop it when all have joined.
+    """Answer nodes that join with a token.
 
-    A caller needs a token and no certificate. The authority's key stays on this machine; the coordinator needs neither
-    this command nor the key.
+    Run it on the authority's machine and stop it when all have joined. A caller needs a token and no certificate. The
+    authority's key stays on this machine; the coordinator needs neither this command nor the key.
     """
     from heterorl.certs.enrolment_server import EnrolmentServer
     from heterorl.common.process import logs
@@ -294,10 +303,10 @@ def join(
         Path | None, typer.Option(help="Directory for ca.crt, node.crt and node.key; default: ROLE-SITE here.")
     ] = None,
 ) -> None:
-    """Get this node's certificate with a token. The private key is made here and never leaves this machine.
+    """Get this node's certificate with a token.
 
-    Prints the first lines of the node's configuration. The token proves the authority before anything is sent. If the
-    answer got lost, run the same command again.
+    The private key is made here and never leaves this machine. The token proves the authority before anything is sent.
+    If the answer got lost, run the same command again. The command prints the first lines of the node's configuration.
 
     Example: `heterorl join --token - --coordinator run.example:50051`
     """
@@ -330,7 +339,7 @@ def join(
 
 
 def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict[str, str]) -> list[str]:
-    """First lines of a node's configuration as TOML; for an operator, the commands to run next."""
+    """First lines of a node's TOML, or an operator's next commands."""
     lines = [f"# {role} {site} of run {run}"]
     if role == "operator":
         directory = str(Path(paths["cert"]).parent)
@@ -351,7 +360,7 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 30m, 1h or 2d; raises ConfigError for other text."""
+    """Seconds of a duration such as 2d; raises ConfigError for other text."""
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
     if match is None or int(match[1]) == 0:
         raise ConfigError("--expires", f"{text!r} is not like 30m, 1h or 2d", action="give a number and m, h or d")

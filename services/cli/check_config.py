@@ -54,7 +54,7 @@ def load_service(service: Service, path: Path | None, overrides: Sequence[str] =
 
 
 def owner(table: dict[str, Any]) -> Service:
-    """The service that knows most keys of a table; ties go to sampler, learner, coordinator, relay, in this order."""
+    """The service that knows most keys of a table; `_SCHEMAS` breaks ties."""
     return min(_SCHEMAS, key=lambda service: num_unknown(service, table))
 
 
@@ -80,11 +80,11 @@ def check_config(
         bool, typer.Option("--keys-only", help="Check only keys and values; for a file of another machine.")
     ] = False,
 ) -> None:
-    """Check a configuration without starting the service: every key, and what the service would load.
+    """Check a configuration without starting the service.
 
-    It loads the task, its data, the tokenizer and the model's configuration, computes one reward, and takes a step in
-    each environment. It tries a custom loss and the engine's package. It reads no weights. It uses the network only to
-    ask the hub for a model that is not on this machine.
+    It checks every key. It loads the task, its data, the tokenizer and the model's configuration, computes one reward,
+    and takes a step in each environment. It tries a custom loss and the engine's package. It reads no weights. It uses
+    the network only to ask the hub for a model that is not on this machine.
 
     Exit code 0: valid. 2: not valid; each problem is one line.
 
@@ -110,7 +110,7 @@ def check_config(
 
 
 def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
-    """Keys that a sampler with a [join] section takes from the run it joins."""
+    """Keys that a sampler with [join] takes from the run."""
     if service != "sampler":
         return ()
     from heterorl.sampler.adoption import missing_keys
@@ -119,7 +119,7 @@ def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
 
 
 def check_link(service: Service, config: Any) -> None:
-    """Refuse a link without the certificates it needs, before a model is loaded; raises ConfigError."""
+    """Refuse a link without the certificates it needs; raises ConfigError."""
     keys = {"coordinator": ("listen",), "relay": ("listen", "coordinator")}.get(service, ("coordinator",))
     for key in keys:
         check_tls(config.tls, key=key, address=getattr(config, key))
@@ -128,7 +128,7 @@ def check_link(service: Service, config: Any) -> None:
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
-    """Yield each problem that would keep a service from starting; `say` gets a line about the prompts."""
+    """Yield problems that prevent a start; `say` gets a line about prompts."""
     yield from _problem(check_link, service, config)
     if not is_loading:
         return
@@ -183,7 +183,7 @@ def _build_task(config: Any, prompter: Any) -> Any:
 
 
 def counted(task: Any, prompter: Any) -> str:
-    """Number of prompts of a task, and the longest of a sample of them."""
+    """Number of a task's prompts, and the longest of a sample."""
     from heterorl.common.tasks.environments.environment_task import environments_of
     from heterorl.common.tasks.sources.cells import lengths_of
 

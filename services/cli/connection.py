@@ -64,7 +64,7 @@ class Link:
         return replace(self, address=address)
 
     def find(self) -> tuple[str, TlsConfig]:
-        """Address and certificates from the command line, else the environment, else the note of `join`.
+        """Address and certificates: command line, then environment, then note of `join`.
 
         Raises ConfigError if one is missing, wrong or named twice.
         """
@@ -103,7 +103,7 @@ class Link:
         return TlsConfig(**files, insecure=self.insecure)
 
     def ask(self, call: Callable[[CoordinatorClient], Awaitable[ResultT]]) -> ResultT:
-        """Connect, make one call, and return its answer; raises the coordinator's refusal, or Unreachable."""
+        """Connect and make one call; raises the coordinator's refusal, or Unreachable."""
         address, tls = self.find()
         silence_grpc()
         from heterorl.common.errors import Unreachable
@@ -128,7 +128,7 @@ class Link:
 
 
 def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the address argument and the link options in place of its parameter `link`.
+    """Replace a command's parameter `link` by the address and link options.
 
     `cert` is the annotation of --cert.
     """
@@ -170,7 +170,7 @@ def console_of(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error that disappears at the end; takes done and total bytes."""
+    """A progress bar on standard error; takes done and total bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     with Progress(
@@ -182,7 +182,7 @@ def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
-    """Problem and action that a TLS handshake reveals for a link that failed; None if it reveals none.
+    """Problem and action that a failed link's TLS handshake reveals, or None.
 
     gRPC reports names, authorities and expiry only in its own log.
     """
@@ -208,5 +208,5 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
 
 def silence_grpc() -> None:
-    """Suppress gRPC's own log lines on a command's screen; call it before gRPC is imported."""
+    """Keep gRPC's log lines off the screen; call before importing gRPC."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

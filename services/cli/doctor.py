@@ -29,7 +29,9 @@ def doctor(
     calls: Annotated[int, typer.Option(help="Calls over which the round trip is measured.", min=1, max=1000)] = 10,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Check a node before it joins a run: link, certificates, clock, disk, memory, device, versions, contract.
+    """Check a node before it joins a run.
+
+    It checks link, certificates, clock, disk, memory, device, versions and contract.
 
     Exit code 0: no check failed (warnings may need a look). 1: a check failed; its line says what to do. 2: the
     configuration is wrong.
@@ -54,7 +56,7 @@ def doctor(
 
 
 def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> Service:
-    """The service that knows most keys of a configuration; raises ConfigError if no service knows one."""
+    """The service that knows most keys; raises ConfigError if none does."""
     table, _ = read_tables(config, overrides)
     role = owner(table)
     if table and num_unknown(role, table) == len(flatten(table)):

@@ -40,7 +40,7 @@ def env_try(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the trajectory as JSON.")] = False,
 ) -> None:
-    """Play one episode of task.environment: by hand, or with a model as a sampler would.
+    """Play one episode of task.environment, by hand or with a model.
 
     By hand, each line is a turn. A tool call is a line of JSON such as {"name": "add", "arguments": {"a": 1}}. Ctrl-D
     ends the episode. This needs no model. A model samples with the file's [sampling] and tests its chat template too.

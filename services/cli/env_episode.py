@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One turn and the environment's answer; a typed turn has no token ids."""
+    """One turn and the environment's answer; typed turns have no token ids."""
 
     text: str
     policy_s: float
@@ -52,7 +52,7 @@ class Played:
 
 
 def play(spec: EnvironmentSpec, player: ModelPlayer | PersonPlayer, screen: Screen) -> Played:
-    """Play one episode and show each turn on the screen; raises ConfigError if the environment failed.
+    """Play and show one episode; raises ConfigError if the environment failed.
 
     A player's `next_turn` gives a turn, or None to end; `take_turn` hands it to the environment; `limit` is the reason
     why no turn can follow.
@@ -113,7 +113,7 @@ class ModelPlayer:
         self._room.check(context, self._max_new_tokens)
         drawn = generate_all(self._engine, [context], seeds=[len(self._parts)], num_per_prompt=1)[0]
         if not drawn:
-            raise EngineError("the engine refused the turn")
+            raise EngineError("the engine refused the turn", action="read the warning above: it says why")
         ids, is_cut = drawn[0].token_ids, drawn[0].finish_reason is FinishReason.LENGTH
         self._parts.append(ids)
         text = self._conversation.prompter.decode(ids)
@@ -127,7 +127,7 @@ class ModelPlayer:
             self._parts.append(turn.given_ids)
 
     def limit(self) -> FinishReason | None:
-        """CONTEXT if a turn of maximum length would not fit into the trajectory."""
+        """CONTEXT if the trajectory lacks room for a turn of maximum length."""
         num_tokens = sum(part.size for part in self._parts) - self._prompt.size
         return FinishReason.CONTEXT if num_tokens + self._max_new_tokens > self._max_trajectory_tokens else None
 
@@ -228,7 +228,7 @@ class Screen:
 
 
 def as_json(prompt: Prompt, spec: EnvironmentSpec, played: Played, *, ids: Int32Array | None) -> dict[str, Any]:
-    """The trajectory as JSON values; `ids` are the prompt's, None if a person played."""
+    """The trajectory as JSON; the prompt's `ids` are None by hand."""
     return {
         "environment": spec.episodes.name,
         "prompt": {"index": prompt.index, "seed": spec.seed, "messages": _written(messages_of(prompt)), **_ids(ids)},

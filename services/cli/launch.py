@@ -29,10 +29,11 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Write the files that start each node of a run: configurations, units or manifests, and a README.
+    """Write the files that start each node of a run.
 
-    It starts nothing and uses no network. It checks each configuration with the schema of its service; packages that
-    only your rewards need may be missing on this machine.
+    They are configurations, units or manifests, and a README. The command starts nothing and uses no network. It checks
+    each configuration with the schema of its service; packages that only your rewards need may be missing on this
+    machine.
 
     Exit code 0: written. 2: run.toml or --out is wrong; nothing was written.
 

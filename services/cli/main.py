@@ -121,7 +121,10 @@ def coordinator(
         typer.Option("--standby", help="Wait until no other coordinator has the store, then serve; needs store.url."),
     ] = False,
 ) -> None:
-    """Run the coordinator: it stores versions, distributes weights and queues groups. One per run; needs no GPU."""
+    """Run the coordinator: it stores versions, distributes weights and queues groups.
+
+    A run has one coordinator; it needs no GPU.
+    """
     _serve("coordinator", config, set_, log, is_standby=standby)
 
 
@@ -137,7 +140,7 @@ def learner(
         ),
     ] = 1,
 ) -> None:
-    """Run the learner: it trains on whole groups of rollouts and publishes policy versions.
+    """Run the learner: it trains on groups and publishes policy versions.
 
     On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Only
     rank 0 reads the configuration and connects to the coordinator.
@@ -161,13 +164,19 @@ def learner(
 
 @app.command(rich_help_panel=RUN)
 def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
-    """Run a sampler: it pulls weights, generates and scores rollouts, and pushes groups. Run any number at any site."""
+    """Run a sampler: it pulls weights, generates, scores and pushes rollouts.
+
+    Run any number at any site.
+    """
     _serve("sampler", config, set_, log)
 
 
 @app.command(rich_help_panel=RUN)
 def relay(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
-    """Run a relay at a site with several samplers: the site downloads each payload once. Needs no GPU."""
+    """Run a relay, so that a site downloads each payload once.
+
+    A relay is for a site with several samplers and needs no GPU.
+    """
     _serve("relay", config, set_, log)
 
 
@@ -189,11 +198,11 @@ def demo(
     ),
     device: Annotated[str, typer.Option(help="Device of learner and samplers: `cpu`, or `cuda` for one GPU.")] = "cpu",
 ) -> None:
-    """Train a small model on this machine while its samplers are 64 versions behind; takes about two minutes.
+    """Train a small model while its samplers are 64 versions behind.
 
-    It warm-starts a small model on addition, then starts a coordinator, a learner and two samplers as processes. They
-    talk gRPC over loopback, each with its own certificate. A live table shows the run. It writes report.html,
-    summary.json and a Hugging Face model to --out.
+    It takes about two minutes on this machine. It warm-starts a small model on addition, then starts a coordinator, a
+    learner and two samplers as processes. They talk gRPC over loopback, each with its own certificate. A live table
+    shows the run. It writes report.html, summary.json and a Hugging Face model to --out.
 
     Exit code 0: all promises were kept. 1: one was broken, or the run failed. 2: an option is wrong; nothing was
     started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results so far.
@@ -232,7 +241,7 @@ app.command("launch", rich_help_panel=RUN)(launch)
 
 @app.command("print-config", rich_help_panel=CHECK)
 def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
-    """Show every key of a configuration, its value, and where the value comes from.
+    """Show every key of a configuration, its value and its source.
 
     Example: `heterorl print-config sampler --config sampler.toml --set engine.kind=vllm`
     """
@@ -254,7 +263,9 @@ def verify_lineage(
         bool, typer.Option("--replay", help="Also rebuild every version's weights from its payloads; slow.")
     ] = False,
 ) -> None:
-    """Check the whole history of a run offline: version numbers, digests, signatures, payloads. Exit code 2 on a fault.
+    """Check the whole history of a run offline.
+
+    It checks version numbers, digests, signatures and payloads. Exit code 2 on a fault.
 
     Example: `heterorl verify-lineage /var/lib/heterorl/coordinator --replay`
     """
@@ -269,7 +280,10 @@ app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 
 @keys.command("new")
 def keys_new(path: Annotated[Path, typer.Argument(help="New file for the private key.")]) -> None:
-    """Create a private key that only you can read, and print its public key for the samplers' `trusted_keys`."""
+    """Create a private key and print its public key.
+
+    Only you can read the private key. The public key is for the samplers' `trusted_keys`.
+    """
     from heterorl.common.identity.signing import new_key
 
     typer.echo(new_key(path).public_key)
@@ -291,7 +305,7 @@ app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 
 def add_lab(app: typer.Typer) -> None:
-    """Add `lab` if its package is installed; otherwise a hidden `lab` that says what to install."""
+    """Add `lab`, or a hidden one that says what to install."""
     if importlib.util.find_spec(RESEARCH) is None:
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command("lab", hidden=True, add_help_option=False, context_settings=anything)(_refuse_lab)
@@ -307,7 +321,7 @@ add_lab(app)
 
 
 def main() -> None:
-    """Run the command line; a typed error becomes one line, and its exit code (2 unless it states another)."""
+    """Run the command line; typed errors become one line and exit code."""
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:

@@ -59,10 +59,11 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="JSON file for the results with every completion.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Evaluate a model or versions of a run on held-out prompts: avg@n and pass@k, with intervals over prompts.
+    """Evaluate a model or versions of a run on held-out prompts.
 
-    It samples and scores exactly as the run's own evaluations do. Without [[evaluation]] in the configuration, the set
-    is the held-out prompts of its task, with temperature, top_p and max_new_tokens of [sampling].
+    It prints avg@n and pass@k, with intervals over prompts. It samples and scores exactly as the run's own evaluations
+    do. Without [[evaluation]] in the configuration, the set is the held-out prompts of its task, with temperature,
+    top_p and max_new_tokens of [sampling].
 
     Example: `heterorl evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """
@@ -105,7 +106,7 @@ def evaluate(
 
 
 def _in_place_of_the_files(task: str) -> list[str]:
-    """Overrides of a sampler's file that put a named task in the place of its own, with no other held-out prompts."""
+    """Overrides for a named task in place of a sampler file's own."""
     keys = [f'task.name="{task}"', 'task.evaluation_path=""', 'task.data.evaluation_split=""']
     return keys if task == "mixture" else [*keys, "task.sources=[]"]
 
@@ -160,7 +161,7 @@ def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]]:
-    """Callbacks for the begin of a set and for each prompt: bars on a terminal, else a line for each tenth of a set."""
+    """Callbacks for each set and prompt: bars, or lines without a terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -205,10 +206,10 @@ def export(
     dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as published.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file of weights, such as 5GB.")] = "50GB",
 ) -> None:
-    """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged.
+    """Write a trained model as a Hugging Face directory; adapters are merged.
 
-    It streams one tensor at a time and never holds the whole model in memory. The directory appears when it is
-    complete.
+    It writes safetensors, config and tokenizer. It streams one tensor at a time and never holds the whole model in
+    memory. The directory appears when it is complete.
 
     Example: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`
     """

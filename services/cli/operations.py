@@ -39,7 +39,9 @@ def rollback(
     ] = NEWEST,
     all_: Annotated[bool, typer.Option("--all", help="With --list: every version.")] = False,
 ) -> None:
-    """Order the learner to publish the weights of an earlier version as the next one, with a fresh optimizer.
+    """Order the learner to publish an earlier version's weights again.
+
+    The weights become the next version; the optimizer starts fresh.
 
     Example: `heterorl rollback --list`, then `heterorl rollback --to 120`
     """
@@ -74,7 +76,10 @@ def sites_release(
     reason: Annotated[str, typer.Option(help="Why it may come back; written to the audit log.")],
     link: Link,
 ) -> None:
-    """End a site's quarantine and reset its failure count; it gets work again at its next call."""
+    """End a site's quarantine and reset its failure count.
+
+    The site gets work again at its next call.
+    """
     from heterorl.common.types.common import SiteId
 
     request_id = secrets.token_hex(8)
@@ -93,10 +98,11 @@ def accept_rewind(
     set_: SetOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Agree, at a site, that a run went back to an earlier version: its sampler forgets the later versions it saw.
+    """Agree, at a site, to a run's rewind to an earlier version.
 
-    Use it only if the run's operator says that the run was restored from a backup of that version. It holds for this
-    one rewind: the sampler refuses a second one. It checks signatures as before.
+    The site's sampler forgets the later versions it saw. Use it only if the run's operator says that the run was
+    restored from a backup of that version. It holds for this one rewind: the sampler refuses a second one. It checks
+    signatures as before.
     """
     run, _, number = rewind.rpartition(":")
     if not run or not number.isdecimal():
@@ -124,7 +130,10 @@ def audit_verify(
     directory: DirectoryArgument,
     expect: Annotated[str, typer.Option(help="A digest noted earlier; the log must contain it.")] = "",
 ) -> None:
-    """Check every link of the audit log and print the newest digest, to be noted elsewhere. Exit code 2 on a fault."""
+    """Check every link of the audit log and print the newest digest.
+
+    Note the digest elsewhere. Exit code 2 on a fault.
+    """
     from heterorl.cli.verify_data_dir import verify_log
 
     raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
@@ -148,7 +157,10 @@ def backup(
         str, typer.Option(help="Name of the directory under the coordinator's backup_dir; default: the time.")
     ] = "",
 ) -> None:
-    """Have a running coordinator back up its current state into a directory that a coordinator can start from."""
+    """Have a running coordinator back up its current state.
+
+    A coordinator can start from the directory that it writes.
+    """
     address, tls = link.find()
     made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
     typer.echo(
@@ -173,9 +185,10 @@ def restore(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Restore a backup into a new data_dir, and into an empty database if store.url is set.
+    """Restore a backup into a new data_dir.
 
-    Any store takes any backup: one of SQLite goes into PostgreSQL, and the reverse.
+    If store.url is set, it also fills that database, which must be empty. Any store takes any backup: one of SQLite
+    goes into PostgreSQL, and the reverse.
     """
     loaded = load_service("coordinator", config, set_ or ())
     from heterorl.coordinator.offline.restore_backup import restore as put

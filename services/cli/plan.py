@@ -49,10 +49,10 @@ def plan(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Estimate the cost of a run: time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link.
+    """Estimate the cost of a run.
 
-    It loads nothing and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option
-    is wrong.
+    It states the time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link. It loads nothing
+    and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option is wrong.
 
     Example: `heterorl plan --params 8e9 --gpus 8 --link 1Gbit`
     """
@@ -182,7 +182,7 @@ _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def bits_per_s(text: str) -> float:
-    """Bits per second of a link such as `1Gbit` or `300 Mbit/s`; raises ConfigError for other text."""
+    """Bits per second of a bandwidth such as `300 Mbit/s`; raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError("--link", f"{text!r} is not a bandwidth", action="write it as 1Gbit or 300Mbit")
@@ -190,7 +190,7 @@ def bits_per_s(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Seconds of a time such as `100ms` or `0.1s`; raises ConfigError for other text."""
+    """Seconds of a time such as `100ms`; raises ConfigError for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", text.strip())
     if match is None:
         raise ConfigError("--rtt", f"{text!r} is not a time", action="write it as 100ms")
@@ -214,7 +214,7 @@ def rate_words(bits_per_s: float) -> str:
 
 
 def time_words(duration_s: float) -> str:
-    """Seconds in three digits, such as `12.3 s`; in minutes from 600 s on."""
+    """Seconds in three digits, such as `12.3 s`; minutes from 600 s."""
     if duration_s >= 600.0:
         return f"{_digits(duration_s / 60.0)} min"
     return f"{_digits(duration_s)} s" if duration_s >= 1.0 else f"{_digits(1000.0 * duration_s)} ms"

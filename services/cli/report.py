@@ -32,10 +32,10 @@ def report(
     ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files.")] = None,
 ) -> None:
-    """Write one HTML page about a run: from its files, or from its coordinator while it runs.
+    """Write one HTML page about a run, past or running.
 
-    It never changes the files. If a coordinator runs on the directory, the report asks it at the address noted there,
-    with an operator's certificate.
+    It never changes the run's files. If a coordinator runs on the directory, the report asks it at the address noted
+    there, with an operator's certificate.
 
     Example: `heterorl report runs/demo`
     """

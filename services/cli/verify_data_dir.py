@@ -32,7 +32,7 @@ MAX_SHOWN = 50
 
 
 def verify_directory(directory: Path, *, keys: Sequence[str], is_replaying: bool, console: Console) -> int:
-    """Check a data directory and print the findings; returns exit code 0 if all holds, else 2.
+    """Check a data directory and print the findings; returns the exit code.
 
     Raises OperatorError if there is no store, it is in use, or a key is not a public key; CorruptStore if it is
     unreadable.
@@ -113,13 +113,14 @@ Say = Callable[[str], None]
 
 
 def read_log(directory: Path) -> list[AuditRow]:
-    """All rows of a data directory's audit log; raises OperatorError without a free store, CorruptStore for damage."""
+    """All rows of a data directory's audit log.
+    Raises OperatorError without a free store, CorruptStore for damage."""
     with open_store(directory) as connection:
         return audit.read(connection)
 
 
 def verify_log(directory: Path, *, expected: str, say: Say) -> int:
-    """Check every link and print the verdict; returns exit code 0 if all holds, else 2."""
+    """Check every link and print the verdict; returns the exit code."""
     rows = read_log(directory)
     faults = audit.find_faults(rows, expected=expected)
     for fault in faults:

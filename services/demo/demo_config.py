@@ -88,9 +88,9 @@ NODES = (("coordinator", "main"), ("learner", "learner"), *(("sampler", site) fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Sizes of a run in which staleness matters, because the learning rate is high.
+    """Sizes of a run whose learning rate makes staleness matter.
 
-    At a hundredth of it all algorithms give equal results: old and new policy hardly differ.
+    At a hundredth of that rate all algorithms give equal results: old and new policy hardly differ.
     """
 
     digits: int
@@ -247,7 +247,7 @@ _NOTE = "Written by `heterorl demo`. Its next run with this --out replaces its o
 
 @contextlib.contextmanager
 def claim(out: Path) -> Iterator[Path]:
-    """Create the directory, or take over an earlier demo's and delete its results.
+    """Create the directory, or delete an earlier demo's results in it.
 
     Raises ConfigError if the directory is not a demo's, is not writable, or another demo runs in it.
     """

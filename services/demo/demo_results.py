@@ -35,7 +35,7 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Data of a run: rows of the journals, step reports and the newest status."""
+    """Data of a run: journal rows, step reports, newest status."""
 
     reports: Sequence[StepReport]
     status: RunStatus | None
@@ -46,7 +46,7 @@ class Record:
 
 
 def start_accuracy(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
-    """Held-out accuracy of version 0, on the same prompts and seeds as later versions."""
+    """Version 0's held-out accuracy, on the prompts and seeds of later versions."""
     return next((row["accuracy"] for row in evaluations if row["version"] == 0), None)
 
 
@@ -98,7 +98,7 @@ def broken_promises(
 
 
 def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
-    """Lines that the user reads at the end; a smoke run is too short to judge accuracy."""
+    """Last lines for the user; a smoke run cannot judge accuracy."""
     ending = Ending(summary["status"])
     before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
     done = f"{summary['steps']} of {summary['max_steps']} steps"
@@ -129,7 +129,7 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
 
 
 def digest_mismatches(versions: Sequence[Mapping[str, Any]], samplers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """Number of sampler states that differ from the learner's state of that version."""
+    """Number of sampler states unlike the learner's state of that version."""
     roots = {entry["version"]: entry["state_root"] for entry in versions}
     return sum(roots.get(entry["version"]) != entry["state_root"] for records in samplers for entry in records)
 
@@ -146,7 +146,8 @@ def write_report(
     reports: Sequence[StepReport],
     versions: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write report.html and its PNG files for a run with at least one step; returns the path of the page."""
+    """Write report.html and its PNG files; returns the page's path.
+    The run has at least one step."""
     start = summary["warm_start_accuracy"]
     promised = None
     if start is not None and regime.required_gain > 0 and summary["algorithm"] == PROMISED_BY:

@@ -112,7 +112,7 @@ class _Demo:
         self._status: RunStatus | None = None
 
     def run(self, interruption: Interruption) -> dict[str, Any]:
-        """Start everything, watch it, stop it, and write the results; returns the summary."""
+        """Start, watch and stop everything; write results and return the summary."""
         started, failure, was_interrupted = time.monotonic(), "", False
         try:
             asyncio.run(self._work(interruption))
@@ -213,7 +213,7 @@ class _Demo:
                 self._console.print(f"stopped {', '.join(child.name for child in stopped)}")
 
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
-        """Measure, judge and write: always the summary, after the first step report and model too."""
+        """Measure, judge, write the summary; with steps, report and model too."""
         out, regime = self._options.out, self._regime
         # The learner's journal also has the steps taken while the processes were stopping.
         self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
@@ -268,7 +268,7 @@ class _Demo:
 
 
 def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
-    """Steps that changed the weights, in order; a later row of a step replaces an earlier one."""
+    """Steps that changed weights, in order; the last row of each counts."""
     reports = {row["step"]: report_from_row(row) for row in rows if row["is_applied"]}
     return [reports[step] for step in sorted(reports)]
 
@@ -297,7 +297,7 @@ def render(
     algorithm: str,
     lag_versions: int,
 ) -> Group:
-    """Tables of the run and its sites; `warm_start` is None until version 0 is evaluated."""
+    """Tables of run and sites; `warm_start` is None before its evaluation."""
     title = Text(f"heterorl demo: {algorithm}, samplers {lag_versions} versions behind")
     run = Table(title=title, show_header=False, min_width=70)
     run.add_column(justify="right", style="bold")

@@ -28,7 +28,7 @@ TAIL_LINES = 15
 
 
 class ChildFailed(HeterorlError):
-    """A process ended early; `tail` is the end of its log, safe to print."""
+    """A process ended early; `tail`, its log's end, is safe to print."""
 
     def __init__(self, name: str, *, code: int, log: Path, tail: str) -> None:
         self.name = name
@@ -74,7 +74,7 @@ def start(
     options: Sequence[str] = (),
     command: Sequence[str] = (),
 ) -> Child:
-    """Write the configuration and start `heterorl SERVICE` with it, or the interpreter with another command."""
+    """Write a configuration and start `heterorl SERVICE`, or `command`, with it."""
     config, log = directory / "config" / f"{name}.toml", directory / "logs" / f"{name}.log"
     for path in (config, log):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def stop(children: Sequence[Child]) -> None:
 
 
 def stop_together(children: Sequence[Child]) -> list[Child]:
-    """Ask processes to end, all at once; kill those that exceed GRACE_S. Returns those that were running."""
+    """Ask processes to end, kill after GRACE_S; returns ones that ran."""
     running = [child for child in children if child.exit_code is None]
     for child in running:
         child.process.send_signal(signal.SIGTERM)
@@ -121,7 +121,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """A context in which SIGINT, SIGTERM and SIGHUP ask for the end; `number` is the first that came, 0 for none."""
+    """A context in which SIGINT, SIGTERM and SIGHUP ask for the end.
+    `number` is the first that came, 0 for none."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -152,7 +153,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def cancelling(self) -> Iterator[None]:
-        """Cancel the current task on a signal, even one that came before; raises asyncio.CancelledError."""
+        """Cancel the task on a signal, even an earlier one; raises asyncio.CancelledError."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "called in a coroutine"
         # Only this call wakes the loop from a signal handler.

@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a measurement failed: a kind that the judgements know, and the system's message."""
+    """Why a measurement failed: a kind for judgements, the system's message."""
 
     kind: str
     detail: str = ""
@@ -68,7 +68,7 @@ def fail(name: str, finding: str, remedy: str) -> Check:
 
 
 def skip(name: str, why: str) -> Check:
-    """A check not made: an earlier one failed, or it does not concern this node."""
+    """A check left out: an earlier one failed, or it is irrelevant."""
     return Check(name=name, level=Level.SKIP, finding=why)
 
 

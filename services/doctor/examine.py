@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorTarget:
-    """The node to check, from its configuration; an empty `site` accepts any certificate."""
+    """The node to check; an empty `site` accepts any certificate."""
 
     role: Role
     address: str
@@ -101,7 +101,7 @@ async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time
 
 
 async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
-    """The contract of a node whose [join] section takes keys from the run."""
+    """The contract of a node that takes keys from its run."""
     from heterorl.sampler.adoption import adopt
 
     if diagnosis is None or not diagnosis.statement:
@@ -238,7 +238,7 @@ def read_own(tls: TlsConfig) -> Identity | Failure:
 
 
 def read_revoked(tls: TlsConfig) -> int | Failure | None:
-    """Number of certificates that a coordinator refuses by its list; None without a list."""
+    """Number of certificates that a coordinator's list refuses; None without it."""
     path = getattr(tls, "revoked", "")
     if not path:
         return None

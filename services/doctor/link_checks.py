@@ -45,7 +45,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """A finished handshake and the server's identity; None if its certificate is not of a run."""
+    """A finished handshake; `server` is None without a certificate of a run."""
 
     protocol: str
     server: Identity | None
@@ -53,7 +53,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Answers of the coordinator: round trips in seconds, its facts, and how far its clock is ahead."""
+    """The coordinator's answers: round trips in seconds, facts, its clock's lead."""
 
     round_trips: tuple[float, ...]
     diagnosis: Diagnosis
@@ -63,7 +63,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageTrial:
-    """One message of a size in a direction (`up`, `down`); `error` is empty if it arrived."""
+    """One message, `up` or `down`; `error` is empty if it arrived."""
 
     direction: str
     num_bytes: int
@@ -73,7 +73,7 @@ class MessageTrial:
 
 
 async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Failure:
-    """Run a blocking function in a daemon thread; if it hangs, neither the caller nor the process's end waits."""
+    """Run a blocking function; if it hangs, neither caller nor exit waits."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
 
@@ -120,9 +120,10 @@ async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] 
 
 
 async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Failure:
-    """Connect to the first address that accepts, with a time limit for each; the last failure if none does.
+    """Connect to the first address that accepts, or give the last failure.
 
-    It takes addresses: a resolver that hangs would hold the loop's threads, for which the process waits.
+    `timeout_s` is for each address. It takes addresses: a resolver that hangs would hold the loop's threads, for which
+    the process waits.
     """
     trouble = Failure(kind="unreachable", detail="no address")
     for address in addresses:
@@ -144,7 +145,7 @@ async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> C
 
 
 async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, timeout_s: float) -> Handshake | Failure:
-    """A TLS 1.3 handshake with this node's certificate, as gRPC makes it; the server's must name `host`."""
+    """A TLS 1.3 handshake like gRPC's; the server must name `host`."""
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
@@ -178,7 +179,7 @@ async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, t
 async def ask(
     client: DiagnosisClient, *, count: int, timeout_s: float, wall_time: Callable[[], float] = time.time
 ) -> Reached | Failure:
-    """Ask the coordinator `count` times; compare the clocks in the quickest round trip."""
+    """Ask the coordinator `count` times; the quickest answer compares the clocks."""
     trips: list[float] = []
     best: tuple[float, float] | None = None
     diagnosis: Diagnosis | None = None
@@ -204,7 +205,7 @@ async def ask(
 
 
 async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[MessageTrial, ...]:
-    """Send messages of growing size both ways, up to the limit; a direction ends with its first loss."""
+    """Send growing messages both ways; a direction ends with its first loss."""
     trials = []
     for direction in ("up", "down"):
         largest = limit_bytes - OVERHEAD_BYTES
@@ -311,7 +312,7 @@ def judge_handshake(host: str, fact: Handshake | Failure) -> Check:
 
 
 def judge_certificate(fact: Identity | Failure, *, role: Role, site: str, server: Identity | None) -> Check:
-    """Whether this node's certificate has its role, its site and the coordinator's run."""
+    """Whether the certificate is of this role, site and the coordinator's run."""
     if isinstance(fact, Failure):
         return fail("certificate", fact.detail, "correct [tls], or get new files with `heterorl join`")
     found = f"this node is {fact.uri}"
@@ -327,7 +328,7 @@ def judge_certificate(fact: Identity | Failure, *, role: Role, site: str, server
 
 
 def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
-    """Whether the certificate is valid, and how long; `now` in seconds since the epoch."""
+    """Whether the certificate is valid; `now` in seconds since the epoch."""
     if isinstance(fact, Failure):
         return skip("expiry", "the certificate was not read")
     left_s = fact.not_after - now
@@ -341,7 +342,7 @@ def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
 
 
 def judge_revoked(fact: int | Failure | None) -> Check:
-    """Whether a coordinator reads a revocation list; `fact` is its length, None without a list."""
+    """Whether a coordinator reads a revocation list; `fact` is its length."""
     if fact is None:
         remedy = (
             "set `tls.revoked` to a copy of the list that `heterorl certs revoke` writes; an empty file revokes nothing"

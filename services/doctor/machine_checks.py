@@ -36,7 +36,7 @@ _BLOCK = bytes(4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The disk of a directory: free bytes, and the median seconds of a durable write of 4 KiB."""
+    """A directory's disk; `sync_s` is the median durable write of 4 KiB."""
 
     path: str
     free_bytes: int
@@ -91,7 +91,7 @@ def measure_disk(directory: Path) -> Disk | Failure:
 
 
 def measure_memory(root: Path = Path("/")) -> int | Failure:
-    """Bytes that a new process can get from the machine and its control group."""
+    """Bytes that a new process can get from machine and control group."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -145,7 +145,7 @@ def model_bytes(model_dir: str) -> int:
 
 
 def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
-    """The contract that a learner or sampler would state; reads configuration, tokenizer and task, but no weights.
+    """The contract that a learner or sampler would state, without reading weights.
 
     With adapters the digest of the base weights stays empty, because it needs all weights.
     """
@@ -193,7 +193,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
 
 
 def same_base(stated: Contract, own: Contract) -> Contract:
-    """The own contract with the run's digest of base weights, which is not measured here."""
+    """The own contract with the run's base digest, not measured here."""
     if stated.lora == NO_LORA or own.lora == NO_LORA:
         return own
     return dataclasses.replace(own, lora=dataclasses.replace(own.lora, base_digest=stated.lora.base_digest))
@@ -255,7 +255,7 @@ _CONTRACT = {
 
 
 def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
-    """Whether the disk has room and is fast enough; `key` names the directory's setting."""
+    """Whether the disk is large and fast enough; `key` names its setting."""
     if isinstance(fact, Failure):
         remedies = {
             "full": "free space there: the disk is full",
@@ -276,7 +276,7 @@ def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
 
 
 def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_bytes: int) -> Check:
-    """Whether the model fits; `state_bytes` is the size of the published state, 0 if unknown."""
+    """Whether the model fits; `state_bytes` of the published state, 0 if unknown."""
     if isinstance(fact, Failure):
         return skip("memory", fact.detail)
     found = f"{_gib(fact)} available"
@@ -294,7 +294,7 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
 
 
 def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int) -> Check:
-    """Whether the configured device is there; `fact` is None if no GPU is configured."""
+    """Whether the configured device is there; `fact` is None on a CPU."""
     if fact is None:
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
@@ -334,7 +334,7 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
 
 
 def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | None) -> Check:
-    """Whether the run would admit this node; `fact` is None without a model."""
+    """Whether the run admits this node; `fact` is None without a model."""
     if fact is None:
         return skip("contract", "model_dir is not set")
     if isinstance(fact, Failure):
@@ -354,7 +354,7 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
 
 
 def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:
-    """Judge a loss by the completions' length times the KL a token between engines.
+    """Judge a loss by completion length times KL a token between engines.
 
     The KL is the paper's; a run measures its own as `kl_token_fresh`.
     """

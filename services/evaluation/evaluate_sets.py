@@ -42,9 +42,9 @@ def evaluate_set(
     max_trajectory_tokens: int,
     on_prompt: Callable[[PromptResult], None] = lambda _: None,
 ) -> list[PromptResult]:
-    """Draw and score held-out prompts with the weights of an idle engine; `on_prompt` is called as each prompt ends.
-    Raises PromptRefused: all prompts are refused; ConfigError: the engine has no room for such completions;
-    EngineError: not all completions ended."""
+    """Draw and score held-out prompts with an idle engine's weights.
+    `on_prompt` is called as each prompt ends. Raises PromptRefused: all prompts are refused; ConfigError: the engine
+    has no room for such completions; EngineError: not all completions ended."""
     try:
         return asyncio.run(_evaluate(engine, of, prompter, draws, indices, max_trajectory_tokens, on_prompt))
     except BaseException:
@@ -132,8 +132,9 @@ def evaluate_all(
     on_begin: Callable[[str, OpenSet], None],
     on_prompt: Callable[[PromptResult], None],
 ) -> list[Row]:
-    """Draw and score every set with every subject; a subject is used before the next one is taken.
-    Raises ConfigError: a reward or an environment fails here, or no prompt of a set can be drawn; EngineError."""
+    """Draw and score every set with every subject.
+    A subject is used before the next one is taken. Raises ConfigError: a reward or an environment fails here, or no
+    prompt of a set can be drawn; EngineError."""
     rows = []
     for number, subject in enumerate(subjects):
         if not number:
@@ -166,7 +167,7 @@ def evaluate_all(
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table of all rows; also one of best and last if a set was evaluated on several versions."""
+    """A table of all rows; with several versions, also best and last."""
     shown = Table(title="evaluation, 95 % intervals over prompts")
     for name in ("of", "set", "prompts", "n", "avg@n"):
         shown.add_column(name)

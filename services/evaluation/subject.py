@@ -54,10 +54,10 @@ class OpenSet(SiteSet):
 def configured(
     config: SamplerConfig, *, names: Sequence[str], every_row: bool = False, **changes: Any
 ) -> tuple[EvaluationSetConfig, ...]:
-    """The sets in `names` (empty: all), with `changes` of their keys (None: unchanged).
+    """The sets in `names` (empty: all), with `changes` of their keys.
 
-    Without configured sets, or with `every_row`, the task's own prompts, drawn as [sampling] states. `every_row` draws
-    all of a dataset unless `changes` bound them.
+    A change of None leaves its key. Without configured sets, or with `every_row`, the task's own prompts, drawn as
+    [sampling] states. `every_row` draws all of a dataset unless `changes` bound them.
     Raises ConfigError: a name is unknown, or a change is invalid.
     """
     drawn: dict[str, Any] = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
@@ -80,8 +80,9 @@ def configured(
 def open_set(
     config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
 ) -> OpenSet:
-    """Load a set's task, with `every_row` of its dataset, and with its rewards in processes that can be killed.
-    Raises ConfigError: its data cannot be read, or has no held-out prompts."""
+    """Load a set's task, with rewards in processes that can be killed.
+    `every_row` takes every row of its dataset. Raises ConfigError: its data cannot be read, or has no held-out prompts.
+    """
     found = open_site_set(config, measure=measure, notes=notes, every_row=every_row)
     num = min(config.num_prompts, found.task.num_evaluation_prompts)
     draws = dataclasses.replace(config.draws, num_prompts=num)
@@ -94,7 +95,7 @@ BUDGET_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine with the weights to evaluate; `version` is -1 for a model's files."""
+    """An engine with weights to evaluate; `version` is -1 for model files."""
 
     name: str
     version: int
@@ -107,7 +108,8 @@ class Subject:
 
 @contextmanager
 def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
-    """A model's files, without a run's adapters or variant. Raises ConfigError: it cannot be loaded."""
+    """A model's files, without a run's adapters or variant.
+    Raises ConfigError: it cannot be loaded."""
     with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "variant": ""})) as opened:
         subject, _ = opened
         yield replace(subject, name=model_dir)
@@ -115,9 +117,9 @@ def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
 
 @contextmanager
 def open_versions(address: str, versions: list[int], config: SamplerConfig) -> Iterator[Iterator[Subject]]:
-    """Versions of a run (-1: the newest), one after another, with the engine of the sampler's configuration.
-    Raises UntrustedVersion: no trusted key signed one of them; UnknownVersion: it does not exist, or its payloads were
-    deleted; Unreachable: the coordinator does not answer."""
+    """Versions of a run, one after another, with the configuration's engine.
+    Version -1 is the newest. Raises UntrustedVersion: no trusted key signed one of them; UnknownVersion: it does not
+    exist, or its payloads were deleted; Unreachable: the coordinator does not answer."""
     with _engine(config) as (subject, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
 
         def each() -> Iterator[Subject]:

@@ -83,7 +83,8 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
 
 
 def memory_limit(node: Node, *, is_container: bool = False) -> str:
-    """Memory limit of a node on one machine with shared memory, such as 208g; empty is none."""
+    """Memory limit of a node's processes on one machine, such as 208g.
+    It includes shared memory; empty is none."""
     memory = node.memory or (_OWN_MEMORY.get(node.kind, "") if is_container else "")
     if not memory or not node.num_gpus:
         return memory
@@ -97,7 +98,7 @@ def without(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def renumbered(node: Node, **changes: Any) -> Node:
-    """The node if it sees only its own GPUs, numbered from 0; `changes` update its configuration."""
+    """The node, its GPUs numbered from 0; `changes` update its configuration."""
     if node.kind == "sampler" and node.devices:
         changes["engine"] = {**node.config["engine"], "devices": list(range(len(node.devices)))}
     return replace(node, config=node.config | changes)
@@ -163,7 +164,7 @@ _OF_COORDINATOR = {
 
 
 def _stated(places: dict[str, str], more: dict[str, Any]) -> dict[str, str]:
-    """Names in run.toml of keys that the node's own table does not override."""
+    """Names in run.toml of keys that the node's table does not override."""
     return {key: place for key, place in places.items() if not _has(more, key)}
 
 
@@ -233,7 +234,7 @@ def _shared(run: RunFile) -> dict[str, Any]:
 
 
 def data_dirs(run: RunFile) -> tuple[str, ...]:
-    """Directories that learner and samplers read: a local model's, and the run's data_dirs."""
+    """Directories that learner and samplers read: a local model's, and data_dirs."""
     model = (run.run.model_dir,) if run.run.model_dir.startswith("/") else ()
     return tuple(dict.fromkeys((*model, *run.run.data_dirs)))
 

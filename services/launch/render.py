@@ -46,7 +46,7 @@ _UNITS = {
 
 
 def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
-    """The files of a run, or of some of its parts; raises ConfigError for what the launcher cannot do."""
+    """The files of a run; raises ConfigError for what the launcher lacks."""
     _check(launcher, run)
     # Containers of one host dial each other by name, and their traffic never leaves it.
     is_alone = launcher == "compose" and len(run.hosts) == 1
@@ -77,7 +77,7 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
 
 
 def write_tree(tree: Tree, directory: Path) -> None:
-    """Write all texts to a new or empty directory, scripts as executables; raises ConfigError otherwise."""
+    """Write all texts to a new or empty directory; raises ConfigError otherwise."""
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ConfigError("--out", f"{directory} exists and is not empty", action="give a new directory")
@@ -117,7 +117,7 @@ def _check(launcher: Launcher, run: RunFile) -> None:
 
 
 def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
-    """Nodes by host; a node without a host goes to the coordinator's, a learner to each of its machines."""
+    """Nodes by host, by default the coordinator's; learners on all their machines."""
     placed: Hosts = {}
     for node in nodes:
         others = (host for host in node.machines[1:] if host)

@@ -64,7 +64,7 @@ class RunTable(Config):
 
 
 class PostgresTable(Config):
-    """PostgreSQL as the coordinator's store, so that another host can be a standby."""
+    """PostgreSQL as the coordinator's store, for a standby on another host."""
 
     url: str = Field(min_length=1, max_length=2048)
     """store.url of the coordinators, without a password."""
@@ -95,7 +95,7 @@ class CoordinatorTable(Config):
 
     @property
     def has_bucket(self) -> bool:
-        """Whether payloads live in a bucket, so that each coordinator has its own data_dir."""
+        """Whether payloads live in a bucket, so that coordinators share no data_dir."""
         payloads = self.config.get("payloads")
         return isinstance(payloads, dict) and bool(payloads.get("bucket"))
 
@@ -181,7 +181,7 @@ class SamplerTable(Config):
     @model_validator(mode="after")
     def _check_devices(self) -> SamplerTable:
         if len(set(self.devices)) != len(self.devices):
-            raise ValueError("devices names a GPU twice")
+            raise ValueError("devices names a GPU twice; name each once")
         if len(self.devices) % self.count:
             raise ValueError(f"devices: {len(self.devices)} GPUs cannot be divided among count = {self.count} samplers")
         return self
@@ -226,7 +226,7 @@ class RunFile(Config):
         flat_relays = [relay.site.replace(".", "-") for relay in self.relays]
         for index, name in enumerate(flat_relays):
             if name in flat_relays[:index]:
-                raise ValueError(f"relays[{index}].site: {self.relays[index].site} has a relay already")
+                raise ValueError(f"relays[{index}].site: {self.relays[index].site} has a relay already; remove one")
         return self
 
     @model_validator(mode="after")
@@ -236,7 +236,7 @@ class RunFile(Config):
             if not sampler.relay:
                 continue
             if sampler.relay not in known:
-                raise ValueError(f"samplers[{index}].relay: no relay has site {sampler.relay!r}")
+                raise ValueError(f"samplers[{index}].relay: no relay has site {sampler.relay!r}; add it to [[relays]]")
             if sampler.site != sampler.relay and not sampler.site.startswith(f"{sampler.relay}."):
                 raise ValueError(
                     f"samplers[{index}].relay: relay {sampler.relay} carries {sampler.relay} and {sampler.relay}.*, not"
@@ -273,5 +273,5 @@ class RunFile(Config):
     def _check_plaintext(self) -> RunFile:
         far = [host for host in self.hosts if not is_loopback(f"{host}:1")]
         if self.tls.insecure and far:
-            raise ValueError(f"tls.insecure: plaintext needs loopback hosts, and {far[0]} is not loopback")
+            raise ValueError(f"tls.insecure: plaintext needs loopback hosts, and {far[0]} is not one; remove the key")
         return self

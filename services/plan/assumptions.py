@@ -61,7 +61,7 @@ class Assumptions:
 
 
 def facts(assumptions: Assumptions) -> list[dict[str, Any]]:
-    """Name, value, unit, meaning and source of each assumption; the source of a changed one is `set`."""
+    """Name, value, unit, meaning and source (`set` if changed) of each assumption."""
     default = Assumptions()
     rows = []
     for entry in dataclasses.fields(Assumptions):
@@ -72,7 +72,7 @@ def facts(assumptions: Assumptions) -> list[dict[str, Any]]:
 
 
 def parse(settings: Sequence[str]) -> Assumptions:
-    """The defaults changed by `name=value` settings; raises ConfigError for unknown names and numbers not above 0."""
+    """The defaults changed by `name=value` settings; raises ConfigError for bad ones."""
     names = [entry.name for entry in dataclasses.fields(Assumptions)]
     changes: dict[str, float] = {}
     for setting in settings:

@@ -47,7 +47,7 @@ BACKENDS = ("torch", "fsdp2", "zero-1", "zero-2", "zero-3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank's device; `rounded` and `gathered` are weights besides the masters, for the passes."""
+    """Bytes on one rank's device; passes use `rounded` and `gathered` weights."""
 
     masters: float
     moments: float
@@ -71,7 +71,7 @@ class RankMemory:
 def rank_memory(
     shape: ModelShape, parameters: float, *, backend: str, ranks: int, micro_batch_tokens: float, products: str
 ) -> RankMemory:
-    """Memory of the fullest rank; layers are scaled if `parameters` differs from the shape's.
+    """Memory of the fullest rank, the shape's layers scaled to `parameters`.
 
     `products` is bf16 or fp32, as backend.compute_dtype. Raises ConfigError for a backend that is unknown or one
     process.
@@ -108,7 +108,7 @@ def rank_memory(
 
 
 def host_memory(parameters: float) -> float:
-    """Bytes of all hosts: two versions of the published bf16 weights, and a checkpoint's copy."""
+    """Bytes of all hosts: two published versions and a checkpoint's copy."""
     return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters
 
 
@@ -160,7 +160,7 @@ def sharding_s(
 
 
 def _collective_s(num_bytes: float, *, cluster: Cluster, given: Assumptions) -> float:
-    """Seconds to gather or reduce bytes among all ranks over the slower kind of link; 0 for one rank."""
+    """Seconds to gather or reduce among ranks; the slower link decides."""
     local = min(cluster.gpus, cluster.gpus_per_node)
     inside = num_bytes * (local - 1) / local / given.gpu_link_gb_s
     between = num_bytes * (cluster.nodes - 1) / cluster.nodes / given.node_link_gb_s
@@ -178,7 +178,7 @@ def optimizer_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> f
 
 
 def gather_s(num_bytes: float, *, cluster: Cluster, given: Assumptions, exchanged: float = 0.0) -> float:
-    """Seconds until each rank's host has its share, and ranks have exchanged `exchanged` bytes."""
+    """Seconds until hosts have their shares, and ranks exchanged `exchanged` bytes."""
     between = exchanged / cluster.gpus / given.gather_gb_s if cluster.gpus > 1 else 0.0
     return (num_bytes / cluster.gpus / given.pcie_gb_s + between) / _GIGA
 
@@ -200,7 +200,7 @@ def read_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
 
 
 def send_s(num_bytes: float, *, link_bits_per_s: float, rtt_s: float) -> float:
-    """Seconds to send bytes over the WAN, with one round trip for the answer."""
+    """Seconds to send bytes over the WAN, plus one round trip."""
     return 8 * num_bytes / link_bits_per_s + rtt_s
 
 
@@ -209,9 +209,10 @@ ELEMENT = 2
 
 
 def delta_bytes(parameters: float, *, changed: float, step_bits: float) -> float:
-    """Bytes of a delta: parameters * (H(changed) + changed * step_bits) / 8, at most the bytes of all weights.
+    """Bytes of a delta, bounded by the bytes of all weights.
 
-    H(f) = -f log2 f - (1 - f) log2 (1 - f) bits, Shannon 1948; `changed` is a share in [0, 1].
+    It is parameters * (H(changed) + changed * step_bits) / 8, where H(f) = -f log2 f - (1 - f) log2 (1 - f) bits
+    (Shannon 1948). `changed` is a share in [0, 1].
     """
     entropy = sum(-share * math.log2(share) for share in (changed, 1.0 - changed) if share > 0.0)
     return min(parameters * (entropy + changed * step_bits) / 8.0, ELEMENT * parameters)
@@ -222,7 +223,7 @@ MEASURED = ((1e-6, 0.01369), (3e-6, 0.03466), (1e-5, 0.09055), (1e-4, 0.43195))
 
 
 def changed_by(lr: float) -> float:
-    """Share of elements that a version changes at a step size: power laws through MEASURED, at most 1."""
+    """Share of elements that a version changes: power laws through MEASURED."""
     above = next((index for index, (known, _) in enumerate(MEASURED) if lr <= known), len(MEASURED))
     first = min(max(above - 1, 0), len(MEASURED) - 2)
     (low, least), (high, most) = MEASURED[first : first + 2]
@@ -267,6 +268,6 @@ def drawing(shape: ModelShape, parameters: float, *, given: Assumptions) -> Draw
 
 
 def num_gpus(found: Drawing, *, tokens: float, step_s: float) -> int:
-    """GPUs that draw a step's tokens in the time of a step, in whole engines."""
+    """GPUs, in whole engines, that draw a step's tokens in its time."""
     engines = math.ceil(tokens / step_s / (found.tokens_per_gpu_s * found.gpus))
     return engines * found.gpus

@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def publication_s(self) -> float:
-        """From the end of the step to the coordinator's durable answer, without the checkpoint."""
+        """From a step's end to the coordinator's durable answer, without checkpoint."""
         return self.gather_s + self.encode_s + self.write_s + self.send_s
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def staleness_versions(self) -> float:
-        """Approximate versions between the policy of a completion's first token and its training step.
+        """Approximate versions from the first token's policy to its training step.
 
         It sums a pull, drawing a whole sequence, and the step itself, in steps.
         """
@@ -111,18 +111,18 @@ class Plan:
 
     @property
     def least_link_bits_per_s(self) -> float:
-        """The slowest link on which `is_line_enough` holds; infinite if applying a version takes longer than a step."""
+        """The slowest link for `is_line_enough`; infinite if applying outlasts a step."""
         left_s = self.step_s - self.applying_s - self.question.rtt_s
         return 8 * self.delta_bytes / left_s if left_s > 0 else math.inf
 
     @property
     def day_in_bytes(self) -> float:
-        """Bytes that a site receives in a day: every version as a delta."""
+        """Bytes that a site receives a day: each version's delta."""
         return DAY_S / self.step_s * self.delta_bytes
 
     @property
     def day_out_bytes(self) -> float:
-        """Bytes that a site sends in a day: its share of the groups."""
+        """Bytes that a site sends a day: its share of groups."""
         return DAY_S / self.step_s * self.groups_bytes / self.question.sites
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Plan:
 
 
 def plan(asked: Question) -> Plan:
-    """Estimate a run; raises ConfigError for a number out of range or a backend that does not fit."""
+    """Estimate a run; raises ConfigError for a bad number or backend."""
     _check(asked)
     given, cluster, parameters = asked.given, _cluster(asked), asked.parameters
     shape = asked.shape or nearest(parameters)

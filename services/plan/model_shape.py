@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def outside(self) -> int:
-        """Parameters outside of the layers: embeddings, output embeddings if not tied, last norm."""
+        """Parameters outside of layers: embeddings, untied output embeddings, last norm."""
         return self.vocab * self.hidden * (1 if self.is_tied else 2) + self.hidden
 
     @property
@@ -83,7 +83,7 @@ def nearest(parameters: float) -> ModelShape:
 
 
 def shape_of_directory(model_dir: Path) -> ModelShape:
-    """The shape in a model directory's config.json; raises ConfigError if missing or of an unknown family."""
+    """The shape in config.json; raises ConfigError if missing or of unknown family."""
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         return _shape_of(config, name=model_dir.name)

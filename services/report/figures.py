@@ -41,7 +41,7 @@ def drawings(
     *,
     promised: float | None = None,
 ) -> dict[str, Callable[[Any], None]]:
-    """For each of `PICTURES`, the function that draws it on given axes; needs at least one applied step.
+    """Functions that draw `PICTURES` on given axes; needs an applied step.
 
     `start` is the mean held-out reward of version 0, `promised` the reward promised for the end; None if unknown.
     """
@@ -115,7 +115,7 @@ def _from_zero(axes: Any, values: Sequence[float]) -> None:
 
 
 def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
-    """A share is drawn from 0 to 1; any other reward on its own scale."""
+    """Draw shares from 0 to 1, other rewards on their scale."""
     if min(values) >= 0.0 and max(values) <= 1.0:
         axes.set_ylim(0, 1)
 
@@ -177,7 +177,7 @@ _Draw = Callable[[Any], None]
 
 
 def curves(reports: Sequence[StepReport]) -> dict[str, _Draw]:
-    """For each of TITLES that the learner stated, the function that draws it on given axes."""
+    """Functions that draw each of TITLES that the learner stated."""
     stated = [(report.step, report.completions) for report in reports if report.completions is not None]
     timed = [(report.step, report.times) for report in reports if report.times is not None]
     drawn: dict[str, _Draw] = {}
@@ -249,7 +249,7 @@ def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
-    """Values as a line of characters, low to high; Unicode blocks if the screen has them."""
+    """Values as a line of characters, low to high, or Unicode blocks."""
     bars = _BLOCKS if is_unicode else _BARS
     if not values:
         return ""

@@ -37,7 +37,7 @@ class SiteTotals:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """A run from its files; a field is None or empty if its file is missing.
+    """A run from its files; missing ones leave None or empty fields.
 
     `reports` are all steps in order, applied or not; `versions` rows have `version`, `bytes`, `full_bytes`; `published`
     are (version, seconds since the epoch).
@@ -61,7 +61,7 @@ class PastRun:
 
 
 def newer_facts(known: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The facts of the learner's directory if it has some, with the changes that the coordinator knows."""
+    """The directory's facts, if any, with the changes that the coordinator knows."""
     return with_changes(known, own or known, words="", step=0)
 
 
@@ -73,7 +73,7 @@ DEPTH = 4
 
 
 class InUse(OperatorError):
-    """A coordinator runs on the store; `address` is its noted address, `journal` the learner's directory."""
+    """A coordinator runs on the store; `journal` is the learner's directory."""
 
     def __init__(self, store: Path, journal: Path | None) -> None:
         self.journal = journal
@@ -96,7 +96,7 @@ def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
 
 
 def read_run(directory: Path) -> PastRun:
-    """Read a coordinator's data_dir, a learner's state_dir, or a directory that holds them.
+    """Read a data_dir, a state_dir, or a directory that holds them.
 
     Raises InUse if a coordinator runs on it, CorruptStore for an unreadable file, and OperatorError if it is not a
     run's, holds several runs, or has no step.
@@ -194,13 +194,13 @@ def _from_journal(directory: Path) -> PastRun:
 
 
 def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """The last report of each step, in order; keeps both a step that was not applied and its repetition."""
+    """Each step's last applied and last unapplied report, in order."""
     applied = {(report.step, report.is_applied): report for report in reports}
     return tuple(applied[key] for key in sorted(applied))
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a journal without an incomplete last line, which its owner or a crash leaves; none without a file."""
+    """Rows of a journal, without an incomplete last line; none without file."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

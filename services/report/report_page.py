@@ -76,12 +76,12 @@ def fill(
 
 
 def columns_of(count: int) -> int:
-    """Columns, 3 to 5, that leave no single card in the last row."""
+    """Columns, 3 to 5, that leave no single card last."""
     return min((3, 4, 5), key=lambda columns: (count % columns == 1, (-count) % columns, abs(columns - 4)))
 
 
 def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
-    """The page of a run with at least one applied step, and its pictures by name as PNG.
+    """The page of a run with an applied step, and PNG pictures.
 
     Raises DependencyMissing without matplotlib.
     """

@@ -40,8 +40,8 @@ class StepFeed:
         self._head: int | None = None
 
     async def read(self, head: int) -> tuple[StepReport, ...]:
-        """New reports of versions up to `head`, taken from a status before this call, so that none can appear behind
-        it.
+        """New reports of versions up to `head`.
+        The status that states `head` is older than this call, so that no report can appear behind it.
 
         Raises:
             HeterorlError: the coordinator refuses or cannot be reached; the next call reads the same.
@@ -132,7 +132,7 @@ Open = Callable[[RunStatus], Tracker]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds between two polls; prompts in a table of samples (0: none), versions between two tables."""
+    """Pace of polls and tables: `samples` prompts (0: none) every `samples_every` versions."""
 
     every_s: float = 5.0
     is_once: bool = False
@@ -159,7 +159,7 @@ Show = Callable[[RunStatus | None, str, Sequence[Sent]], None]
 
 
 async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock, show: Show) -> None:
-    """Write a run into trackers until the run has ended, or once with `is_once`.
+    """Write a run into trackers until it ends, or once.
 
     Raises OperatorError: a tracker's run has another history than the coordinator's; Unreachable: a tracker does not
     answer when it is first opened, so that a wrong key is reported. Later failures are retried, unless `is_once`.
@@ -205,7 +205,7 @@ def has_ended(status: RunStatus) -> bool:
 
 
 class _First(Unreachable):
-    """A tracker did not answer when it was first opened, which the user can repair."""
+    """No answer at a tracker's first opening, which the user can repair."""
 
     is_transient = False
 
@@ -243,9 +243,12 @@ class _Slot:
         self.sent.problem = ""
         if reports:
             newest = mark_of(reports[-1])
-            _LOG.info("%s: %d steps, up to %d of version %d", self.sent.name, len(reports), newest.step, newest.version)
+            _LOG.info(
+                "%s: wrote %d steps, up to step %d of version %d",
+                self.sent.name, len(reports), newest.step, newest.version,
+            )  # fmt: skip
         for found in ended:
-            _LOG.info("%s: evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
+            _LOG.info("%s: wrote the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
 
     async def close(self) -> None:
         tracker, self._tracker, self._feeds = self._tracker, None, None
@@ -281,7 +284,7 @@ class _Slot:
             raise
         except RemoteError as error:
             # An earlier release keeps no samples.
-            _LOG.debug("no samples: %s", error)
+            _LOG.debug("coordinator: it keeps no samples: %s", error)
             return
         if table is not None:
             await _call(tracker.write_table, table)

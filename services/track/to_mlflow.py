@@ -60,7 +60,7 @@ class Mlflow:
 
     @_reaching
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        """One batch an evaluation, at its version and end time, so that a repeat gives the same row."""
+        """Log one batch an evaluation; its end time makes repeats equal."""
         for found in evaluations:
             time_ms = int(found.ended_time * 1000)
             row = {_name(name): float(value) for name, value in evaluation_row(found).items()}
@@ -71,7 +71,7 @@ class Mlflow:
 
     @_reaching
     def write_table(self, table: TextTable) -> None:
-        """The artifact samples.json, which MLflow shows as a table; it replaces the one before."""
+        """Replace the artifact samples.json, which MLflow shows as a table."""
         text = json.dumps({"columns": COLUMNS, "data": table.rows})
         self._client.log_text(self._run, text, "samples.json")
         shown = json.dumps([{"path": "samples.json", "type": "table"}])

@@ -84,7 +84,8 @@ class TensorBoard:
         self._tables.flush()
 
     def close(self) -> None:
-        """Close the files; rows that a full disk did not take are written when the run is opened again."""
+        """Close the files.
+        Rows that a full disk did not take are written when the run is opened again."""
         for folder in (self._steps, self._evaluations, self._tables):
             with contextlib.suppress(OSError):
                 folder.close()
@@ -99,7 +100,7 @@ class _Folder:
         self._writer: RecordWriter | None = None
 
     def last(self, read: Any) -> Any:
-        """The last non-None answer of `read` over the newest file that has one, or None."""
+        """The newest answer of `read` over all files, or None."""
         for path in reversed(self._files):
             found = [answer for event in _events(path) if (answer := read(event)) is not None]
             if found:
@@ -112,7 +113,7 @@ class _Folder:
             yield from _events(path)
 
     def put(self, event: Any, *, at: float = 0.0) -> None:
-        """Append a record with a time, seconds since the epoch; 0 is now."""
+        """Append a record; `at` in seconds since the epoch, 0 is now."""
         if self._writer is None:
             self._path.mkdir(parents=True, exist_ok=True)
             # Files are read by name: this one must come last, even if the clock went back.

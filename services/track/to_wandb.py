@@ -41,7 +41,8 @@ _TABLE = "samples/version"
 
 
 class WandB:
-    """The run whose id is the run's name. W&B's row number counts reports, so it never goes back."""
+    """The run whose id is the run's name.
+    W&B's row number counts reports, so it never goes back."""
 
     @_reaching
     def __init__(self, place: Place) -> None:
@@ -61,7 +62,7 @@ class WandB:
         self._row, self._had = self._read_back(place)
 
     def had(self) -> Had:
-        """From the service for a resumed run; offline, from files of earlier processes."""
+        """From the service for a resumed run; offline, from earlier processes' files."""
         return self._had
 
     def write(self, reports: Sequence[StepReport]) -> None:
@@ -96,7 +97,8 @@ class WandB:
 
 
 def read_back(rows: Iterable[Mapping[str, Any]]) -> tuple[int, Had]:
-    """The last row number of some rows, and what they have; a summary is a row of the newest values."""
+    """The last row number of some rows, and what they have.
+    A summary is a row of the newest values."""
     number, steps, table, sets = 0, None, -1, dict[str, int]()
     for row in rows:
         number = max(number, int(row.get("_step", 0)))
@@ -119,7 +121,7 @@ def rows_of_run(directory: Path, run: str) -> Iterator[dict[str, Any]]:
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of history in one of W&B's files: protobuf records in the format of LevelDB's log."""
+    """Rows of history in a W&B file: protobuf in LevelDB's log format."""
     for data in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
         if record.HasField("history"):

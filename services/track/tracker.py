@@ -27,7 +27,7 @@ Cell = str | float | int
 
 
 def row_of(report: StepReport) -> dict[str, float]:
-    """Every number of a report by name; numbers that the learner did not state are left out, `is_applied` is 0 or 1.
+    """A report's stated numbers by name; `is_applied` is 0 or 1.
 
     `tokens_per_s` is tokens divided by `times.period_s`, from the end of one step to the end of the next.
 
@@ -55,7 +55,7 @@ def row_of(report: StepReport) -> dict[str, float]:
 
 
 def version_name(task_set: str) -> str:
-    """Name of the version in an evaluation's row, which is the x axis of the row."""
+    """Name of an evaluation's version, the x axis of its row."""
     return f"evaluation/{task_set}/version"
 
 
@@ -66,7 +66,7 @@ def set_of(name: str) -> str | None:
 
 
 def evaluation_row(found: Evaluation) -> dict[str, float]:
-    """Every number of an evaluation under its set's name; `low` and `high` end the 95 % interval over prompts.
+    """An evaluation's numbers; `low` and `high` end 95 % intervals over prompts.
 
     Example: {"evaluation/math/version": 64, "evaluation/math/is_done": 1, "evaluation/math/mean": 0.42,
         "evaluation/math/mean_low": 0.38, "evaluation/math/pass_at_4": 0.6}
@@ -107,7 +107,7 @@ class TextTable:
 
 
 async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable | None:
-    """The newest consumed samples of at most `most` prompts; None if no texts are kept."""
+    """The newest consumed samples, `most` prompts at most; None without texts."""
     rows: list[tuple[Cell, ...]] = []
     left, page = most, SamplePage(limit=min(most, MAX_PAGE))
     for _ in range(MAX_PAGES):
@@ -128,7 +128,8 @@ async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable |
 
 
 def sample_rows(sample: Sample) -> list[tuple[Cell, ...]]:
-    """The best and the worst completion of a sample, without lost members; one row if their rewards are equal."""
+    """A sample's best and worst completion; one row if rewards are equal.
+    Lost members count only if all are lost."""
     ordered = sorted(sample.rollouts, key=lambda rollout: (rollout.is_lost, -rollout.reward))
     ordered = [rollout for rollout in ordered if not rollout.is_lost] or ordered[:1]
     chosen = [ordered[0], ordered[-1]] if ordered[-1].reward < ordered[0].reward else ordered[:1]
@@ -160,7 +161,7 @@ def cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A report's place in the order of publication; a rollback repeats steps under new versions."""
+    """A report's place in publication order: rollbacks repeat steps under new versions."""
 
     version: int
     step: int
@@ -168,7 +169,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Had:
-    """The newest rows in a tracker: report, evaluation of each set, table of samples."""
+    """The newest rows in a tracker: report, each set's evaluation, table."""
 
     steps: Mark | None = None
     """None without steps."""
@@ -180,7 +181,7 @@ class Had:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The target of a tracker: project, run, and a directory for local files; `facts` of the learner."""
+    """A tracker's target: project, run, directory of local files, learner's `facts`."""
 
     project: str
     run: str
@@ -189,13 +190,14 @@ class Place:
 
 
 class Tracker(Protocol):
-    """One run in one tracker; all calls block. After Unreachable the tracker is opened again."""
+    """One run in one tracker; all calls block.
+    After Unreachable the tracker is opened again."""
 
     def had(self) -> Had:
         """The newest rows at its opening."""
 
     def write(self, reports: Sequence[StepReport]) -> None:
-        """Append reports in order; after a kill only the first ones may be there."""
+        """Append reports in order; a kill may leave only the first."""
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
         """Append evaluations in order."""
@@ -234,9 +236,9 @@ _CLASSES = {Kind.WANDB: "WandB", Kind.MLFLOW: "Mlflow", Kind.TENSORBOARD: "Tenso
 
 
 def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
-    """Open or create a run in a tracker; `run` empty: the run's own id. Imports the tracker's package.
-    Raises ConfigError: the directory cannot be made; DependencyMissing; Unreachable: the tracker does not answer, or
-    its files cannot be written."""
+    """Open or create a run in a tracker, and import its package.
+    An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made; DependencyMissing;
+    Unreachable: the tracker does not answer, or its files cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -90,7 +90,8 @@ class _Row(BaseModel):
 
 
 class ExportedSamples:
-    """A Source over an export. Raises ConfigError: a missing or foreign file; DependencyMissing: pyarrow."""
+    """A Source over an export.
+    Raises ConfigError: a missing or foreign file; DependencyMissing: pyarrow."""
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
@@ -122,7 +123,8 @@ class ExportedSamples:
 
 
 def read_export(path: Path) -> Iterator[Sample]:
-    """The samples of a file, in its order. Raises ConfigError: names the row; DependencyMissing: pyarrow."""
+    """The samples of a file, in its order.
+    Raises ConfigError: names the row; DependencyMissing: pyarrow."""
     numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     seen: set[int] = set()
     for sample_id, rows in groupby(numbered, key=lambda pair: pair[1].id):

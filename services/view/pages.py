@@ -192,7 +192,7 @@ def _places(found: Found, query: Query) -> dict[str, str]:
 
 
 def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] | None:
-    """Smallest, mean and largest reward, scaled to 0 to 100 over all samples; None if one is unknown."""
+    """Smallest, mean and largest reward on a scale of 0 to 100."""
     low, high = span
     values = (summary.reward_min, summary.reward_mean, summary.reward_max)
     if any(value is None for value in values) or high <= low:
@@ -202,7 +202,7 @@ def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] 
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number as text; a dash for None or a value that is not finite."""
+    """A number as text; a dash for None and non-finite values."""
     if value is None or not math.isfinite(value):
         return "-"
     text = f"{value:.{digits}f}"
@@ -219,7 +219,8 @@ def when(seconds: float) -> str:
 
 @contextlib.contextmanager
 def redirect_file(url: str) -> Iterator[Path]:
-    """A file that redirects a browser to a URL with a key, which the process list must not show; deleted at the end."""
+    """A temporary file that redirects a browser to a URL.
+    The URL has a key, which the process list must not show."""
     with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory:
         path = Path(directory) / "open.html"
         place = html.escape(url, quote=True)
@@ -231,7 +232,8 @@ def redirect_file(url: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def served(make_source: Callable[[SampleIndex], Source], *, port: int = 0) -> Iterator[ViewServer]:
-    """Serve a source's samples until the context ends, then delete the index. Raises PortInUse, or a source's error."""
+    """Serve a source's samples until the context ends, then delete the index.
+    Raises PortInUse, or a source's error."""
     with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory, contextlib.ExitStack() as stack:
         index = SampleIndex(Path(directory), limit_bytes=LIMIT_BYTES)
         stack.callback(index.close)

@@ -43,7 +43,7 @@ CREATE VIRTUAL TABLE parts USING fts5(folded, tokenize='trigram case_sensitive 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProgress:
-    """Progress of a source; `total` is its stated number of samples, 0 if unknown."""
+    """Progress of a source; `total` is its stated samples, 0 if unknown."""
 
     total: int = 0
     is_done: bool = False
@@ -68,7 +68,8 @@ class Source(Protocol):
     def start(self) -> None: ...
 
     def fetch(self, sample_id: int) -> Sample | None:
-        """Get a sample whose texts the index lacks; None if the source dropped it. Raises the source's error."""
+        """Get a sample whose texts the index lacks; None if dropped.
+        Raises the source's error."""
         ...
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexState:
-    """Counts of the index: all samples, read ones, and ones dropped for room."""
+    """Counts of the index: samples, read ones, ones dropped for room."""
 
     num_samples: int
     num_read: int
@@ -113,7 +114,7 @@ class IndexFailed(OperatorError):
 
 
 class SampleIndex:
-    """Samples of one source by id; the oldest are dropped when texts exceed `limit_bytes`."""
+    """Samples of one source by id; the oldest beyond `limit_bytes` are dropped."""
 
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
@@ -200,7 +201,7 @@ class SampleIndex:
             return tuple(row[0] for row in rows)
 
     def first_without_texts(self, *, newest: int) -> int | None:
-        """The oldest of the `newest` samples that has no texts yet, or None."""
+        """The oldest of the `newest` samples without texts, or None."""
         with self._reading() as connection:
             (found,) = connection.execute(
                 "SELECT min(id) FROM (SELECT id, has_texts FROM samples ORDER BY id DESC LIMIT ?) WHERE has_texts = 0",

@@ -40,7 +40,7 @@ _WORDS = {CONSUMED: "trained on", EVALUATED: "held-out", ANY_DROP: "dropped, any
 
 
 class BadQuery(OperatorError):
-    """A field of a URL has a bad value; `name` is the field."""
+    """The field `name` of a URL has a bad value."""
 
     def __init__(self, name: str, problem: str, *, action: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ def fate_words(fate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Filters and place of a list; an empty or None field is ignored.
+    """Filters and place of a list; empty and None fields are ignored.
 
     A reward range means samples with a completion of at least `reward_from` and one of at most `reward_to`.
 
@@ -98,7 +98,7 @@ _DEFAULTS = dataclasses.asdict(Query())
 
 
 def parse_query(text: str) -> Query:
-    """Read the query part of a URL, ignoring unknown fields; raises BadQuery for a bad value."""
+    """Read a URL's query, unknown fields ignored; raises BadQuery for bad values."""
     try:
         fields = dict(parse_qsl(text, max_num_fields=MAX_FIELDS))
     except ValueError:
@@ -159,7 +159,8 @@ def _number(fields: dict[str, str], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Ids next to a query's place, one more than the limit if there are more; see `sample_index.Found`."""
+    """Ids next to a query's place, up to one beyond the limit.
+    The other fields are as in `sample_index.Found`."""
 
     ids: list[int]
     count: int
@@ -168,7 +169,8 @@ class Hits:
 
 
 def look_up(connection: sqlite3.Connection, query: Query, *, limit: int, is_counted: bool = True) -> Hits:
-    """Look up a query's ids from its place on. Without `is_counted` a search ends with the page."""
+    """Look up a query's ids from its place on.
+    Without `is_counted` a search ends with the page."""
     most = COUNTED if is_counted else limit + 1
     return _search(connection, query, limit=limit, most=most) if query.text else _filter(connection, query, limit=limit)
 
@@ -179,7 +181,7 @@ def clean(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """A text for comparison: casefolded, and without NUL, which would end it in SQLite."""
+    """Casefolded text for comparison, without NUL, which would end it in SQLite."""
     return clean(text).replace("\0", "\ufffd").casefold()
 
 

@@ -32,13 +32,14 @@ class Step:
 
 
 def ratio_classes(log_ratios: Float32Array) -> list[str]:
-    """CSS class of each log-ratio in nats: n4 (far less likely to the learner) to p4; z is equal."""
+    """CSS class of each log-ratio, n4 (unlikely to the learner) to p4.
+    z is equal; log-ratios are in nats."""
     places = np.digitize(log_ratios.astype(np.float64), _CUTS)
     return [_SIGNED[place] if known else UNKNOWN for place, known in _known(places, log_ratios)]
 
 
 def probability_classes(logprobs: Float32Array) -> list[str]:
-    """CSS class of each log-prob: l0 (at least 0.9) to l4 (below 0.01)."""
+    """CSS class of each log-prob: l0 (from 0.9) to l4 (below 0.01)."""
     places = len(PROBABILITY_EDGES) - np.digitize(logprobs.astype(np.float64), _LOG_CUTS)
     return [f"l{place}" if known else UNKNOWN for place, known in _known(places, logprobs)]
 
@@ -83,9 +84,10 @@ class Token(NamedTuple):
 
 
 def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
-    """The first `limit` tokens and the text after them; without a text, tokens show their ids.
+    """The first `limit` tokens and the text after them.
 
-    Without valid character ends of tokens there are no tokens, and the whole text follows.
+    Without a text, tokens show their ids. Without valid character ends of tokens there are no tokens, and the whole
+    text follows.
     """
     count = min(len(rollout.token_ids), limit)
     if rollout.completion:
@@ -132,7 +134,7 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
 
 
 def _pieces(text: str, ends: Int32Array, num_tokens: int) -> list[str] | None:
-    """The characters of each token, then the rest of the text; None if the ends do not fit the text."""
+    """Each token's characters, then the remaining text; None for bad ends."""
     if len(ends) != num_tokens or not num_tokens:
         return None
     places = [0, *ends.tolist()]

@@ -41,7 +41,7 @@ HEADERS = (
 
 
 def is_own_host(hosts: list[str]) -> bool:
-    """Whether a request has one Host header that names this machine; a tunnel may change the port."""
+    """Whether one Host header names this machine; a tunnel may change ports."""
     return len(hosts) == 1 and _OWN_HOST.fullmatch(hosts[0].strip()) is not None
 
 
@@ -58,7 +58,7 @@ def has_key(cookies: str, *, port: int, key: str) -> bool:
 
 
 def take_key(query: str, *, key: str) -> str | None:
-    """The query without the key; None if the key is missing or wrong."""
+    """The query without the key; None if it is missing or wrong."""
     try:
         fields = parse_qsl(query, max_num_fields=100)
     except ValueError:
@@ -93,7 +93,8 @@ Respond = Callable[[str, str], Answer]
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves `respond` from threads to clients that have `key`; port 0 takes a free one. Raises PortInUse."""
+    """Serves `respond` from threads to clients that have `key`.
+    Port 0 takes a free one. Raises PortInUse."""
 
     daemon_threads = True
 
@@ -129,7 +130,7 @@ class ViewServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - of the standard library
         """Ignore browsers that disconnect; log every other error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            LOG.error("a request failed", exc_info=sys.exception())
+            LOG.error("view: a request failed; reload the page", exc_info=sys.exception())
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -64,7 +64,8 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_tables(status: RunStatus, *, width: int, accuracy: float | None = None) -> tuple[Table, ...]:
-    """Tables of the run and of its sites, for a screen of `width` characters; `accuracy` is the newest held-out one."""
+    """Tables of a run and its sites, for `width` characters.
+    `accuracy` is the newest held-out one."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     for name, value in status_rows(status, accuracy=accuracy):
         # Names come from other machines, so markup is off.
@@ -74,7 +75,7 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
 
 
 def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
-    """Names and values of a run's state; what needs an operator comes first."""
+    """Names and values of a run's state; a standstill comes first."""
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
@@ -153,7 +154,7 @@ def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
 
 
 def _sources(report: StepReport) -> str:
-    """Share of the step's groups and mean reward, by source of a mixture."""
+    """Share of groups and mean reward, by source of a mixture."""
     total = sum(source.num_groups for source in report.sources)
     return ", ".join(
         f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
@@ -194,7 +195,7 @@ _STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
-    """One line for each site: one table if all columns fit, else two that both name the sites."""
+    """One line a site, in two tables if one is too wide."""
     rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
     flat = Table(*_WORK, *_STATE, title="sites")
     for work, state in rows:
@@ -271,7 +272,7 @@ Known = MutableMapping[tuple[int, str], Evaluation]
 
 
 async def read_evaluations(api: OperatorApi, known: Known) -> None:
-    """Ask for new and unfinished evaluations; a coordinator of an earlier release has none."""
+    """Ask for new and unfinished evaluations; coordinators of earlier releases have none."""
     changing = [version for (version, _), found in known.items() if found.state in UNDER_WAY]
     after = min(changing, default=max((version for version, _ in known), default=0)) - 1
     for version, name in [key for key in known if key[0] > after]:
@@ -311,7 +312,7 @@ class Restorable:
 
 
 async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
-    """Ask for the versions to roll back to and their results; newest first."""
+    """Ask for versions to roll back to and their results, newest first."""
     found = {version: Restorable(version=version) for version in await api.list_restorable()}
     after = -1
     while page := await api.list_steps(after_step=after, limit=PAGE):
@@ -330,7 +331,8 @@ async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
 
 
 def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorable, ...]:
-    """The newest `num` of versions listed newest first, and the best of each set; all if num is None."""
+    """The newest `num` versions and each set's best; all if None.
+    `versions` are newest first."""
     if num is None:
         return tuple(versions)
     names = {name for each in versions for name in each.held_out}

@@ -44,7 +44,7 @@ _SERIES: tuple[tuple[str, _Number, str], ...] = (
 
 
 def series(reports: Sequence[StepReport]) -> list[tuple[str, str, list[float]]]:
-    """Name, newest value as text, and all known values of each curve; leaves out curves without values."""
+    """Name, newest value and known values of each curve that has some."""
     parts = reports[-1].completions.reward_parts if reports and reports[-1].completions else ()
     curves = [*_SERIES, *((f"part {part.name}", _part(part.name), "{:.3f}") for part in parts[:MAX_SHOWN])]
     found = []
@@ -106,7 +106,7 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
 
 
 def time_words(times: StepTimes) -> str:
-    """Shares of a step's time by phase, largest first; leaves out shares below 1 %."""
+    """Shares of a step's time by phase, largest first, down to 1 %."""
     shares = {phase: getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for phase in LearnerPhase}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     said = [f"{phase.value} {share:.0%}" for phase, share in ordered if share >= 0.01]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Name(enum.Enum):
-    """A tracker that steps can go to; typer takes no list of literals."""
+    """A tracker for steps; typer takes no list of literals."""
 
     WANDB = "wandb"
     MLFLOW = "mlflow"
@@ -61,10 +61,10 @@ def track(
     ] = Path("runs/track"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Write steps, evaluations and, if asked for, samples of a run into experiment trackers until it ends.
+    """Write a run into experiment trackers until it ends.
 
-    Run it on any machine that reaches the coordinator; it only reads the run. Each start adds what the tracker lacks,
-    so no row is missing or doubled.
+    It writes steps, evaluations and, if asked for, samples. Run it on any machine that reaches the coordinator; it only
+    reads the run. Each start adds what the tracker lacks, so no row is missing or doubled.
 
     Example: `heterorl track --to wandb --project math`
 
@@ -124,7 +124,7 @@ def track(
 
 
 def progress_table(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> Table:
-    """Rows sent to each tracker by this process, and how many versions each is behind the run."""
+    """Rows that this process sent to each tracker, and versions behind."""
     head = None if status is None else status.head_version
     title = "no answer from the coordinator yet" if status is None else f"run {status.run_id}, version {head}"
     table = Table("tracker", "steps sent", "evaluations", "tables", "newest step", "versions behind", "problem")

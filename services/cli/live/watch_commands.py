@@ -55,7 +55,7 @@ def status(
 
 
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
-    """State of the run, its newest steps (one has the accuracy), and its evaluations."""
+    """State of the run, its newest steps, and its evaluations."""
     from heterorl.cli.live.run_tables import read_evaluations
 
     status = await run.get_status()
@@ -72,7 +72,9 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
 def health(
     link: Link, timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0
 ) -> None:
-    """Ask a coordinator whether it serves; for health checks of containers and load balancers.
+    """Ask a coordinator whether it serves.
+
+    It is for health checks of containers and load balancers.
 
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
@@ -98,9 +100,10 @@ LINE = 40
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """The known state of a run; `unreachable_since` in seconds since the epoch, None while it answers.
+    """The known state of a run.
 
-    `marks` are (monotonic seconds, head version, trained groups) of the newest polls.
+    `unreachable_since` is in seconds since the epoch, None while it answers. `marks` are (monotonic seconds, head
+    version, trained groups) of the newest polls.
     """
 
     address: str
@@ -156,9 +159,10 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
 
 
 def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: bool = False) -> Group:
-    """One picture of the run, `width` characters wide; `wall` in seconds since the epoch.
+    """One picture of the run, `width` characters wide.
 
-    If it has more than `height` lines, shows only the most important ones without frames; height 0 is unlimited.
+    `wall` is in seconds since the epoch. Above `height` lines the picture has only the most important ones, without
+    frames; height 0 is unlimited.
     """
     from rich.console import Group
     from rich.table import Table
@@ -219,8 +223,9 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two refreshes.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit; code 1 if unreachable.")] = False,
 ) -> None:
-    """Watch a run live: versions, learner, queue, ledger, bytes, sites, curves. Reconnects when the coordinator
-    restarts.
+    """Watch a run live; reconnects when the coordinator restarts.
+
+    It shows versions, learner, queue, ledger, bytes, sites and curves.
     """
     from rich.live import Live
 

@@ -54,7 +54,7 @@ async def read_summaries(
 async def read_samples(
     api: SamplesApi, wanted: SampleFilter, page: SamplePage, *, most: int = 0
 ) -> AsyncIterator[Sample]:
-    """Yield whole samples in the order of the list; skips those that the ring dropped meanwhile."""
+    """Yield whole samples in the list's order; skips ones dropped meanwhile."""
 
     async def get(summary: SampleSummary) -> Sample | None:
         try:
@@ -147,7 +147,7 @@ def check_target(out: Path) -> None:
 
 
 class Export:
-    """Buffers samples on their way into a file, one row for each completion."""
+    """Buffers samples for a file, one row for each completion."""
 
     def __init__(self, write: Write, *, with_tokens: bool) -> None:
         self._write, self._with_tokens = write, with_tokens
@@ -168,9 +168,8 @@ class Export:
 
 @contextlib.contextmanager
 def exporting(out: Path, *, with_tokens: bool) -> Iterator[Export]:
-    """A file that appears when the context ends, and is deleted when the context fails. Raises ConfigError if it is
-    not writable.
-    """
+    """A file that appears when the context ends, unless it fails.
+    Raises ConfigError if it is not writable."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(replacing(out, is_durable=False, mode=0o600))

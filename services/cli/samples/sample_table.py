@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def samples_table(summaries: Sequence[SampleSummary]) -> Group:
-    """A line of facts for each sample, a line for its prompt and one for its first completion."""
+    """For each sample, lines of facts, prompt and first completion."""
     rows = [_HEAD, *map(_facts, summaries)]
     if any(each.num_lost for each in summaries):
         lost = ["lost", *(f"{each.num_lost}/{each.num_rollouts}" for each in summaries)]
@@ -116,7 +116,7 @@ def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Pane
 
 
 def coloured(rollout: SampleRollout) -> Text:
-    """A completion with tokens coloured by log-ratio; each turn starts with its writer."""
+    """A completion coloured by log-ratio; each turn starts with its writer."""
     ends = rollout.token_ends.tolist()
     if len(ends) != len(rollout.token_ids) or not ends:
         return Text(visible(rollout.completion))

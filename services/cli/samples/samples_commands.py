@@ -77,7 +77,9 @@ def list_(
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """List kept samples, newest first: each is a prompt with its completions. Needs an operator's certificate.
+    """List kept samples, newest first.
+
+    A sample is a prompt with its completions. The command needs an operator's certificate.
 
     Example: `heterorl samples run.example:50051 --kind rejected --credentials operator-me`
     """
@@ -118,7 +120,10 @@ def show(
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """Show one whole sample; tokens are red if less likely to the learner than to the sampler, green if more likely."""
+    """Show one whole sample, with tokens coloured by log-ratio.
+
+    A token is red if it is less likely to the learner than to the sampler, green if more likely.
+    """
     from heterorl.cli.samples.sample_reader import decoder
     from heterorl.cli.samples.sample_table import sample_page
     from heterorl.common.errors import ConfigError
@@ -150,7 +155,9 @@ def export(
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
 ) -> None:
-    """Write kept samples to a file, oldest first: one row for each completion. Parquet needs the extra `parquet`.
+    """Write kept samples to a file, oldest first.
+
+    Each completion is a row. Parquet needs the extra `parquet`.
 
     Example: `heterorl samples export run.parquet run.example:50051 --min-reward 1`
     """

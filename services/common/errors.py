@@ -59,7 +59,7 @@ class OperatorError(HeterorlError):
 
 
 class ConfigError(OperatorError):
-    """A configuration key, value or file is wrong; `key` is its dotted path."""
+    """A key, value or file is wrong; `key` is its dotted path."""
 
     def __init__(self, key: str, problem: str, *, action: str | None = None) -> None:
         self.key = key
@@ -67,7 +67,7 @@ class ConfigError(OperatorError):
 
 
 class PromptRefused(ConfigError):
-    """A prompt that cannot be generated from: the run's template does not accept its messages."""
+    """A prompt that the run's template does not accept."""
 
 
 class PromptTooLong(PromptRefused):
@@ -75,7 +75,7 @@ class PromptTooLong(PromptRefused):
 
 
 class AnswerUnreadable(PromptRefused):
-    """A prompt whose right answer its reward cannot read, so its completions cannot be scored."""
+    """A prompt whose right answer its reward cannot read."""
 
 
 class PortInUse(OperatorError):
@@ -97,7 +97,7 @@ class DiskFull(OperatorError):
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the packages of an extra. No package index has heterorl."""
+    """The command that installs an extra's packages; no package index has heterorl."""
     return f"in a clone of heterorl: pip install '.[{extra}]'"
 
 
@@ -132,7 +132,7 @@ class RemoteError(HeterorlError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether a retry helps; True for answers without a reason that this release knows."""
+        """Whether a retry helps; True without a reason that this release knows."""
         return True
 
     def __init__(self, message: str, *, action: str | None = None, retry_after_s: float = 0.0) -> None:
@@ -148,7 +148,7 @@ class InvalidRequest(RemoteError):
 
 
 class ContractMismatch(RemoteError):
-    """A node disagrees with the run's contract (tokenizer, template, layout, task, sampling semantics)."""
+    """A node's settings differ from the run's contract."""
 
     action = "give this node the run's model, tokenizer, task and sampling settings"
     is_transient = False
@@ -183,7 +183,7 @@ class DigestMismatch(RemoteError):
 
 
 class StaleEpoch(RemoteError):
-    """The caller's learner lease was superseded: the coordinator accepts none of its effects."""
+    """A newer epoch replaced the caller's lease; its effects are refused."""
 
     action = "stop, discard unpublished work, and acquire a new lease"
     is_transient = False
@@ -211,7 +211,7 @@ class StepConflict(RemoteError):
 
 
 class GroupNotAvailable(RemoteError):
-    """A group to consume is not leased by this epoch nor pending, or became too stale."""
+    """A group is neither leased by this epoch nor pending, or stale."""
 
     action = "discard the step and take new groups"
     is_transient = False
@@ -232,12 +232,12 @@ class QuotaExceeded(RemoteError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the bound passes; a bound on a size states no delay and stays."""
+        """Whether the bound passes; one on a size states no delay."""
         return self.retry_after_s > 0
 
 
 class MessageTooLarge(RemoteError):
-    """A message is over its receiver's or its sender's limit; it was not read."""
+    """A message, not read, is over its receiver's or sender's limit."""
 
     action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
     is_transient = False
@@ -260,7 +260,7 @@ class NotRegistered(RemoteError):
 
 
 class Quarantined(RemoteError):
-    """The site's canary differs from the learner's: its weights, settings or kernels are not as stated."""
+    """The site's canary differs: weights, settings or kernels are not as stated."""
 
     action = "correct the engine's settings, or have an operator end it: heterorl sites release"
     # A version whose canary agrees ends it, or an operator.
@@ -283,18 +283,18 @@ class StoreFull(RemoteError):
 
 
 class Unauthenticated(RemoteError):
-    """The link proves no identity of this run; with a delay, a new certificate in the same files is enough."""
+    """The link proves no identity of this run."""
 
     action = "give this node a certificate of this run: heterorl certs issue or renew, or join by a new token"
 
     @property
     def is_transient(self) -> bool:
-        """Whether new files are enough; the refusal of a revoked certificate states no delay."""
+        """Whether new files are enough; a revoked certificate's refusal has no delay."""
         return self.retry_after_s > 0
 
 
 class PermissionDenied(RemoteError):
-    """The identity is known, but its role or site may not do this."""
+    """A known identity whose role or site may not do this."""
 
     action = "use a certificate of the right role and site; the same request will be refused again"
     is_transient = False
@@ -308,7 +308,7 @@ class Unreachable(RemoteError):
 
 
 class Busy(Unreachable):
-    """The coordinator cannot answer now: no descriptors, a silent disk, a damaged frame; the state is unchanged."""
+    """The coordinator cannot answer for now, and its state is unchanged."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
     exit_code = 1
@@ -327,7 +327,7 @@ class MalformedPayload(CorruptData):
 
 
 class LimitExceeded(CorruptData):
-    """A stated size is over its limit; it was refused before any allocation."""
+    """A stated size over its limit, refused before any allocation."""
 
     action = "refuse the sender or raise the named limit"
 
@@ -345,14 +345,14 @@ class CorruptStore(CorruptData):
 
 
 class StoreLost(HeterorlError):
-    """The coordinator cannot reach its database, or lost the connection; acknowledged groups are safe."""
+    """The coordinator cannot reach its database; acknowledged groups are safe."""
 
     action = "acknowledged groups are safe: the coordinator restarts and waits; check PostgreSQL"
     exit_code = 1
 
 
 class StoreHeld(HeterorlError):
-    """Another session has the coordinator's database, perhaps one of a process that has ended.
+    """Another session has the coordinator's database, perhaps of an ended process.
 
     Both cases look alike and the second one passes, so the coordinator starts again.
     """
@@ -362,7 +362,7 @@ class StoreHeld(HeterorlError):
 
 
 class UntrustedVersion(HeterorlError):
-    """A version without proof that this run's learner published it at this place; it is not used."""
+    """A version, never used, whose origin or place is not proven."""
 
 
 class UnsignedManifest(UntrustedVersion):
@@ -378,23 +378,26 @@ class WrongSignature(UntrustedVersion):
 
 
 class UnprovenDescent(UntrustedVersion):
-    """The coordinator does not list the manifests that lead from a version used before to this one."""
+    """The coordinator does not list the manifests since a version used before."""
 
     action = "asked for again; if it repeats, distrust the coordinator"
 
 
 class NotReversible(HeterorlError):
-    """A delta that holds a state, or steps that need one, so it cannot be undone from itself."""
+    """A delta that cannot be undone without the state before it."""
 
     action = "rebuild the earlier version from its snapshot"
 
 
 class RewardError(HeterorlError):
-    """A verifier crashed or timed out: the completion is a lost member of its group, never a zero reward."""
+    """A verifier failed: its completion is lost, never a zero reward."""
 
 
 class EngineError(HeterorlError):
-    """An engine refuses requests until it loads a version again; its results since the error are not used."""
+    """An engine refuses requests until it loads a version again.
+
+    Its results since the error are not used.
+    """
 
 
 class StaleWeights(EngineError):
@@ -416,12 +419,12 @@ class EngineDied(EngineError):
 
 
 class EpisodeError(HeterorlError):
-    """An environment's episode ended without a reward; the other members of its group go on."""
+    """An episode ended without a reward; its group's other members go on."""
 
 
 class EnvironmentFailed(EpisodeError):
-    """The environment's own code raised, or returned neither an observation nor a reward."""
+    """An environment's code raised, or returned neither observation nor reward."""
 
 
 class ToolLost(EpisodeError):
-    """The process of an episode died, or was killed because a call took too long."""
+    """An episode's process died, or was killed in a long call."""

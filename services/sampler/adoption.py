@@ -46,9 +46,10 @@ _STATE = f"or {_INSTEAD}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """The whole configuration; `got` has the adopted keys, `other` the keys of [task] that the file states differently.
+    """The whole configuration, with what the run stated.
 
-    `contract` is the digest that the loaded components must give.
+    `got` has the adopted keys, `other` the keys of [task] that the file states differently. `contract` is the digest
+    that the loaded components must give.
     """
 
     config: SamplerConfig
@@ -163,7 +164,7 @@ def _validated(values: dict[str, Any]) -> SamplerConfig:
 
 
 async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> Adopted | None:
-    """Ask for the run's statement, adopt it and log each adopted key; None if `stop` came first.
+    """Adopt the run's statement, log each adopted key; None after `stop`.
 
     Raises:
         ConfigError: [join] does not accept the statement, or there is none.
@@ -209,7 +210,7 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
 
 
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
-    """Check that [join] accepts every file, dataset and function that the adopted keys of a task name.
+    """Check that [join] accepts an adopted task's files, datasets and functions.
 
     Raises ConfigError: names the key of [join] and what to add to it.
     """

@@ -43,14 +43,14 @@ class Components:
 
 
 def prompter_of(config: SamplerConfig) -> Prompter:
-    """The tokenizer and template of a configuration's model. Raises ConfigError: there is none."""
+    """Tokenizer and template of the model; raises ConfigError without one."""
     return Prompter(
         config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
     )
 
 
 def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Components:
-    """Load model, tokenizer and task; `scores_here` computes the task's own score in this process.
+    """Load model, tokenizer and task; `scores_here` scores in this process.
 
     Raises:
         ConfigError: one of them cannot be loaded.

@@ -81,7 +81,7 @@ class _DrawnDelay(TimedDelay):
 
     @abstractmethod
     def quantile(self, uniform: float) -> float:
-        """The delay below which a share `uniform` of the distribution lies, before the cut."""
+        """The distribution's delay at quantile `uniform`, before the cut."""
 
 
 class _IntervalDelay(_DrawnDelay):
@@ -203,7 +203,7 @@ class ExponentialDelay(_IntervalDelay):
 
 
 class _LagDelay(TimedDelay):
-    """A lag in versions behind the head; the policy in use never goes back to an older version."""
+    """Versions behind the head; the policy in use never goes back."""
 
     semantics: Literal["transit"] = "transit"
     unit: Literal["versions"] = "versions"
@@ -216,7 +216,7 @@ class _LagDelay(TimedDelay):
 
 
 class SawtoothDelay(_LagDelay):
-    """A lag of the version modulo high + 1, the same at all samplers."""
+    """A lag of the version modulo high + 1, equal at all samplers."""
 
     # The lag of a queue that takes the newest version first and then the oldest ones: 0 to 57, on average 26.5, in the
     # "max delay 64" log of arXiv 2508.17850.
@@ -227,7 +227,7 @@ class SawtoothDelay(_LagDelay):
 
 
 class UniformLagDelay(_LagDelay):
-    """Every lag from 0 to high equally often, never back to an older version."""
+    """Each lag from 0 to high equally often; versions never go back."""
 
     kind: Literal["uniform_lag"] = "uniform_lag"
 
@@ -260,7 +260,7 @@ DelayConfig = Annotated[
 
 
 def draw(config: DrawnDelay, *, seed: int, stream: str, index: int) -> float:
-    """Delay number `index` of a stream, in the config's unit; a pure function of its arguments."""
+    """Delay number `index` of a stream, in the config's unit; pure."""
     if isinstance(config, FixedDelay):
         return config.value
     value = config.quantile(_uniform(seed, stream, index))
@@ -290,7 +290,7 @@ def max_delay_versions(config: DelayConfig) -> int:
 
 
 def max_delay_s(config: DelayConfig) -> float:
-    """Longest time that the delay keeps a version and its groups from the coordinator, both ways, real seconds."""
+    """Longest delay of a version and its groups together, real seconds."""
     if isinstance(config, NoDelay) or config.unit == "versions":
         return 0.0
     num_ways = 2 if config.semantics == "transit" else 1
@@ -312,7 +312,7 @@ def max_group_delay_s(config: DelayConfig) -> float:
 
 
 def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
-    """Lags at heads 0, 1, ... count - 1, for a sampler that hears of each head.
+    """Lags at heads below `count`, for a sampler that hears each.
 
     Raises ValueError: the delay counts seconds, so the lag depends on when versions are made.
     """
@@ -349,9 +349,10 @@ class Visibility:
                     del self._seen[next(iter(self._seen))]
 
     def target(self, now: float, *, current: int) -> tuple[int, float | None]:
-        """The version to use, and the instant at which time can change the answer (None: only a new head can).
+        """The version to use, and when time can change it.
 
-        The first version is taken at once: a sampler that joins starts with what it gets.
+        The instant is None if only a new head can. The first version is taken at once: a sampler that joins starts with
+        what it gets.
         """
         config = self._config
         if self._head < 0 or isinstance(config, NoDelay):

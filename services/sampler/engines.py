@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One engine; `in_flight` maps the group's request number to completions that are missing."""
+    """One engine; `in_flight` maps the group's request numbers to missing completions."""
 
     number: int
     engine: Engine
@@ -57,9 +57,9 @@ class EngineGroup:
     def __init__(
         self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Take at least one engine, all of one layout, name and dtype; `close` does not close them.
+        """Take at least one engine, all of one layout, name and dtype.
 
-        `staged` is a context around a load on all engines: it prepares the weights once.
+        `close` does not close them. `staged` is a context around a load on all engines: it prepares the weights once.
         """
         self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
         self._staged = staged or (lambda _: nullcontext())
@@ -93,7 +93,7 @@ class EngineGroup:
         return len(self._living()) == len(self._members)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights of all; with the current version, restart the engines that are out."""
+        """Swap all weights; with the current version, restart engines that are out."""
         # A new version does not wait for an engine that is out: a start would delay the others.
         is_out = [member for member in self._members if member.is_out]
         wanted = is_out if version == self.version else self._living() or self._members
@@ -106,7 +106,7 @@ class EngineGroup:
         raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """The scores of the engine that is farthest from the median: one wrong engine shows in the canary."""
+        """Scores of the engine farthest from the median: a wrong one shows."""
         answers: list[list[Float32Array]] = []
         failure: EngineError | None = None
         for member in self._living():
@@ -136,7 +136,7 @@ class EngineGroup:
         raise EngineError("all engines are out: nothing is generated before a version is loaded")
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion ended on any engine or an engine is out; returns all that ended."""
+        """Wait for a completion or a loss; returns all that ended."""
         with self._news:
             num_cancels = self._num_cancels
             self._news.wait_for(
@@ -211,7 +211,10 @@ class EngineGroup:
             del member.in_flight[one.key], self._keys[one.key]
 
     def _put_out(self, member: _Member, error: EngineError) -> None:
-        """Take an engine out and report its requests as lost; an error instead if no engine is left."""
+        """Take an engine out and report its requests as lost.
+
+        If no engine is left, the error is reported instead.
+        """
         with self._news:
             lost, member.in_flight = list(member.in_flight), {}
             if not member.is_out:
@@ -350,10 +353,10 @@ def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
 def start_vllm(
     source: SharedModel, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
 ) -> tuple[Engine, Callable[[], None]]:
-    """Start one engine per settings in parallel; returns the engine and a function that ends all of them and the
-    source.
+    """Start an engine for each settings, in parallel.
 
-    Raises EngineDied: one of them does not start; the others are ended.
+    Returns the engine, and a function that ends all of them and the source. Raises EngineDied: one of them does not
+    start; the others are ended.
     """
     if len(settings) > 1:
         # A process forked while another thread holds a lock inherits a lock that is never released.
@@ -382,7 +385,7 @@ def start_vllm(
 
 
 def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
-    """Wrap engines so that they load a variant of the weights, dequantised; empty `variant`: no change.
+    """Wrap engines so that they load a dequantised variant; empty: no change.
 
     Dequantised weights have the published type and the same bits on every machine.
     """
@@ -402,7 +405,7 @@ def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
 
 
 class _VariantedEngine:
-    """An Engine that dequantises the arena before `load`; everything else is the wrapped engine's."""
+    """An Engine that dequantises before `load`; otherwise it is the wrapped one."""
 
     def __init__(self, engine: Engine, variant: Variant) -> None:
         self._engine = engine

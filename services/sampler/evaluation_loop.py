@@ -84,7 +84,7 @@ class EvaluationLoop:
         self._evaluation_requests.is_expected = True
 
     async def run(self) -> None:
-        """Evaluate until the run drains and the last evaluation is done or given up."""
+        """Evaluate until the run drains and the last evaluation has ended."""
         try:
             while True:
                 version = self._generation.swap.version
@@ -141,7 +141,7 @@ class EvaluationLoop:
         self._generation.news.ring()
 
     async def _lease(self, version: int) -> WorkGrant | None:
-        """Lease prompts of the engine's version, which it keeps from now on; None if there are none."""
+        """Lease prompts for the engine's version and keep it; None without prompts."""
         if not self._sets:
             self._is_over = True
             return None
@@ -165,7 +165,7 @@ class EvaluationLoop:
         return grant
 
     async def _deliver(self, grant: WorkGrant) -> bool:
-        """Draw prompts together and deliver each when it is complete; returns whether the engine can continue."""
+        """Draw prompts together, deliver each one; returns whether the engine can continue."""
         spec = grant.evaluation
         assert spec is not None, "they are held-out prompts"
         of = self._sets[spec.task_set]
@@ -224,7 +224,7 @@ class EvaluationLoop:
         await self._work.abandon(held)
 
     async def _pause(self, version: int) -> None:
-        """Wait until it is time to ask again, the engine has another version, or the run drains."""
+        """Wait for the next question, another version or a drain."""
         until = max(self._work.ask_time, self._clock.monotonic() + PAUSE_S)
         was_draining = self._session.is_draining
         while self._session.is_draining == was_draining and self._generation.swap.version == version:

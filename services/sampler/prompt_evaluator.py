@@ -74,9 +74,10 @@ def with_workers(config: TaskConfig) -> TaskConfig:
 def open_set(
     config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False
 ) -> SiteSet:
-    """Load a set's task, with `every_row` of its dataset. `notes` is the file that keeps the commits of hub branches.
+    """Load a set's task, with `every_row` of its dataset.
 
-    Raises ConfigError: its data cannot be read, or has no held-out prompts.
+    `notes` is the file that keeps the commits of hub branches. Raises ConfigError: its data cannot be read, or has no
+    held-out prompts.
     """
     settings = with_workers(config.task)
     task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
@@ -100,7 +101,7 @@ def blocks_of(draws: EvaluationDraws) -> Iterator[range]:
 
 
 def seed_of(draws: EvaluationDraws, *, prompt_index: int, first: int) -> int:
-    """Seed of a block, 63 bits: close seeds of two sets share no stream."""
+    """63-bit seed of a block; close seeds of sets share no stream."""
     name = f"evaluation/{draws.seed}/{prompt_index}/{first}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -139,7 +140,7 @@ class PromptEvaluator:
         self._runners: dict[tuple[str, int], EpisodeRunner] = {}
 
     async def result(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> PromptResult:
-        """Draw and score a prompt; completions of a refused prompt have no reward.
+        """Draw and score a prompt; a refused prompt's completions have no reward.
 
         Raises:
             ConfigError: the engine has no room for such completions.
@@ -303,7 +304,7 @@ class PromptEvaluator:
 
 
 def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSample:
-    """A completion with its reward; None if the reward could not be computed."""
+    """A completion with its reward; None if it could not be computed."""
     return ScoredSample(
         reward=None if reward is None or math.isnan(reward) else reward,
         num_tokens=sum(span.end - span.start for span in completion.spans if span.is_drawn),
@@ -313,7 +314,7 @@ def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSa
 
 
 def _of_version(version: int, completion: Completion) -> Completion:
-    """The completion as one span of a version; a model's files, which have no version, count as version 0.
+    """The completion as one span of `version`; model files count as 0.
 
     Raises EngineError: another version drew some of it.
     """

@@ -66,7 +66,7 @@ _LOG = logging.getLogger(__name__)
 
 
 async def main(config: SamplerConfig) -> int:
-    """Sample until a signal or the end of the run; returns the exit code."""
+    """Sample until a signal or the run's end; returns the exit code."""
     stop = asyncio.Event()
     clock = SystemClock()
     notifier = notify.from_environment()
@@ -114,7 +114,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
 def build(
     config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
 ) -> Sampler:
-    """Load the components and connect them to a coordinator. Blocking; the caller closes the outbox."""
+    """Load and connect a sampler, blocking; the caller closes the outbox."""
     # Before the model is loaded: a problem of state_dir is reported at once.
     record = TrustRecord(config.state_dir / record_name(config.variant))
     parts = load_components(config)
@@ -221,7 +221,7 @@ class Sampler:
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Run until `stop`, an order of the coordinator, or the end of a drain.
+        """Run until `stop`, a coordinator's order, or a drain's end.
 
         `on_ready` is called when the loops run; the first one may wait long for a coordinator.
 
@@ -288,7 +288,7 @@ class Sampler:
 
 @contextlib.asynccontextmanager
 async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[CoordinatorClient]:
-    """A client of the configured coordinator; while it is open, this process pushes its metrics through it."""
+    """A coordinator's client, through which this process pushes its metrics."""
     site = SiteId(config.site)
     async with (
         CoordinatorClient(

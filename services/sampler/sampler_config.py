@@ -53,7 +53,10 @@ def _entry(value: str) -> str:
 
 
 class JoinConfig(Config):
-    """Bounds within which the sampler adopts what the run states for keys that this file leaves out."""
+    """Bounds of the keys that the sampler adopts from the run.
+
+    They are keys that this file leaves out.
+    """
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
     """Sources that the run's task may name besides built-in tasks: `jsonl:DIRECTORY`, `parquet:DIRECTORY` (files below

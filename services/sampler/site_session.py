@@ -40,7 +40,7 @@ NO_ROOT = Digest("")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """State of generation in a heartbeat; `policy_version` is NO_VERSION while the sampler cannot generate."""
+    """State of generation in a heartbeat; NO_VERSION: the sampler cannot generate."""
 
     policy_version: int = NO_VERSION
     state_root: Digest = NO_ROOT
@@ -52,7 +52,7 @@ class Reported:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """Registration, heartbeats and orders; `left` are assignments that a killed process had in flight."""
+    """Registration, heartbeats and orders; `left` are a killed process's assignments."""
 
     api: SamplerApi
     registration: Registration
@@ -109,7 +109,7 @@ class Session:
         _LOG.info("registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
-        """Return the assignments that a killed process had in flight, before others: one of them may have killed it."""
+        """Return a killed process's assignments first: one may have killed it."""
         lost = sorted(set(self._left) - set(spooled))
         if lost:
             # A coordinator that lost the registration holds no assignments.

@@ -43,7 +43,7 @@ NOTHING_ABANDONED = range(0)
 
 
 class RunReplaced(OperatorError):
-    """The coordinator contradicts what this sampler verified: versions were lost, or belong to another run."""
+    """Versions that this sampler verified are lost, or another run's."""
 
     action = (
         "ask the run's operator; where the run was restored from a backup, of version V, agree once on this machine by"
@@ -53,7 +53,7 @@ class RunReplaced(OperatorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenVersion:
-    """A verified version; a field is empty if its row does not state it.
+    """A verified version; fields that its row does not state are empty.
 
     `signed_by` is the public key that signed its manifest, or "unsigned" if no key was trusted.
     """
@@ -185,15 +185,16 @@ def record_name(variant: str) -> str:
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:
-    """Raise RunReplaced for a head below the newest version that this sampler knew before it asked."""
+    """Raise RunReplaced for a head below the newest version known before."""
     if head_version < seen_version:
         raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")
 
 
 async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
-    """Check a new version's manifest `data` against the newest one used; returns the abandoned versions.
+    """Check a new version's manifest against the newest one used.
 
-    `known` are manifests by version, trusted no more than fetched ones; `newest` None accepts any first version.
+    Returns the abandoned versions. `known` are manifests by version, trusted no more than fetched ones; `newest` None
+    accepts any first version.
 
     Raises:
         RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
@@ -251,7 +252,7 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
 
 
 def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
-    """One sentence for each record with rows above the version: what `agree` would forget.
+    """Sentences on what `agree` would forget, one for each record.
 
     Raises:
         OperatorError: there is no record, or it belongs to another run.
@@ -273,7 +274,7 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
 
 
 def agree(state_dir: Path, *, run: str, to_version: int) -> None:
-    """Forget the rows above the version; durable when it returns. Raises as `differences`."""
+    """Forget rows above the version, durably; raises as `differences`."""
     for record in _records(state_dir, run):
         if forgotten := record.rewind(to_version):
             first, last = forgotten[0], forgotten[-1]

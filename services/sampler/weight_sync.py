@@ -67,7 +67,7 @@ class WeightSync:
         return staged if staged is not None and staged.version != current else None
 
     def age_s(self, version: int) -> float | None:
-        """Seconds since a version was published; None if its news was not heard."""
+        """Seconds since a version was published; None if that was not heard."""
         published = self._published.get(version)
         return None if published is None else max(0.0, self.clock.monotonic() - published)
 
@@ -152,7 +152,7 @@ class WeightSync:
         return 0.0
 
     async def _pull(self, target: int) -> PulledVersion:
-        """The target, or the first version after it that is still in the lineage.
+        """The target, or the first later version still in the lineage.
 
         A wait for an abandoned version would never end: a sampler behind it gets no work, and without work no new
         version moves the target. Never below the newest version used: after a restart the delay model may ask for less.

@@ -85,7 +85,7 @@ class Fallback:
         self.basis = PlanBasis.SINGLES if is_held else PlanBasis.SNAPSHOT
 
     def rest_on(self, basis: PlanBasis) -> None:
-        """Note that the plan uses a higher basis than was asked for; raises StateMismatch if that one is closed."""
+        """Note the higher basis of a plan; raises StateMismatch if closed."""
         if not self.is_open(basis):
             raise StateMismatch(f"the plan rests on {basis.value}, which failed before")
         self.basis = basis

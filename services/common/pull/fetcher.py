@@ -46,7 +46,7 @@ class LinkEstimate:
         self._bytes_per_s: float | None = None
 
     def note(self, *, first_bytes: int, first_s: float, total_bytes: int, total_s: float) -> None:
-        """Learn from one download; one of a single frame updates only the round trip."""
+        """Learn from a download; a single frame updates only the round trip."""
         if total_bytes > first_bytes and total_s > first_s:
             self._bytes_per_s = _mean(self._bytes_per_s, (total_bytes - first_bytes) / (total_s - first_s))
         sent_s = first_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
@@ -54,7 +54,7 @@ class LinkEstimate:
 
     @property
     def object_bytes(self) -> int:
-        """Bytes that the link carries in one round trip; 0 while the bandwidth is unknown."""
+        """Bytes that the link carries in one round trip; 0 if unknown."""
         if self._bytes_per_s is None or self._round_trip_s is None:
             return 0
         return min(MAX_OBJECT_BYTES, round(self._bytes_per_s * self._round_trip_s))
@@ -117,7 +117,7 @@ class Fetcher:
             raise
 
     def check(self, payload: PayloadRef) -> None:
-        """Refuse a payload by its stated name and size; raises CorruptData before anything is asked for or written."""
+        """Check a payload's name and size before a request; raises CorruptData."""
         name = file_name(payload.digest)
         if payload.num_bytes < 1:
             raise MalformedPayload(f"payload {name[:12]} states {payload.num_bytes} bytes")
@@ -128,7 +128,7 @@ class Fetcher:
             )
 
     def check_sizes(self, payloads: Sequence[PayloadRef]) -> None:
-        """Check the payloads of a plan, one by one and together; see `check`."""
+        """Check a plan's payloads, one by one and together, as `check`."""
         for payload in payloads:
             self.check(payload)
         total = sum(payload.num_bytes for payload in payloads)
@@ -182,7 +182,7 @@ class Fetcher:
         return dict(sorted(found.items()))
 
     async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
-        """Fetch gaps, `num_streams` at once; a broken stream is raised after the others have ended."""
+        """Fetch gaps, `num_streams` at once; raises a broken stream's error last."""
         free = asyncio.Semaphore(self._num_streams)
         broken: list[Unreachable] = []
         watch = _Stopwatch(clock=self._clock, num_streams=min(len(gaps), self._num_streams))
@@ -286,7 +286,7 @@ class _Pulse:
 
 
 class _Stopwatch:
-    """Bytes and seconds of one fetch, until every stream brought its first frame and until the end."""
+    """Measures a fetch until each stream's first frame, and until its end."""
 
     def __init__(self, *, clock: Clock, num_streams: int) -> None:
         self._clock = clock

@@ -32,7 +32,7 @@ SPLIT_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Bytes [start, start + length) of a payload, in the file of this start.
+    """Bytes [start, start + length) of a payload, in the file of `start`.
 
     Piece 0 is the payload's known beginning; others exist only while several streams fetch.
     """
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Gap:
-    """Bytes [begin, end) that are missing; they belong to the end of the piece at `start`."""
+    """Missing bytes [begin, end), to append to the piece at `start`."""
 
     begin: int
     end: int
@@ -55,7 +55,7 @@ class Gap:
 
 
 def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> list[Gap]:
-    """The ranges to ask for next, at most `num_streams`: the holes, the largest cut in half until there are enough."""
+    """Holes to fetch next, the largest cut in half for `num_streams` streams."""
     known = sorted(pieces)
     ends = [piece.start for piece in known[1:]] + [num_bytes]
     gaps = [
@@ -107,7 +107,7 @@ class PieceWriter:
     """Appends to one file, which it owns."""
 
     def __init__(self, path: Path, *, clock: Clock, num_bytes: int = 0, digest: RunningDigest | None = None) -> None:
-        """Open or create the file; reserves room for `num_bytes`, and `digest` follows its bytes."""
+        """Open or create the file, reserve `num_bytes`; `digest` follows the bytes."""
         self._path = path
         self._clock = clock
         self._file = path.open("ab", buffering=0)
@@ -123,7 +123,10 @@ class PieceWriter:
         self._error: BaseException | None = None
 
     async def put(self, frame: bytes) -> None:
-        """Append a frame; returns when there is room for the next one. Raises OSError of this or an earlier write."""
+        """Append a frame; returns when there is room for the next one.
+
+        Raises OSError of this or an earlier write.
+        """
         self._batch.append(frame)
         self._num_waiting += len(frame)
         if self._writing is None:
@@ -133,7 +136,10 @@ class PieceWriter:
         self._check()
 
     async def close(self, *, durable: bool) -> None:
-        """Write the rest and close the file, also after a failure; `durable` waits for the disk. Raises OSError."""
+        """Write the rest and close the file, also after a failure.
+
+        `durable` waits for the disk. Raises OSError.
+        """
         closing = asyncio.ensure_future(self._finish(durable))
         await settle(closing)
         closing.result()
@@ -209,7 +215,7 @@ def num_reserved(path: Path) -> int:
 
 
 def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
-    """Append parts to the file that they continue; returns the digest of the whole.
+    """Append parts to the file that they continue; returns its digest.
 
     After a crash in between, the remaining pieces still state which ranges are missing.
     """

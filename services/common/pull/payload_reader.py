@@ -55,14 +55,14 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A file whose bytes matched its name: its identity, and the xxh3-64 of each block."""
+    """A file whose bytes matched its name; xxh3-64 of each block."""
 
     identity: FileIdentity
     checksums: array[int]
 
 
 class PayloadReader:
-    """Frames of payloads and the proofs of their files. Belongs to the event loop."""
+    """Frames of payloads and proofs of their files, for one event loop."""
 
     def __init__(self) -> None:
         self._num_blocks = 0
@@ -71,7 +71,9 @@ class PayloadReader:
         self._stopping = threading.Event()
 
     async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of a payload in frames of at most 1 MiB; a file deleted meanwhile is read to its end.
+        """Yield [offset, stop) of a payload in frames up to 1 MiB.
+
+        A file deleted meanwhile is read to its end.
 
         Raises:
             DamagedFile: its bytes differ from its name; the frames yielded before were right.
@@ -105,7 +107,7 @@ class PayloadReader:
             await asyncio.wait(list(self._proving.values()))
 
     async def _proof(self, digest: Digest, file: BinaryIO) -> Proof:
-        """The proof of this open file; raises DamagedFile if it cannot be proved."""
+        """The proof of this open file; raises DamagedFile without one."""
         while True:
             identity = FileIdentity.of(file.fileno())
             known = self._proofs.get(digest)
@@ -140,7 +142,7 @@ class PayloadReader:
 
 
 def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:
-    """Read a file once, and close it; raises DamagedFile, or Draining when the process ends."""
+    """Read a file once, and close it; raises DamagedFile or Draining."""
     hasher, checksums, offset = blake3.blake3(), array("Q"), 0
     block = memoryview(bytearray(FRAME_BYTES))
     try:
@@ -170,7 +172,7 @@ def _begin(file: BinaryIO, proof: Proof, offset: int, end: int) -> asyncio.Futur
 
 
 def _read_frame(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
-    """The next bytes of [offset, end), empty at the end; raises DamagedFile if their block changed."""
+    """The next bytes of [offset, end), empty at the end; raises DamagedFile."""
     if offset >= end:
         return b""
     number = offset // FRAME_BYTES

@@ -56,7 +56,7 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout, in one variant; it owns its download directory `spool`.
+    """Builds versions of one layout and variant; owns its directory `spool`.
 
     `base` returns the caller's base model, if any; it is asked until a version was built. `on_frame` is called whenever
     bytes arrive.
@@ -96,7 +96,9 @@ class Puller:
         self._base: Arena | None = None
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
-        """Build `want_version` (-1: the head) from `held`; `admit` may refuse a plan before a byte is fetched.
+        """Build `want_version` (-1: the head) from `held`.
+
+        `admit` may refuse a plan before a byte is fetched.
 
         Raises:
             UntrustedVersion: `admit` refused it; the puller is unchanged.
@@ -179,7 +181,7 @@ class Puller:
         return pulled
 
     def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
-        """Refuse a plan that does not lead from `held` to the wanted version, or that is too large."""
+        """Refuse a plan that misses the wanted version or is too large."""
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME:
             return
@@ -195,9 +197,10 @@ class Puller:
         return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
 
     async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
-        """The base model as the version that a plan starts from (None: it starts from a snapshot), and the plan.
+        """The base model as a plan's first version, and the plan.
 
-        A plan without payloads gets the base's own manifest, since that version was not judged before.
+        None: the plan starts from a snapshot. A plan without payloads gets the base's own manifest, since that version
+        was not judged before.
         """
         if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
             return None, plan
@@ -239,7 +242,7 @@ class Puller:
 
 
 def _confirm(pulled: PulledVersion, judged: bytes) -> None:
-    """Check that the state was compared with the very manifest that `admit` saw; the last check of every pull."""
+    """Check last that the state's manifest is the one that `admit` saw."""
     if pulled.manifest_digest != manifest_digest(judged):
         raise StateMismatch(f"version {pulled.version} does not have the manifest that was judged")
 
@@ -258,7 +261,7 @@ def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int
 
 
 def _check_target(plan: PullPlan, layout: Layout) -> None:
-    """Check the plan's last manifest and the order of its payloads before a byte is fetched."""
+    """Check the plan's last manifest and payload order before any fetch."""
     manifest = manifest_from_bytes(plan.manifests[-1])
     if manifest.version != plan.target_version:
         raise StateMismatch(f"the plan leads to version {manifest.version}, not {plan.target_version}")
@@ -270,7 +273,7 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
 
 
 class TrustedPuller:
-    """A puller that retries and builds only versions that a trusted key signed.
+    """Retries pulls, and builds only versions that a trusted key signed.
 
     It waits while a link is broken; each frame that arrives resets the backoff. Refusals, damage and missing payloads
     are raised.
@@ -300,7 +303,7 @@ class TrustedPuller:
         )
 
     async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
-        """Build a version from `held`, waiting for the coordinator as long as it takes.
+        """Build a version from `held`; waits for the coordinator without limit.
 
         Raises:
             UntrustedVersion: no trusted key signed it; not a byte of it was fetched.
@@ -329,7 +332,7 @@ class ManifestChain:
         self._found: dict[int, bytes] = {}
 
     def begin(self, plan: PullPlan) -> None:
-        """Start with the manifests that a plan carries; forget the earlier plan's manifests.
+        """Take a plan's manifests; forget the earlier plan's.
 
         Raises StateMismatch for another version's manifest, LimitExceeded if together they are too large.
         """
@@ -346,7 +349,10 @@ class ManifestChain:
         self._wanted, self._found = frozenset(), {}
 
     async def list(self, first: int, last: int) -> Sequence[bytes]:
-        """Manifests of [first, last], newest first, as many as fit one answer; keeps the ones that the plan wants."""
+        """Manifests of [first, last], newest first, as many as one answer holds.
+
+        Keeps the manifests that the plan wants.
+        """
         found = await self._api.list_manifests(first_version=first, last_version=last, variant=self._variant)
         self._keep(found)
         return found

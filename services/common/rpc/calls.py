@@ -42,7 +42,7 @@ LAST_EVERY_S = 600.0
 
 
 class Outage:
-    """Logs that the peer does not answer: after seconds, then ever more rarely, and once it answers again.
+    """Logs the peer's silence, ever more rarely, and its next answer.
 
     All calls over the channel report to it.
     """
@@ -118,7 +118,9 @@ async def call_with_retries(
     rng: random.Random,
     outage: Outage | None = None,
 ) -> ResultT:
-    """Run `attempt` until it answers; the closure must reuse one idempotency key. Each try is reported to `outage`.
+    """Run `attempt` until it answers.
+
+    The closure must reuse one idempotency key. Each try is reported to `outage`.
 
     Raises:
         RemoteError: the peer's typed refusal, at once unless it is an overload that states a delay.
@@ -149,7 +151,7 @@ async def call_with_retries(
 
 
 def _is_brief(error: HeterorlError) -> bool:
-    """Whether a refusal passes within a call's budget; callers handle longer waits themselves."""
+    """Whether a refusal passes within a call's budget; callers wait out others."""
     return isinstance(error, RemoteError) and error.is_overload and error.is_transient and error.retry_after_s > 0
 
 
@@ -184,7 +186,10 @@ class Calls:
 
     @property
     def down_bytes_per_s(self) -> float:
-        """The cap of received bytes; 0 is none. A wait for bytes includes a wait for the cap."""
+        """The cap of received bytes; 0 is none.
+
+        A wait for bytes includes a wait for the cap.
+        """
         return self._down.bytes_per_s
 
     async def close(self) -> None:
@@ -240,7 +245,7 @@ class Calls:
 
 
 class WeightCalls(Calls):
-    """Asks for versions and reads payloads, from presigned URLs of the plan first, else from the peer."""
+    """Asks for versions; reads payloads by presigned URL, else from the peer."""
 
     def __init__(
         self, address: str, *, payload_urls: Allowed = "https", payload_hosts: Sequence[str] = (), **how: Any
@@ -300,7 +305,10 @@ class WeightCalls(Calls):
         return plan
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload until `stop` or its end; after Unreachable, continue behind the bytes received."""
+        """Yield frames of a payload until `stop` or its end.
+
+        After Unreachable, continue behind the bytes received.
+        """
         address = self._direct.find(digest)
         if address is not None:
             end = address.num_bytes if stop is None else stop
@@ -320,20 +328,20 @@ class WeightCalls(Calls):
             yield frame
 
     def gave_up(self, digest: Digest) -> None:
-        """Pause presigned URLs: one of this payload kept its reader waiting until the reader gave up."""
+        """Pause presigned URLs, because a reader of this payload gave up."""
         if self._direct.find(digest) is not None:
             _LOG.info("payload %s did not come from its address: it comes from the coordinator", digest[:12])
             self._direct.pause()
 
     def distrust_address(self, digest: Digest) -> None:
-        """Read a payload from the peer only: it arrived with bytes that differ from its digest."""
+        """Read a payload from the peer only: its URL brought wrong bytes."""
         self._direct.distrust(digest)
 
     def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
-        """Called for each frame of a payload, from a presigned URL or from the peer."""
+        """Called for each frame of a payload, wherever it came from."""
 
     async def read_from_peer(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload as the peer sends them; no presigned URL is used."""
+        """Yield a payload's frames from the peer, not from presigned URLs."""
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
             # Once: each access of a bytes field copies it.
@@ -346,7 +354,7 @@ class WeightCalls(Calls):
 
 
 def readable(name: str, message: Any) -> Any:
-    """Return a message of the peer; raises Unreachable if gRPC could not parse it."""
+    """Return a peer's message; raises Unreachable if gRPC could not parse it."""
     if message is None:
         raise Unreachable(f"{name}: the coordinator's answer cannot be read", retry_after_s=1.0)
     return message
@@ -361,7 +369,7 @@ async def once(name: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
 
 
 def typed(name: str, error: grpc.aio.AioRpcError) -> HeterorlError:
-    """The error that the server raised; Unreachable for a failure of the transport."""
+    """The error that the server raised; Unreachable for a transport failure."""
     return from_rpc_error(error) or Unreachable(f"{name}: {error.code().name}: {error.details()}", retry_after_s=1.0)
 
 

@@ -72,7 +72,10 @@ class CoordinatorChannel:
     """The channel to `address`, a host:port or several with commas between them."""
 
     def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int) -> None:
-        """Prepare a channel; the first call dials. Raises ConfigError for unusable TLS settings."""
+        """Prepare a channel; the first call dials.
+
+        Raises ConfigError: the TLS settings are unusable.
+        """
         self._addresses = addresses(address)
         for each in self._addresses:
             check_tls(tls, key="coordinator", address=each)
@@ -87,7 +90,7 @@ class CoordinatorChannel:
         self._retired: set[_OpenChannel] = set()
 
     async def send_up_to(self, num_bytes: int) -> None:
-        """Adopt the peer's limit for sent messages; the limit of received ones stays."""
+        """Adopt the peer's limit for sent messages; received ones keep theirs."""
         # With less this node could not even register again to learn a corrected limit.
         limit = min(max(num_bytes, MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         if limit != self.send_bytes:
@@ -107,7 +110,7 @@ class CoordinatorChannel:
 
     @contextlib.asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for one call of raw bytes; it stays open until the context ends."""
+        """The channel for one call of raw bytes, open within the context."""
         async with self._held() as lane:
             yield lane.channel
 
@@ -136,7 +139,7 @@ class CoordinatorChannel:
         return self._lane
 
     async def _seek(self) -> None:
-        """Switch to the address that listens; to the next one if none is seen to listen."""
+        """Switch to the listening address, or to the next if none listens."""
         following = self._addresses[(self._addresses.index(self._address) + 1) % len(self._addresses)]
         found = await _listening(self._addresses) or following
         if found != self._address:
@@ -170,7 +173,7 @@ class CoordinatorChannel:
 
 
 async def _listening(candidates: Sequence[str]) -> str | None:
-    """The first of several addresses to accept a connection; a standby coordinator listens on none."""
+    """The first address to accept a connection; a standby listens on none."""
 
     async def knock(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -204,9 +207,10 @@ class Answer:
 
 
 async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Answer:
-    """Ask the server at host:port once, with a certificate of any role; a failed call is an answer too.
+    """Ask the server at host:port once, with a certificate of any role.
 
-    Raises ConfigError for plaintext to another machine, or an unusable certificate file.
+    A failed call is an answer too. Raises ConfigError for plaintext to another machine, or an unusable certificate
+    file.
     """
     check_tls(tls, key="ADDRESS", address=address)
     async with _channel(address, tls) as channel:

@@ -245,7 +245,7 @@ class CoordinatorClient(WeightCalls):
             await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        """Push groups; outcomes that came before the link broke are final, the others are unknown."""
+        """Push groups; outcomes before a broken link are final, others unknown."""
         pushed = pushes_to_pb(
             [sealed(group) for group in groups], limit_bytes=self._channel.send_bytes, limit_groups=self._push_groups
         )

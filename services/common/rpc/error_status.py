@@ -80,7 +80,7 @@ def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
-    """Failed call -> the typed error that the server raised; None for a failure of the transport."""
+    """Error that the server raised; None for a failure of the transport."""
     try:
         # rpc_status reads only code(), details() and trailing_metadata(), which the aio error has too.
         status = rpc_status.from_call(error)

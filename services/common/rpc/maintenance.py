@@ -17,7 +17,10 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Facts of a coordinator; `server_time` in seconds since the epoch; no `contract` before a learner states one."""
+    """Facts of a coordinator; `contract` is None before a learner states one.
+
+    `server_time` is in seconds since the epoch.
+    """
 
     server_time: float
     run_id: str
@@ -36,7 +39,7 @@ class DiagnosisClient(Calls):
     """Client of the diagnosis service, for a node of any role."""
 
     async def diagnose(self, *, send_bytes: int = 0, answer_bytes: int = 0, timeout_s: float = 5.0) -> Diagnosis:
-        """Ask the coordinator, with padding of the given sizes in request and answer."""
+        """Ask the coordinator, with padding in request and answer."""
         request = diagnosis_pb2.DiagnoseRequest(padding=bytes(send_bytes), answer_bytes=answer_bytes)
         return diagnosis_from_pb(await self._call("Diagnose", request, timeout_s=timeout_s))
 
@@ -65,7 +68,10 @@ BACKUP_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backup:
-    """A copy of a run; `path` is on the coordinator's machine, `made_s` in seconds since the epoch."""
+    """A copy of a run, at `path` on the coordinator's machine.
+
+    `made_s` is in seconds since the epoch.
+    """
 
     path: str
     head_version: int
@@ -79,6 +85,6 @@ class BackupClient(Calls):
     """Client of the backup service."""
 
     async def backup(self, *, name: str) -> Backup:
-        """Write the run as it is into a directory of this name; repeating the call is harmless."""
+        """Write the run into a directory of this name; repeating is harmless."""
         request = backup_pb2.BackupRequest(name=name)
         return to_value(Backup, await self._call("Backup", request, timeout_s=BACKUP_TIMEOUT_S))

@@ -43,7 +43,7 @@ CONNECT_S, SILENCE_S = 10.0, 30.0
 
 
 def _is_own(host: str) -> bool:
-    """Whether a host is this machine, or a cloud's metadata service on the local link."""
+    """Whether a host is this machine, or link-local as clouds' metadata services."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -53,7 +53,7 @@ def _is_own(host: str) -> bool:
 
 
 async def _refuse_own(event: str, info: Mapping[str, Any]) -> None:
-    """Close a connection to this machine or its local link before a byte is sent, and raise Unreachable."""
+    """Close connections to own addresses before any byte; raises Unreachable."""
     if event != "connection.connect_tcp.complete":
         return
     stream = info["return_value"]
@@ -71,9 +71,10 @@ async def _guard(request: httpx2.Request) -> None:
 
 
 class UrlClient:
-    """Decides which URLs a node uses, and holds the HTTP client. Belongs to the event loop.
+    """Decides which URLs a node uses, and holds the HTTP client.
 
-    `hosts` are the hosts that URLs may name; without them, any but this machine and its local link.
+    Belongs to the event loop. `hosts` are the hosts that URLs may name; without them, any but this machine and its
+    local link.
     """
 
     def __init__(self, allowed: Allowed, hosts: Sequence[str] = ()) -> None:
@@ -103,7 +104,10 @@ class UrlClient:
         return not self._hosts or any(named)
 
     def client(self) -> httpx2.AsyncClient:
-        """The HTTP client, which follows no redirect and logs no URL; raises Unreachable if httpx2 is not installed."""
+        """The HTTP client, which follows no redirect and logs no URL.
+
+        Raises Unreachable: httpx2 is not installed.
+        """
         try:
             import httpx2
         except ImportError:
@@ -145,7 +149,7 @@ class Slow(Unreachable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A URL from which a payload of so many bytes may be read; its repr hides the URL, a credential."""
+    """A payload's URL and size; the repr hides the URL, a credential."""
 
     url: str = field(repr=False)
     num_bytes: int
@@ -174,7 +178,7 @@ class PresignedReads:
             self._known.popitem(last=False)
 
     def find(self, digest: Digest) -> Address | None:
-        """The URL of a payload; None if there is none or reads are paused."""
+        """The URL of a payload; None if unknown or reads are paused."""
         return self._known.get(digest) if self._clock.monotonic() >= self._not_before else None
 
     def forget(self, digest: Digest) -> None:
@@ -191,7 +195,7 @@ class PresignedReads:
         self._known[digest] = None
 
     async def read(self, address: Address, *, offset: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of a payload, in frames of at most 64 KiB.
+        """Yield [offset, stop) of a payload, in frames up to 64 KiB.
 
         Raises:
             Slow: the bucket does not answer in time, or sends too little.
@@ -222,7 +226,7 @@ class PresignedReads:
 
 
 async def _brisk(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield frames while they come fast enough; the reader's own time does not count."""
+    """Yield frames while they come fast; the reader's time does not count."""
     loop = asyncio.get_running_loop()
     left_bytes, left_s = BRISK_BYTES, BRISK_S
     while True:
@@ -257,7 +261,10 @@ class _OddFrames(Unreachable):
 
 
 class PresignedWrites:
-    """Puts payloads, and pauses for PUT_PAUSE_S after a failure. Belongs to the event loop."""
+    """Puts payloads, and pauses for PUT_PAUSE_S after a failure.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, connections: UrlClient, clock: Clock) -> None:
         self._connections = connections
@@ -276,7 +283,7 @@ class PresignedWrites:
         *,
         num_bytes: int,
     ) -> bool:
-        """Put the missing pieces of a payload; False without a URL that this node may use.
+        """Put a payload's missing pieces; False without a usable URL.
 
         `ask` returns the next missing piece and its URL; `frames` yields a range of the payload. Raises Unreachable if
         the bucket does not answer, refuses, or lacks a piece that it took.

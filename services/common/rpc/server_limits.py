@@ -25,7 +25,10 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller that memory is counted for; `is_privileged` callers use the pool kept from samplers."""
+    """The caller that memory is counted for.
+
+    `is_privileged` callers use the pool kept from samplers.
+    """
 
     name: str
     is_privileged: bool
@@ -60,7 +63,7 @@ class Reservation:
 
 
 class MessagePool:
-    """Memory for messages of one kind, bounded in all, for each site and for each caller.
+    """Memory for one kind of messages: bounded, also by site and caller.
 
     gRPC hands over whole messages, and a server sees the length only then. So room for the longest message is taken
     before, and the rest given back after. A silent caller holds room too, so these rules apply:
@@ -188,7 +191,7 @@ class MessagePool:
         self._hurry()
 
     def _hurry(self) -> None:
-        """End silent reads for callers without room; look again when the next one is due."""
+        """End silent reads for callers without room, again when one is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -292,7 +295,7 @@ class MemoryQuota:
     async def message(
         self, caller: Caller, method: str, read: Callable[[], Awaitable[Any]], *, times: int = 1
     ) -> tuple[Reservation, Any]:
-        """Wait for room, then for the message that `read` returns; returns both, and the caller closes the room.
+        """Wait for room, then for the message; the caller closes the room.
 
         At the end of a stream the message is gRPC's EOF, of length 0. The message will take `times` its bytes.
 
@@ -314,7 +317,7 @@ MIN_CALLS = 8
 
 
 def raise_limit(*, calls: int) -> int:
-    """Take as many descriptors as `calls` need and the system allows; returns how many there are."""
+    """Take the descriptors that `calls` need, if allowed; returns their number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ENOUGH
@@ -334,7 +337,7 @@ def needed_for(calls: int) -> int:
 
 
 def calls_within(limit: int, *, wanted: int) -> int:
-    """Concurrent calls that `limit` descriptors are enough for, at most `wanted`; ConfigError below MIN_CALLS."""
+    """Concurrent calls that `limit` descriptors allow, up to `wanted`; ConfigError below MIN_CALLS."""
     calls = min(wanted, (limit - OWN) // PER_CALL)
     if calls < MIN_CALLS:
         raise ConfigError(

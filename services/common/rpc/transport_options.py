@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 512 << 20
 
 
 def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[str, int]]:
-    """Options of a channel or server: limits before parsing, dead peers noticed in seconds.
+    """Options of a link: limits before parsing, dead peers noticed in seconds.
 
     `send_bytes` is the limit of sent messages, where it differs from the limit of received ones.
     """
@@ -54,7 +54,7 @@ def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[s
 def channel_options(
     address: str, *, insecure: bool, max_message_bytes: int, send_bytes: int = 0
 ) -> list[tuple[str, int]]:
-    """`link_options` of a channel to host:port; logs when a proxy of the environment carries it."""
+    """`link_options` of a channel; logs the environment's proxy that carries it."""
     options = link_options(max_message_bytes, send_bytes=send_bytes)
     if insecure or is_loopback(address):
         # Plaintext stays on this machine, and a proxy's loopback is another machine.
@@ -93,7 +93,7 @@ class BandwidthConfig(Config):
 
 @dataclass(slots=True, kw_only=True)
 class TokenBucket:
-    """Lets `bytes_per_s` through; bytes beyond the allowance are a debt that the taker waits for.
+    """Lets `bytes_per_s` through; more is a debt that the taker waits for.
 
     One take may be larger than the bucket; the mean rate over a long time is exact.
     """
@@ -107,7 +107,7 @@ class TokenBucket:
         self._at = self.clock.monotonic()
 
     async def take(self, num_bytes: int) -> float:
-        """Count bytes and wait until they are paid for; returns the seconds waited. First come, first served."""
+        """Pay for bytes, first come first served; returns the seconds waited."""
         if not self.bytes_per_s:
             return 0.0
         now = self.clock.monotonic()

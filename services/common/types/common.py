@@ -23,7 +23,10 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class LogprobMode(enum.Enum):
-    """Meaning of a sampler log-prob: of the raw logits, or of logits / temperature (no truncation either way)."""
+    """Meaning of a sampler log-prob: of raw logits, or of logits / temperature.
+
+    Both without truncation.
+    """
 
     RAW = "raw"
     PROCESSED = "processed"
@@ -31,7 +34,7 @@ class LogprobMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSemantics:
-    """How tokens are drawn and what their log-probs mean; equal on both sides of a rollout."""
+    """How a run draws tokens and what their log-probs mean."""
 
     temperature: float
     top_p: float
@@ -41,7 +44,10 @@ class SamplingSemantics:
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature of stated log-probs; raises ValueError if draws have none at this temperature."""
+        """The temperature of stated log-probs.
+
+        Raises ValueError: draws have none at this temperature.
+        """
         if self.logprob_mode is LogprobMode.RAW:
             return 1.0
         if not self.temperature > 0.0:
@@ -56,7 +62,10 @@ class SamplingSemantics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters of a run; `rank` 0: all weights are trained. `base_digest` names the frozen weights."""
+    """Low-rank adapters of a run; `rank` 0: all weights are trained.
+
+    `base_digest` names the frozen weights.
+    """
 
     rank: int = 0
     alpha: float = 0.0
@@ -70,9 +79,10 @@ NO_LORA = LoraSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """The settings that every node of a run must share; the first learner states it.
+    """The settings that every node of a run must share.
 
-    `layout_id` names the tensor table of the model (heterorl.common.weights.arena); digests are blake3 hex.
+    The first learner states them. `layout_id` names the tensor table of the model (heterorl.common.weights.arena);
+    digests are blake3 hex.
     """
 
     tokenizer_digest: Digest
@@ -153,9 +163,9 @@ class StepReport:
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:
-    """Report from the JSON of `dataclasses.asdict`; rows of earlier programs have fewer fields.
+    """Report from the JSON of `dataclasses.asdict`.
 
-    Raises TypeError or KeyError if the row is not a report.
+    Rows of earlier programs have fewer fields. Raises TypeError or KeyError if the row is not a report.
     """
     values = dict(row)
     if values.get("completions") is not None:
@@ -174,7 +184,7 @@ MAX_REPORTED_SITES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartMean:
-    """Mean of one named part of the reward, over the completions that have it."""
+    """Mean of one reward part over the completions that have it."""
 
     name: str
     mean: float
@@ -191,7 +201,7 @@ class SiteTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionNumbers:
-    """The completions of a step's groups; lengths in tokens, the end token included."""
+    """Completions of a step's groups; lengths in tokens, with the end token."""
 
     length_mean: float
     length_p95: float
@@ -216,11 +226,11 @@ class CompletionNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of each phase since the end of the step before; the rest of `period_s` is bookkeeping.
+    """Seconds of each phase since the end of the step before.
 
-    `examining_s`: too few groups while some are being checked, so the checks are the bottleneck. `waiting_s`: too few
-    groups otherwise, so the samplers or the link are. `publishing_s`: rounds and copies a version's weights, and waits
-    for a publication that takes longer than its step.
+    The rest of `period_s` is bookkeeping. `examining_s`: too few groups while some are being checked, so the checks are
+    the bottleneck. `waiting_s`: too few groups otherwise, so the samplers or the link are. `publishing_s`: rounds and
+    copies a version's weights, and waits for a publication that takes longer than its step.
     """
 
     period_s: float
@@ -274,14 +284,14 @@ def is_digest(text: str) -> bool:
 
 
 def digest_field(key: str, text: str) -> Digest:
-    """Check a digest from a peer, so that it can never be a path; raises InvalidRequest."""
+    """Check a peer's digest before it names a file; raises InvalidRequest."""
     if not is_digest(text):
         raise InvalidRequest(f"{key}: not a blake3 digest in lower-case hex")
     return Digest(text)
 
 
 def file_name(digest: str) -> str:
-    """The name of the file of a digest; raises MalformedPayload if not a digest."""
+    """The file name of a digest; raises MalformedPayload if it is none."""
     if not is_digest(digest):
         raise MalformedPayload("a payload's name is not a digest")
     return digest
@@ -293,19 +303,19 @@ MAX_ASKED_S = 600.0
 
 
 def peer_words(text: str, *, most: int = MOST) -> str:
-    """A peer's text, shortened to `most` and without line ends or control characters."""
+    """A peer's text, shortened to `most`, without line ends or control characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: 4 * most])
     return line if len(line) <= most else f"{line[:most]} ..."
 
 
 def peer_seconds(seconds: float) -> float:
-    """A wait that a peer asks for, at most MAX_ASKED_S; NaN and infinity count as none."""
+    """A peer's wait, limited to MAX_ASKED_S; 0 if negative or not finite."""
     return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All numbers of one metric name, each with its labels in the text format, such as 'outcome="pushed"'."""
+    """Numbers of one metric name and their labels, such as 'outcome="pushed"'."""
 
     name: str
     labels: tuple[str, ...]

@@ -23,7 +23,9 @@ MAX_TEXT = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDraws:
-    """How the prompts of a set are drawn; equal values draw the same completions of the same weights and engine.
+    """How the prompts of a set are drawn.
+
+    Equal values draw the same completions of the same weights and engine.
 
     Example: EvaluationDraws(num_prompts=500, num_samples=4, temperature=0.6, top_p=0.95, max_new_tokens=4096)
     """
@@ -55,7 +57,10 @@ class EvaluationDraws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSample:
-    """One completion of a held-out prompt; `reward` is None if its verifier failed, which is not a wrong answer."""
+    """One completion of a held-out prompt.
+
+    `reward` is None if its verifier failed, which is not a wrong answer.
+    """
 
     reward: float | None
     num_tokens: int
@@ -84,7 +89,9 @@ def without_texts(result: PromptResult) -> PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over prompts with its 95 % interval; both ends are the mean of a single prompt that has none.
+    """A mean over prompts with its 95 % interval.
+
+    A single prompt has no interval: both ends are the mean.
 
     Example: Estimate(mean=0.42, low=0.38, high=0.46, num_prompts=500)
     """
@@ -105,7 +112,7 @@ class PassEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """The scores of a version on a set; `average` is avg@n, and None without a scored completion."""
+    """A version's scores on a set; `average` is avg@n over scored completions."""
 
     num_prompts: int
     num_samples: int
@@ -120,7 +127,7 @@ class EvaluationSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set that a site has the data of: its task's digest, and the number of held-out prompts."""
+    """A set of held-out prompts whose data a site has."""
 
     name: str
     task_digest: Digest

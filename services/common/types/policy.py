@@ -26,7 +26,7 @@ def stated_version(version: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:
-    """The learner's lease: every effect names its `epoch`, and only the newest epoch has effects."""
+    """The learner's lease; only the newest `epoch` has effects."""
 
     epoch: int
     holder: str
@@ -46,7 +46,7 @@ class LeaseGrant:
 
 
 class PayloadKind(enum.Enum):
-    """The kinds of payload: it rebuilds a state, one version's step, or several such steps as one."""
+    """Kind of a payload: a state, one version's step, or several merged."""
 
     SNAPSHOT = "snapshot"
     DELTA = "delta"
@@ -66,9 +66,10 @@ class PayloadRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutPlace:
-    """A presigned URL for [offset, offset + num_bytes) of a payload; its repr hides the URL, a credential.
+    """A presigned URL for [offset, offset + num_bytes) of a payload.
 
-    Without a URL there is no place, or the payload is complete if `offset` is its size.
+    The repr hides the URL, a credential. Without a URL there is no place, or the payload is complete if `offset` is its
+    size.
     """
 
     url: str = field(repr=False)
@@ -81,7 +82,7 @@ NO_PLACE = PutPlace(url="", offset=0, num_bytes=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A version: its weights by digest, its parent by digest, and the payloads that rebuild it.
+    """A version: digests of its weights and parent, and its payloads.
 
     `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order; `state_root` =
     blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes, empty for the
@@ -107,13 +108,13 @@ class Manifest:
 
     @property
     def abandoned(self) -> range:
-        """Versions that this one abandons: all between its parent and itself, since numbers are dense."""
+        """Versions abandoned by this one: all between its parent and itself."""
         return range(self.parent_version + 1, self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedManifest:
-    """Exact bytes of a manifest and its signature; empty if the publisher did not sign."""
+    """Exact bytes of a manifest and its signature, empty if unsigned."""
 
     data: bytes
     signature: bytes
@@ -121,7 +122,7 @@ class SignedManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantVersion:
-    """A version in another form of weights: its own manifest, signature and canary log-probs."""
+    """A version in another format, with its own manifest, signature and canary."""
 
     variant: str
     manifest: bytes
@@ -131,7 +132,7 @@ class VariantVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishRequest:
-    """One compare-and-set publication: the manifest's bytes, the groups it consumed, the steps it contains.
+    """One compare-and-set publication: a manifest, consumed groups, reports of its steps.
 
     `step_id` is the idempotency key. `lineage_version` < `parent_version` abandons the versions in between.
     """
@@ -165,10 +166,11 @@ class PlanKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullPlan:
-    """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
+    """Payloads to apply in order, and the manifests they lead to.
 
-    The last of `manifests` is the exact manifest of the target, and `signature` belongs to it (empty if not signed). A
-    plan may carry the manifests before it too, one for each payload; else pullers list them. For SAME both are empty.
+    A snapshot, if any, comes first. The last of `manifests` is the exact manifest of the target, and `signature`
+    belongs to it (empty if not signed). A plan may carry the manifests before it too, one for each payload; else
+    pullers list them. For SAME both are empty.
     """
 
     kind: PlanKind
@@ -181,7 +183,7 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadUpdate:
-    """A version became readable `age_s` seconds ago; -1 means that none is published yet."""
+    """A version became readable `age_s` seconds ago; -1: none is published."""
 
     version: int
     age_s: float

@@ -16,7 +16,7 @@ from heterorl.common.types.evaluation import EvaluationSpec
 
 
 class FinishReason(enum.Enum):
-    """Why a rollout ended. A completion of an engine ends by EOS or LENGTH only."""
+    """Why a rollout ended; an engine's completion by EOS or LENGTH only."""
 
     EOS = "eos"
     """It ended by itself; its last token is an end token."""
@@ -39,7 +39,7 @@ class FinishReason(enum.Enum):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether such a rollout is trained on; the others are lost members of their groups."""
+        """Whether such a rollout is trained on; others are lost members."""
         return self not in _LOST
 
 
@@ -50,7 +50,7 @@ _LOST = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GroupId:
-    """Identity of a group: site, incarnation and a dense sequence from 1; the key of deduplication.
+    """Identity of a group; sequences of an incarnation are dense from 1.
 
     Example: GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=17)
     """
@@ -79,7 +79,7 @@ class Span:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a policy drew the tokens, so that they have log-probs and are trained."""
+        """Whether a policy drew the tokens; only drawn tokens are trained."""
         return self.version != GIVEN
 
 
@@ -107,7 +107,7 @@ class RewardPart:
 
 
 def total_reward(parts: Iterable[RewardPart]) -> float:
-    """The reward of named parts; raises RewardError beyond MAX_REWARD, where no learner trains on it.
+    """The reward of named parts; raises RewardError beyond MAX_REWARD.
 
     It is NaN if a part is NaN: a learner does not ask the services that it trusts.
     """
@@ -129,7 +129,7 @@ def weighted_sum(parts: Iterable[RewardPart]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """The tokens behind a prompt: one completion, or turns of a policy with an environment's answers between them.
+    """Tokens behind a prompt: one completion, or turns and given tokens.
 
     `token_ids` int32 [T] ends with the end-of-sequence token if `finish_reason` is EOS; `spans` cover [0, T) in order
     without gaps, and are all drawn with one turn. `sampler_logprobs` float32 [D], each finite and <= 0, belong to
@@ -157,7 +157,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The G rollouts of one prompt: the unit that is pushed, queued, leased and trained.
+    """The G rollouts of one prompt: pushed, queued, leased, trained as one.
 
     `oldest_version` is the smallest version in any span; `state_root` is that version's state root; `assignment` asked
     for the group; `prompt_index` is the prompt's position in the task.
@@ -178,15 +178,15 @@ class Group:
 
     @property
     def trainable(self) -> tuple[Rollout, ...]:
-        """The rollouts that are trained on; advantages, means and reports count only them."""
+        """The rollouts that are trained on and count in advantages and reports."""
         return tuple(rollout for rollout in self.rollouts if rollout.is_trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedGroup:
-    """A group as its canonical bytes, with the fields that stores and queues need; `common/wire/sealed_groups`.
+    """A group as canonical bytes, with fields that stores and queues need.
 
-    `versions` are its spans' versions, each once, ascending.
+    Made by `common/wire/sealed_groups`. `versions` are its spans' versions, each once, ascending.
     """
 
     id: GroupId
@@ -201,9 +201,10 @@ class SealedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssignment:
-    """One prompt group to generate; from number HELD_OUT on, a held-out prompt to evaluate a version on.
+    """One prompt group to generate, or a held-out prompt to evaluate.
 
-    `seed` is of its draws; the lease holds for `lease_s` seconds from now.
+    Ids from HELD_OUT on are of held-out prompts. `seed` is of its draws; the lease holds for `lease_s` seconds from
+    now.
     """
 
     id: int
@@ -213,7 +214,7 @@ class WorkAssignment:
 
 
 class PushStatus(enum.Enum):
-    """The outcome of pushing one group; all but RETRY are final and acknowledged durably."""
+    """Outcome of pushing one group; all but RETRY are final and durable."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -301,7 +302,10 @@ class QueuedGroup(_Leased):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkGrant:
-    """Assignments, or none with the reason and the delay of the next request (0 for held-out prompts: never)."""
+    """Assignments, or none with a reason and the next request's delay.
+
+    A delay of 0 for held-out prompts means: never again.
+    """
 
     assignments: tuple[WorkAssignment, ...]
     reason: str
@@ -312,7 +316,7 @@ class WorkGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A leased group that failed a check of the learner; `detail` has the numbers."""
+    """A leased group that failed a learner's check; `detail` has the numbers."""
 
     id: GroupId
     reason: DropReason
@@ -324,7 +328,10 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strip:
-    """Tokens that the model reads at once, int32 [L], and which are trained, bool [L]; the last one is."""
+    """Tokens that the model reads at once, and which are trained.
+
+    Int32 [L] and bool [L]; the last token is trained.
+    """
 
     token_ids: Int32Array
     is_drawn: BoolArray
@@ -344,9 +351,10 @@ def is_drawn(spans: Sequence[Span], count: int) -> BoolArray:
 
 
 def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
-    """The sequences of a rollout up to their last drawn token; each drawn token is in one of them.
+    """The sequences of a rollout, each up to its last drawn token.
 
-    A sequence that keeps tokens of the one before has them as context. One without a drawn token is left out.
+    Each drawn token is trained in one of them. A sequence that keeps tokens of the one before has them as context. One
+    without a drawn token is left out.
     """
     drawn = is_drawn(rollout.spans, rollout.token_ids.size)
     starts = [span.start for span in rollout.spans if span.keeps is not None]
@@ -364,7 +372,7 @@ def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Tokens [start, end) of a rollout by one writer: a turn of the policy, or given tokens.
+    """Tokens [start, end) of a rollout: a policy's turn, or given tokens.
 
     `versions` drew the turn, each once, in order; given tokens have none. `keeps` is the Span's.
     """
@@ -391,9 +399,9 @@ class Part:
 
 
 def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
-    """The turns of the policy and the given tokens between them, in order; one drawn part for a single completion.
+    """A rollout's turns and the given tokens between them, in order.
 
-    A turn may have several versions; given tokens or another sequence end it.
+    A single completion is one drawn part. A turn may have several versions; given tokens or another sequence end it.
     """
     parts: list[Part] = []
     for span in spans:
@@ -407,12 +415,12 @@ def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
 
 
 def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
-    """Begin and end of each turn of the policy among the rollout's tokens."""
+    """Begin and end of each policy turn among the rollout's tokens."""
     return tuple((part.start, part.end) for part in parts_of(rollout.spans) if part.is_drawn)
 
 
 def without_stale(group: Group, *, oldest: int) -> Group:
-    """The group with what versions before `oldest` drew as context: given tokens, which have no log-probs.
+    """The group with tokens drawn before version `oldest` as given tokens.
 
     The group itself where there is none. A rollout without other drawn tokens is trained on no longer.
     """
@@ -433,7 +441,7 @@ def _without_stale(rollout: Rollout, oldest: int) -> Rollout:
 
 
 def spread(values: Float32Array, drawn: BoolArray) -> Float32Array:
-    """Numbers of the drawn tokens, at the places of all tokens: NaN at given ones.
+    """Numbers of drawn tokens at all tokens' places; NaN at given ones.
 
     NaN at all of them where there is not one number for each drawn token.
     """

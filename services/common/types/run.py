@@ -69,7 +69,7 @@ class SiteStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantStatus:
-    """A variant's newest version: bytes of its state and payloads (0: none), and the share changed."""
+    """A variant's newest version; 0 bytes: no such payload."""
 
     variant: str
     version: int
@@ -81,7 +81,7 @@ class VariantStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """Training prompts by the mean reward of their groups, in and outside the window of difficulty."""
+    """Training prompts in and outside the window of difficulty, by mean reward."""
 
     in_window: int
     too_easy: int
@@ -93,7 +93,7 @@ class PromptCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run at one moment; `is_head_signed` means that a signature came with the head, unverified."""
+    """A run at one moment; `is_head_signed`: a signature came, not verified."""
 
     run_id: str
     head_version: int
@@ -133,9 +133,10 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A sampler's introduction. `max_delay_versions` is the largest version lag that its delay model causes.
+    """A sampler's introduction.
 
-    `lowest_sequence` is the lowest that the incarnation may still push: all below are settled or were never used.
+    `max_delay_versions` is the largest version lag that its delay model causes. `lowest_sequence` is the lowest that
+    the incarnation may still push: all below are settled or were never used.
     """
 
     site: SiteId
@@ -159,7 +160,10 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterAnswer:
-    """The run's answer to a sampler. `next_sequence` is 1 + the highest one known of this incarnation."""
+    """The run's answer to a sampler.
+
+    `next_sequence` is 1 + the highest one known of this incarnation.
+    """
 
     run_id: str
     head_version: int
@@ -209,7 +213,7 @@ class CanaryReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryVerdict:
-    """Median |difference| from the learner, nats (None: it stated none), and the reason of a quarantine."""
+    """Median |difference| from the learner, nats, None if unstated; reason of quarantine."""
 
     difference: float | None
     quarantine: str
@@ -221,14 +225,17 @@ NEVER_S = -1.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A site's newest incarnation, with the counts of all; `starts` is their number."""
+    """A site's newest incarnation with the counts of all `starts` incarnations."""
 
     newest: SiteStatus
     starts: int
 
 
 def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
-    """One entry a site, in the order of first appearance; a quarantine is the site's, not an incarnation's."""
+    """One entry for each site, in the order of first appearance.
+
+    A quarantine is the site's, not an incarnation's.
+    """
     by_site: dict[str, list[SiteStatus]] = {}
     for status in sites:
         by_site.setdefault(status.site, []).append(status)
@@ -254,7 +261,7 @@ RELEASE = "heterorl sites release SITE HOST:PORT --reason TEXT"
 
 
 def quarantined_sites(status: RunStatus) -> tuple[str, ...]:
-    """The active sites, sorted, if there are any and all are in quarantine; otherwise none.
+    """The active sites, sorted, if all are in quarantine; otherwise none.
 
     Such a run stands still: no work means no groups and no versions, and only a new version could end a quarantine by
     the canary. An operator must release a site.
@@ -309,7 +316,7 @@ _FACTS = (
 
 
 def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Facts in a learner's run.json (`heterorl_version` and `config`); empty values are left out."""
+    """Facts in a learner's run.json; empty values are left out."""
     facts = {}
     for name, path in _FACTS:
         value: Any = run
@@ -324,7 +331,7 @@ def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
-    """Check facts from another machine; raises InvalidRequest for too many, or one too long or not printable."""
+    """Check number and form of foreign facts; raises InvalidRequest."""
     if len(facts) > MAX_FACTS:
         raise InvalidRequest(f"{len(facts)} facts, at most {MAX_FACTS} are kept")
     for name, value in facts.items():
@@ -349,7 +356,7 @@ def changed_facts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def with_changes(before: Mapping[str, str], after: Mapping[str, str], *, words: str, step: int) -> dict[str, str]:
-    """New facts, with the known changes of starts and `words` as one after a step."""
+    """New facts with earlier changes, and `words` as the change after `step`."""
     known = {name: value for name, value in before.items() if name.startswith(CHANGED)}
     if words:
         name = f"{CHANGED} {step}"

@@ -41,7 +41,7 @@ _NO_NUMBERS = np.zeros(0, np.float32)
 
 
 class SampleKind(enum.Enum):
-    """A part of the ring of samples; each has its own share of bytes."""
+    """A part of the ring of samples, with its share of bytes."""
 
     CONSUMED = "consumed"
     """Trained on."""
@@ -117,11 +117,11 @@ class SampleSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleRollout:
-    """One completion, or the turns of a rollout. Arrays are empty if not stated.
+    """One completion, or the turns of a rollout.
 
-    `token_ids` and `token_ends` have one entry a token, drawn or given; `sampler_logprobs` and `log_ratios` one a drawn
-    token. `log_ratios` are the learner's log-probs minus the sampler's, nats, at the step that trained on it.
-    `token_ends[i]` is the character of `completion` behind token i.
+    Arrays are empty if not stated. `token_ids` and `token_ends` have one entry a token, drawn or given;
+    `sampler_logprobs` and `log_ratios` one a drawn token. `log_ratios` are the learner's log-probs minus the sampler's,
+    nats, at the step that trained on it. `token_ends[i]` is the character of `completion` behind token i.
     """
 
     completion: str = ""
@@ -163,7 +163,7 @@ class SampleRollout:
 
     @property
     def turns(self) -> tuple[Part, ...]:
-        """The turns in order; none for a single completion, or if the spans do not fit the tokens."""
+        """The turns in order; none for a single completion or misfit spans."""
         parts = parts_of(self.spans)
         is_whole = len(parts) > 1 and (parts[0].start, parts[-1].end) == (0, len(self.token_ids))
         return parts if is_whole else ()
@@ -213,7 +213,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePage:
-    """Place of a page: ids strictly between `after` and `before` (0: no bound), newest first by default."""
+    """A page: ids strictly between `after` and `before`, 0: no bound."""
 
     limit: int = 50
     """1 to MAX_PAGE."""
@@ -224,7 +224,7 @@ class SamplePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleList:
-    """One page. It may hold fewer than asked, even none, while `next_page` has more to search."""
+    """One page, perhaps shorter than asked while `next_page` has more to search."""
 
     samples: tuple[SampleSummary, ...]
     next_page: SamplePage | None
@@ -249,7 +249,7 @@ class RolloutNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleNote:
-    """The learner's note about a kept group; one entry a completion, in order."""
+    """The learner's note about a kept group, one entry a completion."""
 
     group: GroupId
     prompt: str
@@ -259,7 +259,7 @@ class SampleNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluationSample:
-    """One held-out prompt with its completions, to be kept; `task_set` is the name of the set."""
+    """One held-out prompt of set `task_set` with its completions."""
 
     version: int
     task_set: str = ""
@@ -277,7 +277,7 @@ def shown_answer(answer: str) -> str:
 
 
 def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId) -> EvaluationSample:
-    """A site's result of a held-out prompt as a sample; the reward is NaN where the verifier failed."""
+    """A site's held-out result as a sample; failed verifiers give NaN."""
     rollouts = tuple(
         SampleRollout(
             completion=scored.text,

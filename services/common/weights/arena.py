@@ -32,7 +32,7 @@ _INTEGER: dict[int, type[np.int8] | type[np.int16] | type[np.int32]] = {1: np.in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a model; `alias_of` names the tensor whose storage it shares, or is empty.
+    """One tensor; `alias_of` names the tensor whose storage it shares.
 
     Example: TensorSpec(name="lm_head.weight", dtype="bf16", shape=(32000, 64), alias_of="model.embed_tokens.weight")
     """
@@ -49,7 +49,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A run of elements of one width: [start, stop) in that width's array."""
+    """Elements [start, stop) of the array of one width."""
 
     width: int
     start: int
@@ -62,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The canonical tensor table of a model and the place of each tensor."""
+    """A model's canonical tensor table, with the place of each tensor."""
 
     specs: tuple[TensorSpec, ...]
     offsets: dict[str, int]
@@ -119,7 +119,7 @@ class Layout:
         return sum(width * length for width, length in self.lengths.items())
 
     def spec(self, name: str) -> TensorSpec:
-        """Spec of the tensor that owns the storage: its own, or the one it is an alias of."""
+        """Spec of the tensor that owns this name's storage; aliases are followed."""
         found = self.by_name[name]
         return self.by_name[found.alias_of] if found.alias_of else found
 
@@ -165,9 +165,10 @@ class Arena:
 
 
 def cut(lengths: dict[int, int], chunk_elements: int) -> tuple[Chunk, ...]:
-    """Cut the array of each element width, in the order given, into chunks; the last of a width is shorter.
+    """Cut the array of each element width into chunks, in order.
 
-    A chunk has `chunk_elements` elements, or half as many of 4 bytes, so all need about the same memory.
+    The last of a width may be shorter. A chunk has `chunk_elements` elements, or half as many of 4 bytes, so all need
+    about the same memory.
     """
     return tuple(
         Chunk(width=width, start=start, stop=min(start + chunk_length(width, chunk_elements), length))

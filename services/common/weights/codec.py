@@ -80,9 +80,9 @@ DENSE_SHARE = 0.6
 
 
 def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, int]:
-    """Code a chunk against the state before (None: no such state); returns (method, bytes, elements changed).
+    """Code a chunk against the state before, None without one.
 
-    The bytes are never more than the chunk's own.
+    Returns (method, bytes, elements changed). The bytes are never more than the chunk's own.
     """
     if old is None:
         return *_whole(new), new.size
@@ -95,11 +95,11 @@ def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, in
 
 
 def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes, int]:
-    """Code a chunk that `apply_chunk` made from zeros: steps, or a state if a whole method took part.
+    """Code a chunk that `apply_chunk` made from zeros.
 
-    The result depends on the values only, so equal steps give equal bytes however deltas are composed; where the direct
-    difference is coded as steps, these are its bytes too. Returns (method, bytes, elements changed); the bytes are
-    never more than the chunk's own.
+    It is coded as steps, or as a state if `is_whole`: a whole method took part. The result depends on the values only:
+    equal steps give equal bytes however deltas are composed. Where the direct difference is coded as steps, these are
+    its bytes too. Returns (method, bytes, elements changed); the bytes are never more than the chunk's own.
     """
     if is_whole:
         return *_whole(values), values.size
@@ -112,7 +112,10 @@ def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes,
 
 
 def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
-    """Change `chunk` in place from the old state to the new; on MalformedPayload or LimitExceeded it is unchanged."""
+    """Change `chunk` in place from the old state to the new.
+
+    On MalformedPayload or LimitExceeded it is unchanged.
+    """
     if method == Method.SAME:
         if len(data):
             raise MalformedPayload("a SAME chunk has bytes")
@@ -137,7 +140,7 @@ def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
 
 
 def _steps(old: IntArray | None, new: IntArray) -> tuple[tuple[Method, bytes] | None, int]:
-    """Steps as their density asks for, and their number; None if too many are wide."""
+    """Steps as their density asks, and their number; None if too wide."""
     writer = StepWriter()
     for block in changes(old, new):
         writer.add(*block)
@@ -178,7 +181,10 @@ _SIZE = Struct("<I")
 
 
 def encode_dense(old: IntArray | None, new: IntArray) -> bytes | None:
-    """Code the steps of all elements; without `old`, `new` holds them. None if too many are wide."""
+    """Code the steps of all elements; None if too many are wide.
+
+    Without `old`, `new` holds the steps.
+    """
     folded_bytes = np.empty(new.size, np.uint8)
     wide: list[UnsignedArray] = []
     num_wide = 0

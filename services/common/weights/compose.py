@@ -53,10 +53,10 @@ def compose(
     chunks: Sequence[Chunk],
     on_chunk: Callable[[], None] = lambda: None,
 ) -> ComposedPayload:
-    """Write one payload that does what `paths` do one after another; durable when it returns.
+    """Write one payload that does what `paths` do one after another.
 
-    Each of `paths`, 1 to MAX_PAYLOADS, starts from the state that the one before leads to. `on_chunk` is called before
-    each chunk; an error that it raises ends the work and leaves no file.
+    Durable when it returns. Each of `paths`, 1 to MAX_PAYLOADS, starts from the state that the one before leads to.
+    `on_chunk` is called before each chunk; an error that it raises ends the work and leaves no file.
 
     Raises:
         ValueError: no payloads, or too many.
@@ -85,7 +85,7 @@ def compose(
 
 
 def _write(target: Path, coded: Iterable[ComposedChunk], *, states: Header, num_chunks: int) -> ComposedPayload:
-    """Write coded chunks behind a header that leads between `states`; durable when it returns."""
+    """Write coded chunks durably, behind a header that leads between `states`."""
     num_changed = 0
 
     def counted() -> Iterator[tuple[int, bytes]]:
@@ -135,10 +135,10 @@ def negate_chunk(method: int, data: bytes, chunk: Chunk) -> ComposedChunk:
 
 
 def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk]) -> ComposedPayload:
-    """Write the payload that undoes a delta; durable when it returns, and no file is left on an error.
+    """Write the payload that undoes a delta; durable when it returns.
 
-    For consecutive deltas a and b, negate(compose(a, b)) = compose(negate(b), negate(a)), byte for byte, and both are
-    the bytes of the direct delta wherever that is coded as steps.
+    No file is left on an error. For consecutive deltas a and b, negate(compose(a, b)) = compose(negate(b), negate(a)),
+    byte for byte. Both are the bytes of the direct delta wherever that is coded as steps.
 
     Raises:
         NotReversible: it is a snapshot, or a chunk cannot be undone without the state before.

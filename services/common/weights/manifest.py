@@ -29,7 +29,7 @@ def build_manifest(
     info: PayloadInfo,
     payloads: tuple[PayloadRef, ...],
 ) -> Manifest:
-    """Build the manifest of a version; `info` describes the payload that leads to `arena`."""
+    """Build a version's manifest; `info` is of the payload leading to `arena`."""
     return Manifest(
         run_id=run_id,
         epoch=epoch,
@@ -50,7 +50,7 @@ def build_manifest(
 
 
 def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest) -> None:
-    """Check that `child` follows `parent` in the lineage, or is the first version if `parent` is None.
+    """Check that `child` follows `parent`, or is first if that is None.
 
     Raises StateMismatch for another run, layout, parent or parent digest, or an order that goes back.
     """
@@ -66,9 +66,9 @@ def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest
 
 
 def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
-    """Check that a merged delta may lead from `ancestor` to `child`; `verify_state` checks the result.
+    """Check that a merged delta may lead from `ancestor` to `child`.
 
-    Raises StateMismatch for another run or layout, or an order that goes back.
+    `verify_state` checks the result. Raises StateMismatch for another run or layout, or an order that goes back.
     """
     if child.run_id != ancestor.run_id:
         raise StateMismatch(f"version {child.version} belongs to run {child.run_id}, not {ancestor.run_id}")
@@ -79,20 +79,20 @@ def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
 
 
 def verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
-    """Check that a merged delta leads from one version to the other, see `verify_descendant`; raises StateMismatch."""
+    """Check that a merged delta leads from `before` to `after`; raises StateMismatch."""
     if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
         raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
     verify_descendant(ancestor=before, child=after)
 
 
 def verify_snapshot(payload: PayloadRef, manifest: Manifest) -> None:
-    """Check that a snapshot states this version; `verify_state` checks its content. Raises StateMismatch."""
+    """Check the stated version of a snapshot, not its content; raises StateMismatch."""
     if (payload.from_version, payload.to_version) != (NO_VERSION, manifest.version):
         raise StateMismatch(f"a snapshot of version {payload.to_version} is not one of version {manifest.version}")
 
 
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
-    """The chunks of a version's state, from the sizes in its manifest, without a tensor table.
+    """The chunks of a version's state, from sizes in its manifest.
 
     With n1 stated, n1 + n2 + n4 = num_elements and n1 + 2 n2 + 4 n4 = full_bytes, the widths have n4 = (full_bytes +
     n1) / 2 - num_elements and n2 = num_elements - n1 - n4 elements.
@@ -112,7 +112,7 @@ def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
 
 
 def verify_state(manifest: Manifest, arena: Arena, *, threads: int = 1) -> None:
-    """Recompute the whole state and compare it with the manifest; raises StateMismatch with the first wrong chunk."""
+    """Compare a state, computed again, with its manifest; raises StateMismatch."""
     if arena.layout.layout_id != manifest.layout_id:
         raise StateMismatch(f"version {manifest.version} has another layout")
     digests = arena.digests(threads=threads)

@@ -53,7 +53,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One chunk in the file: its method, the size of its bytes and their xxh3-64."""
+    """One chunk in the file: method, and its bytes' size and xxh3-64."""
 
     method: int
     num_bytes: int
@@ -79,7 +79,7 @@ class Header:
 
 
 def max_file_bytes(chunks: Sequence[Chunk]) -> int:
-    """The largest file of these chunks: no chunk is coded in more bytes than it has."""
+    """Most bytes of a file; no chunk grows when it is coded."""
     fixed = _HEAD.size + _FIXED.size + _CHECKSUM.size
     return fixed + len(chunks) * _RECORD.size + sum(chunk.num_bytes for chunk in chunks)
 
@@ -126,7 +126,7 @@ def read_header(file: BinaryIO, *, layout_id: str, chunks: Sequence[Chunk]) -> H
 
 
 def read_roots(path: Path) -> tuple[str, str]:
-    """The two states in a payload's header, unverified; raises MalformedPayload if it is not a payload."""
+    """The two states in a payload's header, unverified; raises MalformedPayload."""
     with path.open("rb") as file:
         data = file.read(_HEAD.size + _FIXED.size)
     if len(data) != _HEAD.size + _FIXED.size or not data.startswith(MAGIC):
@@ -136,7 +136,7 @@ def read_roots(path: Path) -> tuple[str, str]:
 
 
 def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
-    """Read the next chunk's bytes and check them; raises MalformedPayload if they fail their checksum."""
+    """Read the next chunk's bytes; raises MalformedPayload for a wrong checksum."""
     data = file.read(record.num_bytes)
     if xxhash.xxh3_64_intdigest(data) != record.checksum:
         raise MalformedPayload(f"chunk {number} fails its checksum")
@@ -144,7 +144,7 @@ def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
 
 
 def write_chunks(file: BinaryIO, coded: Iterable[tuple[int, bytes]], *, num_chunks: int) -> tuple[Record, ...]:
-    """Write the chunks' bytes behind the place of the header, which `write_header` fills later."""
+    """Write chunks behind the header's place, which `write_header` fills later."""
     file.seek(_HEAD.size + _FIXED.size + num_chunks * _RECORD.size + _CHECKSUM.size)
     records: list[Record] = []
     for method, data in coded:
@@ -164,7 +164,10 @@ def write_header(file: BinaryIO, header: Header) -> None:
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[ResultT, Digest, int]:
-    """Write a file that gets its name once it is whole and durable; returns (result, blake3, size in bytes)."""
+    """Write a file that gets its name once whole and durable.
+
+    Returns (result, blake3, size in bytes).
+    """
     with replacing(path) as file:
         result = write(file)
         file.flush()
@@ -211,14 +214,14 @@ class PayloadInfo:
 
 
 def write_snapshot(path: Path, arena: Arena, *, threads: int = 1) -> PayloadInfo:
-    """Write a payload that rebuilds `arena` without a state before it; durable when it returns."""
+    """Write a payload that rebuilds `arena` from nothing; durable when it returns."""
     return _write(path, None, arena, threads=threads)
 
 
 def write_delta(path: Path, old: Arena, new: Arena, *, threads: int = 1) -> PayloadInfo:
-    """Write a payload that leads from `old` to `new`, of the same layout; durable when it returns.
+    """Write a payload from `old` to `new`; durable when it returns.
 
-    The bytes do not depend on `threads`. Each thread needs at most 20 MB besides the arenas.
+    Both have the same layout. The bytes do not depend on `threads`. Each thread needs at most 20 MB besides the arenas.
     """
     if old.layout.layout_id != new.layout.layout_id:
         raise ValueError("a delta cannot change the layout; write a snapshot")
@@ -259,7 +262,7 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None,
 
 
 class PayloadChunks:
-    """A payload's chunks one at a time, in any order; the file is not kept open."""
+    """A payload's chunks, in any order; the file is not kept open."""
 
     def __init__(self, path: Path, *, layout_id: str, chunks: Sequence[Chunk], expected_from_root: str | None) -> None:
         """Read and check the index; raises as `apply_payload`."""
@@ -271,7 +274,7 @@ class PayloadChunks:
             self._offsets = list(accumulate((record.num_bytes for record in self._records), initial=file.tell()))
 
     def read(self, number: int) -> tuple[int, bytes]:
-        """Return method and coded bytes of a chunk; raises MalformedPayload if the bytes fail their checksum."""
+        """Read a chunk's method and bytes; raises MalformedPayload for a wrong checksum."""
         record = self._records[number]
         with self._path.open("rb") as file:
             file.seek(self._offsets[number])
@@ -279,7 +282,7 @@ class PayloadChunks:
 
 
 def write_coded(path: Path, coded: Iterable[CodedChunk], *, layout: Layout, from_root: str) -> PayloadInfo:
-    """Write a payload of coded chunks, in the layout's order; durable when it returns.
+    """Write coded chunks, in the layout's order; durable when it returns.
 
     Equal chunks give the same file on every machine. `from_root` is NO_ROOT for a snapshot.
     """

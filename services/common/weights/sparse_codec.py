@@ -55,7 +55,7 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
-    """Undo `compress`, allocating no more than `num_bytes` and a window, for any stated size.
+    """Undo `compress`, allocating at most `num_bytes` and a window.
 
     The library bounds only frames that state their size: a frame without one grows with its blocks (64 KiB can become 2
     GiB in one call), a stated size is allocated unchecked, and a second frame is dropped silently. So a frame must
@@ -96,7 +96,10 @@ BATCH_CHANGES = 1 << 16
 
 
 def changes(old: IntArray | None, new: IntArray) -> Iterator[tuple[int, IndexArray, IntArray]]:
-    """Blocks of a chunk as (start, positions from there, steps), ascending; without `old`, `new` holds the steps."""
+    """Blocks of changes in a chunk, ascending: (start, positions, steps).
+
+    Positions count from start. Without `old`, `new` holds the steps.
+    """
     for start in range(0, new.size, SCAN_ELEMENTS):
         after = new[start : start + SCAN_ELEMENTS]
         if old is None:
@@ -121,7 +124,7 @@ def count_changes(old: IntArray | None, new: IntArray) -> int:
 
 
 class StepWriter:
-    """Collects changes in ascending order, then returns the bytes, which depend on the changes only."""
+    """Collects changes in ascending order; the bytes depend on them only."""
 
     def __init__(self) -> None:
         self.num_changed = 0
@@ -136,7 +139,7 @@ class StepWriter:
         self._wide: list[UnsignedArray] = []
 
     def add(self, start: int, index: IndexArray, step: IntArray) -> None:
-        """Add the elements at `start + index` and their steps, none of them 0."""
+        """Add the steps of elements at `start + index`; none is 0."""
         # Positions in 4 bytes: a chunk has fewer than 2^31 elements.
         narrow = index.astype(np.int32)
         narrow += np.int32(start)
@@ -190,7 +193,7 @@ def to_planes(values: UnsignedArray) -> bytes:
 
 
 def pack_codes(codes: U8Array) -> U8Array:
-    """Four 2-bit codes to a byte, low bits first; the last byte is filled with zeros."""
+    """Pack four 2-bit codes a byte, low bits first, padded with zeros."""
     if codes.size % 4:
         codes = np.concatenate([codes, np.zeros(-codes.size % 4, np.uint8)])
     # Byte j of a word holds code j; shifting by 6 j brings it to bit 2 j of the lowest byte, which the cast keeps.
@@ -232,11 +235,11 @@ _THREES = (_FOUR_CODES.view(np.uint8).reshape(-1, 4) == 3).sum(axis=1).astype(np
 
 
 class StepReader:
-    """The changes of one chunk, or of `num_elements` places of it; `blocks` can be walked more than once.
+    """The changes of one chunk, or of `num_elements` places of it.
 
-    Everything is checked before the first element is returned: sizes against the chunk before an allocation; the sum of
-    the gaps, which is the last position, before any position is made. Memory is the decoded streams, a few bytes a
-    change, and one block of changes.
+    `blocks` can be walked more than once. Everything is checked before the first element is returned. Sizes are checked
+    against the chunk before an allocation; the sum of the gaps, which is the last position, before any position is
+    made. Memory is the decoded streams, a few bytes a change, and one block of changes.
 
     Raises (in the constructor):
         MalformedPayload: the bytes break the format.
@@ -274,7 +277,7 @@ class StepReader:
         self._check_values()
 
     def blocks(self) -> Iterator[tuple[IndexArray, IntArray]]:
-        """Positions, strictly ascending, and the step of each, some ten thousand at a time."""
+        """Strictly ascending positions with their steps, some ten thousand at a time."""
         position = place = num_escapes = num_wide = 0
         for begin in range(0, self._gaps.size, BATCH_CHANGES):
             coded = self._gaps[begin : begin + BATCH_CHANGES]

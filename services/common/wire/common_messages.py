@@ -40,16 +40,17 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
-    """The message of a dataclass: fields of one name are copied, `changed` sets the others; None leaves one unset.
+    """A dataclass's message: fields of one name copied, others from `changed`.
 
-    Raises ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
+    None leaves a field unset. Raises ValueError: a defect: the message lacks a field of the value, and `without` does
+    not name it.
     """
     names = [name for name in _names(type(value)) if name not in changed and name not in without]
     return kind(**{name: getattr(value, name) for name in names}, **changed)
 
 
 def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
-    """The dataclass of a message: fields of one name are copied, `changed` sets the others.
+    """A message's dataclass: fields of one name copied, others from `changed`.
 
     A repeated field becomes a tuple, an unset optional one None. The caller checks foreign values and passes them
     in `changed`.
@@ -116,7 +117,7 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
 
 
 def contract_from_pb(message: common_pb2.Contract) -> Contract:
-    """Convert a contract; earlier programs state no adapters, turns or several end tokens.
+    """Convert a contract; an earlier program's lacks adapters, turns, several end tokens.
 
     Raises InvalidRequest if the log-prob mode is not stated, or a duration is not finite.
     """
@@ -184,7 +185,7 @@ def progress_to_pb(value: LearnerProgress | None) -> common_pb2.LearnerProgress 
 
 
 def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | None:
-    """Convert a learner's progress; None for a phase that this program does not know."""
+    """Convert a learner's progress; None for a phase of a newer program."""
     phase = _PHASE_OF.get(message.phase)
     return None if phase is None else to_value(LearnerProgress, message, phase=phase)
 

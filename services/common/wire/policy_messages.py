@@ -38,7 +38,7 @@ def payload_to_pb(value: PayloadRef) -> policy_pb2.PayloadRef:
 
 
 def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
-    """Convert a payload's reference; raises InvalidRequest for an unstated kind, a bad digest or size."""
+    """Convert a payload's reference; raises InvalidRequest for a bad field."""
     kind = _PAYLOAD_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest("payload.kind: not stated")
@@ -55,7 +55,7 @@ def manifest_to_bytes(value: Manifest) -> bytes:
 
 
 def manifest_from_bytes(data: bytes) -> Manifest:
-    """Read the exact bytes of a manifest; raises MalformedPayload if they are not one, or a digest is bad."""
+    """Read a manifest's exact bytes; raises MalformedPayload if they are none."""
     try:
         message = policy_pb2.Manifest.FromString(data)
         if len(message.run_id) > MAX_RUN_ID:
@@ -83,12 +83,12 @@ _PLAN_OF = {pb: value for value, pb in _PLAN.items()}
 
 
 def frame_checksum(frame: bytes) -> int:
-    """XXH3-64 of a frame: finds damage on the way at its frame, before the payload's digest does."""
+    """XXH3-64 of a frame: finds damage before the payload's digest does."""
     return xxhash.xxh3_64_intdigest(frame)
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
-    """Convert a lease: the first answer states bounds, the answer to a renewal a rollback order."""
+    """Convert a lease: bounds at the first answer, rollback orders at renewals."""
     stated = {
         "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
     }

@@ -85,7 +85,7 @@ def outcome_to_pb(value: PushOutcome) -> rollout_pb2.GroupOutcome:
 
 
 def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
-    """Convert a group's outcome; a newer peer's status reads as RETRY, so no group is forgotten."""
+    """Convert a group's outcome; a newer peer's status reads as RETRY."""
     status = _STATUS_OF.get(message.status, PushStatus.RETRY)
     reason = _REASON_OF.get(message.reason)
     return to_value(PushOutcome, message, id=group_id_from_pb(message.id), status=status, reason=reason)
@@ -96,7 +96,7 @@ def reason_to_pb(value: DropReason) -> rollout_pb2.DropReason.ValueType:
 
 
 def reason_from_pb(message: rollout_pb2.DropReason.ValueType) -> DropReason | None:
-    """Convert a drop reason; None if it is not stated or newer than this program."""
+    """Convert a drop reason; None if unstated or newer than this program."""
     return _REASON_OF.get(message)
 
 
@@ -105,7 +105,7 @@ def return_reason_to_pb(value: ReturnReason | None) -> rollout_pb2.ReturnReason.
 
 
 def return_reason_from_pb(message: rollout_pb2.ReturnReason.ValueType) -> ReturnReason | None:
-    """Convert a return reason; None if it is not stated or newer than this program."""
+    """Convert a return reason; None if unstated or newer than this program."""
     return _RETURN_REASON_OF.get(message)
 
 
@@ -115,7 +115,7 @@ def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
-    """Message -> group in the learner's form; raises MalformedPayload if its bytes are not a group."""
+    """Convert a queued group; raises MalformedPayload if it is no group."""
     return to_value(QueuedGroup, message, group=open_group(read_sealed(message.group)), source="")
 
 
@@ -138,7 +138,7 @@ def work_grant_to_pb(value: WorkGrant) -> rollout_pb2.LeaseWorkResponse:
 
 
 def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
-    """Convert a grant of work; raises InvalidRequest if the draws of its held-out prompts are invalid."""
+    """Convert a grant of work; raises InvalidRequest for invalid draws."""
     assignments = tuple(to_value(WorkAssignment, assignment) for assignment in message.assignments)
     evaluation = spec_from_pb(message.evaluation) if message.HasField("evaluation") else None
     return to_value(WorkGrant, message, assignments=assignments, evaluation=evaluation)
@@ -170,10 +170,11 @@ def rejections_from_pb(message: rollout_pb2.RejectGroupsRequest) -> list[Rejecti
 def pushes_to_pb(
     groups: Sequence[SealedGroup], *, limit_bytes: int, limit_groups: int = 1
 ) -> list[tuple[rollout_pb2.PushGroupsRequest, int]]:
-    """Messages of groups in order, each with its number of groups; small groups share a message.
+    """Messages of groups in order, each with its number of groups.
 
-    A group larger than any message is sent as its shell, without rollouts: the coordinator refuses it for good and
-    counts its sequence. Otherwise it would block the outbox, or its sequence would be missing for ever.
+    Small groups share a message. A group larger than any message is sent as its shell, without rollouts: the
+    coordinator refuses it for good and counts its sequence. Otherwise it would block the outbox, or its sequence would
+    be missing for ever.
     """
     pushed: list[tuple[rollout_pb2.PushGroupsRequest, int]] = []
     together: list[bytes] = []
@@ -204,7 +205,10 @@ def _push_of(groups: Sequence[bytes]) -> tuple[rollout_pb2.PushGroupsRequest, in
 
 
 def pushed_from_pb(message: rollout_pb2.PushGroupsRequest, *, limit_groups: int) -> list[rollout_pb2.Group]:
-    """The groups of a push, in order; raises InvalidRequest for wrong sizes, too many groups, or no group."""
+    """The groups of a push, in order.
+
+    Raises InvalidRequest: the sizes do not fit, there are no or too many groups, or one cannot be read.
+    """
     if len(message.sizes) % SIZE_BYTES:
         raise InvalidRequest(f"sizes: {len(message.sizes)} bytes, {SIZE_BYTES} for each group")
     sizes = np.frombuffer(message.sizes, "<u4").tolist()
@@ -258,7 +262,7 @@ def spec_to_pb(value: EvaluationSpec) -> evaluation_pb2.EvaluationSpec:
 
 
 def spec_from_pb(message: evaluation_pb2.EvaluationSpec) -> EvaluationSpec:
-    """Convert the spec of held-out prompts; raises InvalidRequest if the draws are invalid."""
+    """Convert a spec of held-out prompts; raises InvalidRequest for invalid draws."""
     return to_value(EvaluationSpec, message, draws=draws_from_pb(message.draws))
 
 
@@ -311,7 +315,7 @@ def evaluation_to_pb(value: Evaluation) -> evaluation_pb2.Evaluation:
 
 
 def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
-    """Convert an evaluation; raises InvalidRequest if its state is not stated, or its draws are invalid."""
+    """Convert an evaluation; raises InvalidRequest for a missing state or invalid draws."""
     state = _STATE_OF.get(message.state)
     if state is None:
         raise InvalidRequest("evaluation.state: not stated")

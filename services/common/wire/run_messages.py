@@ -69,7 +69,7 @@ def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
 
 
 def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
-    """Convert the commands of a heartbeat's answer; skips unknown ones of a newer coordinator."""
+    """Convert a heartbeat's commands; skips unknown ones of a newer coordinator."""
     return tuple(_COMMAND_OF[command] for command in message.commands if command in _COMMAND_OF)
 
 
@@ -118,7 +118,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
 
 
 def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
-    """Convert a status; counts by a reason newer than this program are left out."""
+    """Convert a status; leaves out counts by reasons of newer programs."""
     drops = ((reason_from_pb(entry.reason), entry.count) for entry in message.dropped)
     returns = ((return_reason_from_pb(entry.reason), entry.count) for entry in message.closed)
     ledger = to_value(

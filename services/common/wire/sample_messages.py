@@ -151,7 +151,10 @@ _KIND_OF = {pb: value for value, pb in _KIND.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A list's numbers of completions; rewards leave out lost members, and are None if one is not finite."""
+    """A list's numbers of a sample's completions.
+
+    Rewards leave out lost members, and are None if one is not finite.
+    """
 
     num_rollouts: int
     num_truncated: int
@@ -164,7 +167,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSample:
-    """A sample in the store: `content` of a group or an evaluation; `note` is empty before the learner's."""
+    """A stored group or evaluation; `note` is empty before the learner's."""
 
     summary: SampleSummary
     content: bytes
@@ -212,7 +215,7 @@ def kind_to_pb(value: SampleKind | None) -> sample_pb2.SampleKind.ValueType:
 
 
 def kind_from_pb(message: sample_pb2.SampleKind.ValueType) -> SampleKind | None:
-    """Convert a kind; None if it is not stated or newer than this program."""
+    """Convert a kind; None if unstated or newer than this program."""
     return _KIND_OF.get(message)
 
 
@@ -222,7 +225,7 @@ def summary_to_pb(value: SampleSummary) -> sample_pb2.SampleSummary:
 
 
 def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
-    """Convert a line of a list; raises InvalidRequest if its kind is newer than this program."""
+    """Convert a line of a list; raises InvalidRequest for an unknown kind."""
     kind = _KIND_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"summary.kind: {message.kind} is not a kind")
@@ -242,7 +245,7 @@ def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
 
 
 def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
-    """Message -> sample; raises InvalidRequest if an enum value is newer than this program."""
+    """Convert a sample; raises InvalidRequest for a newer program's enum value."""
     summary = summary_from_pb(message.summary)
     if message.HasField("evaluation"):
         evaluation = evaluation_from_pb(message.evaluation)
@@ -252,7 +255,7 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
 
 
 def sample_of(value: StoredSample) -> Sample:
-    """A reader's form of a stored sample, without a wire; raises MalformedPayload if the store's bytes changed."""
+    """A stored sample for a reader; raises MalformedPayload if its bytes changed."""
     try:
         return sample_from_pb(stored_to_pb(value))
     except DecodeError as error:
@@ -297,7 +300,7 @@ def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.Lis
 
 
 def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[SampleFilter, SamplePage]:
-    """Convert a request of a list; raises InvalidRequest for an unknown kind, NaN, or an invalid limit."""
+    """Convert a request of a list; raises InvalidRequest for bad fields."""
     kind = kind_from_pb(message.kind)
     if kind is None and message.kind:
         raise InvalidRequest(f"kind: {message.kind} is not a kind")
@@ -310,7 +313,7 @@ def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[Sample
 
 
 def check_limit(limit: int) -> None:
-    """Refuse a page of 0 samples, or of more than MAX_PAGE; raises InvalidRequest if the limit is out of bounds."""
+    """Check a page's limit, 1 to MAX_PAGE; raises InvalidRequest."""
     if not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest(f"limit: {limit} is not in 1..{MAX_PAGE}")
 

@@ -61,12 +61,12 @@ def sealed(group: Group | SealedGroup) -> SealedGroup:
 
 
 def read_sealed(data: bytes) -> SealedGroup:
-    """Take canonical bytes as they are; raises MalformedPayload if they are not a group."""
+    """Take a group's canonical bytes unchanged; raises MalformedPayload if unreadable."""
     return _sealed(group_message(data), data)
 
 
 def canonical(message: rollout_pb2.Group) -> SealedGroup:
-    """Clean a peer's group: unknown fields are dropped, numbers beyond int64 clamped, also in the message."""
+    """Clean a peer's group in place: drop unknown fields, clamp large numbers."""
     message.DiscardUnknownFields()
     message.id.sequence = min(message.id.sequence, MAX_INT64)
     message.assignment = min(message.assignment, MAX_INT64)
@@ -76,7 +76,7 @@ def canonical(message: rollout_pb2.Group) -> SealedGroup:
 
 
 def open_group(sealed: SealedGroup) -> Group:
-    """Read a group from its bytes; raises MalformedPayload if the bytes are not a group."""
+    """Read a group's bytes; raises MalformedPayload if they are no group."""
     message = group_message(sealed.data)
     columns = columns_of(message)
     return Group(
@@ -94,7 +94,7 @@ def open_group(sealed: SealedGroup) -> Group:
 
 
 def shell_of(sealed: SealedGroup) -> bytes:
-    """The bytes of a group without its numbers: the coordinator refuses it and counts its sequence."""
+    """A group's bytes without numbers: refused, but its sequence is counted."""
     message = group_message(sealed.data)
     shell = rollout_pb2.Group(
         id=message.id, assignment=message.assignment, oldest_version=message.oldest_version, id_bytes=1
@@ -103,7 +103,7 @@ def shell_of(sealed: SealedGroup) -> bytes:
 
 
 def group_message(data: bytes) -> rollout_pb2.Group:
-    """The message of a group's bytes; raises MalformedPayload if they are not a group."""
+    """The message of a group's bytes; raises MalformedPayload if unreadable."""
     try:
         return rollout_pb2.Group.FromString(data)
     except DecodeError as error:
@@ -138,7 +138,7 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """The numbers of a group of G rollouts, T tokens, S spans and N parts of rewards."""
+    """A group's numbers: G rollouts, T tokens, S spans, N reward parts."""
 
     oldest_version: int
     generation_s: float
@@ -179,7 +179,7 @@ class Columns:
 
 
 def columns_of(message: rollout_pb2.Group) -> Columns:
-    """Read the columns of a message; raises MalformedPayload with the column that has another length."""
+    """Read a message's columns; raises MalformedPayload for a wrong length."""
     lengths = _counts(message.lengths, "lengths")
     ids = _read_ids(message.token_ids, message.id_bytes)
     _agree("token_ids", ids.size, "lengths", int(lengths.sum()))
@@ -256,7 +256,7 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
 
 
 def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
-    """The policy versions of a message's drawn spans, each once, ascending; other columns are not read."""
+    """Policy versions of drawn spans, each once, ascending; reads one column."""
     return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist()) - {GIVEN}))
 
 

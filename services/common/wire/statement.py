@@ -26,7 +26,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """`contract` is the digest of the contract made from `settings`, which has each key of KEYS."""
+    """`settings` with each key of KEYS; `contract` is their contract's digest."""
 
     contract: str
     settings: Mapping[str, Any]
@@ -37,7 +37,7 @@ def contract_digest(contract: Contract) -> str:
 
 
 def statement_to_bytes(value: Statement) -> bytes:
-    """The canonical form of a statement; raises InvalidRequest if it is too long or not JSON."""
+    """A statement's canonical form; raises InvalidRequest if too long or not JSON."""
     try:
         data = _canonical({"contract": value.contract, **value.settings})
     except (ValueError, TypeError) as error:
@@ -47,7 +47,7 @@ def statement_to_bytes(value: Statement) -> bytes:
 
 
 def statement_from_bytes(data: bytes) -> Statement:
-    """Read a statement from foreign bytes; raises InvalidRequest unless it has the canonical form."""
+    """Read foreign bytes of a statement; raises InvalidRequest unless canonical."""
     _check_length(data)
     try:
         table = json.loads(data)
@@ -69,7 +69,10 @@ def statement_from_bytes(data: bytes) -> Statement:
 
 
 def check_statement(data: bytes, contract: Contract) -> Statement:
-    """Read a statement and compare it with its contract, without data and model; InvalidRequest names the key."""
+    """Read a statement and compare it with its contract.
+
+    Needs neither data nor model. Raises InvalidRequest: names the key.
+    """
     statement = statement_from_bytes(data)
     settings, sampling = statement.settings, contract.sampling
     if statement.contract != contract_digest(contract):
@@ -94,7 +97,7 @@ def leaves(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def statement_difference(stated: Statement, offered: Statement) -> str:
-    """The first key in which two statements differ, with both values; empty if they agree."""
+    """First key in which two statements differ, with both values, or empty."""
     mine, theirs = leaves(stated.settings), leaves(offered.settings)
     for key in sorted({*mine, *theirs}):
         if mine.get(key) != theirs.get(key):

@@ -30,7 +30,7 @@ BATCH_BYTES = 16 << 20
 
 
 class Delivery:
-    """The delivery loop of one outbox; `now` is the clock of release times."""
+    """Delivery loop of an outbox; `now` is the clock of release times."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Delivery:
             await self._clock.sleep(self._backoff.delay_s(asked_s=asked_s))
 
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
-        """Push one by one to find the refused group, then put an empty group in its place.
+        """Find the refused group, and put an empty one in its place.
 
         Raises InvalidRequest: the coordinator refuses the empty group too, so the group is not the cause.
         """
@@ -137,7 +137,7 @@ class Delivery:
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
-    """Sequences with a final outcome, and the seconds that the coordinator asks to wait; counts dropped groups."""
+    """Sequences with a final outcome and the asked wait; counts dropped groups."""
     settled: list[int] = []
     asked_s = 0.0
     refused: Counter[str] = Counter()

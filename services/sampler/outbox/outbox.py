@@ -43,7 +43,7 @@ MAX_ASSIGNMENTS = 1 << 16
 
 
 class Outbox:
-    """SQLite file of one site; without a name, the owner of the file stays its owner."""
+    """SQLite file of a site; without `site`, its owner stays."""
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
         make_directory(directory)
@@ -78,7 +78,7 @@ class Outbox:
         return following if lowest is None else min(following, int(lowest))
 
     def assignments(self) -> tuple[int, ...] | None:
-        """Assignments of its groups and turns; None if unknown or more than MAX_ASSIGNMENTS."""
+        """Assignments of its groups and turns; None if unknown or beyond MAX_ASSIGNMENTS."""
         with self._reading():
             rows = self._connection.execute(
                 "SELECT assignment FROM groups UNION ALL SELECT DISTINCT assignment FROM turns LIMIT ?",
@@ -99,9 +99,9 @@ class Outbox:
             self.next_sequence = sequence
 
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
-        """Store groups whose sequences continue from `next_sequence`, and delete their turns; durable when it returns.
+        """Store groups and delete their turns; durable when it returns.
 
-        Raises DiskFull: the outbox is unchanged.
+        Sequences continue from `next_sequence`. Raises DiskFull: the outbox is unchanged.
         """
         first = self.next_sequence
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
@@ -123,7 +123,7 @@ class Outbox:
         self._change_level(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
-        """Groups due at `now`, oldest first, and the time when the next one is due.
+        """Groups due at `now`, oldest first, and when the next is due.
 
         At most `limit` groups and `max_bytes`, but always one group if any is due.
         """
@@ -149,11 +149,11 @@ class Outbox:
         self._write("UPDATE groups SET release = ? WHERE release > ?", [(instant, instant)])
 
     def note_spooled(self, sequences: Sequence[int], now: float) -> None:
-        """Remember when groups were stored, until they are deleted or the process ends."""
+        """Remember when groups were stored, until deletion or the process's end."""
         self._spooled.update(dict.fromkeys(sequences, now))
 
     def delete(self, sequences: Sequence[int], *, now: float | None = None) -> list[float]:
-        """Delete groups with a final outcome; returns seconds in the outbox, where known."""
+        """Delete settled groups; returns their seconds in the outbox, where known."""
         with self._transaction():
             statement = "DELETE FROM groups WHERE sequence = ? RETURNING num_bytes"
             sizes = [
@@ -166,7 +166,7 @@ class Outbox:
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
     def put_aside(self, sequence: int, problem: str) -> bool:
-        """Deliver an empty group in this one's place and keep its bytes; False on a full disk."""
+        """Keep a group's bytes and deliver an empty one; False: disk full."""
         with self._reading():
             statement = "SELECT payload, checksum FROM groups WHERE sequence = ?"
             payload, checksum = self._connection.execute(statement, (sequence,)).fetchone()
@@ -181,9 +181,10 @@ class Outbox:
         self._lock_file.close()
 
     def _own(self, site: str) -> None:
-        """Make the file this site's, or set it aside: groups go out under the name that they were generated under.
+        """Make the file this site's, or set it aside.
 
-        The coordinator counts sequences by name and incarnation, so another name begins another incarnation.
+        Groups go out under the name that they were generated under. The coordinator counts sequences by name and
+        incarnation, so another name begins another incarnation.
         """
         owner = self._owner()
         self._count()
@@ -212,7 +213,7 @@ class Outbox:
         return "" if row is None else str(row[0])
 
     def _read(self, sequence: int, payload: bytes, checksum: bytes) -> SealedGroup:
-        """The group of a row; an empty one if the row was damaged."""
+        """The group of a row; an empty one for a damaged row."""
         found = group_of(sequence, payload, checksum)
         if isinstance(found, SealedGroup):
             return found
@@ -299,7 +300,7 @@ class Outbox:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OutboxWriter:
-    """Writes groups into one outbox; `problem` is why generation pauses, empty if all is well."""
+    """Writes groups into an outbox; `problem`, if any, is why generation pauses."""
 
     outbox: Outbox
     delay: DelayConfig
@@ -381,7 +382,7 @@ def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | st
 
 
 def empty_group(group_id: GroupId) -> Group:
-    """A group without rollouts, which the coordinator refuses for good: it only settles its sequence."""
+    """A group without rollouts: the coordinator refuses it, which settles its sequence."""
     return Group(
         id=group_id, assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(),
         oldest_version=0, state_root=Digest(""), generation_s=0.0,

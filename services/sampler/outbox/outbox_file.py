@@ -52,7 +52,7 @@ class _DamagedFile(Exception):
 
 
 def lock_outbox(path: Path) -> BinaryIO:
-    """Lock an outbox for this process; raises ConfigError if another process has it."""
+    """Lock an outbox for this process; raises ConfigError if it is taken."""
     file = path.open("wb")
     if not try_lock(file):
         file.close()
@@ -62,7 +62,7 @@ def lock_outbox(path: Path) -> BinaryIO:
 
 
 def open_outbox_file(directory: Path) -> sqlite3.Connection:
-    """Open the file of a directory; a damaged one is set aside first.
+    """Open a directory's file; a damaged one is set aside first.
 
     Raises DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not the cause.
     """

@@ -31,7 +31,7 @@ MAX_RESUMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptTurn:
-    """One turn of a member; `turn` has one rollout, `number` counts from 0.
+    """A member's turn; `turn` has one rollout, `number` counts from 0.
 
     `seed` is the group's; `begun` is the start of the group, by the outbox's clock.
     """
@@ -49,7 +49,7 @@ class KeptTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptGroup:
-    """A group of an earlier process: the turns of each member, without gaps from the first."""
+    """A group of an earlier process: each member's first turns, without gaps."""
 
     members: Mapping[int, Sequence[KeptTurn]]
 
@@ -70,7 +70,7 @@ class TurnStore:
         self._is_full = False
 
     def keep(self, turns: Sequence[KeptTurn]) -> None:
-        """Write turns; durable when it returns. Without room they are not kept, which is logged once."""
+        """Write turns durably; without room, log once and keep none."""
         rows = [(turn, seal(turn.turn).data) for turn in turns]
         try:
             with self._transaction() as connection:
@@ -94,7 +94,7 @@ class TurnStore:
         self._is_full = False
 
     def forget(self, assignments: Collection[int]) -> None:
-        """Delete turns of groups that were given up. Raises DiskFull: they are still there."""
+        """Delete turns of groups given up; raises DiskFull, then they stay."""
         with self._transaction() as connection:
             self.drop(connection, assignments)
 
@@ -134,7 +134,7 @@ class TurnStore:
 
 
 def _group_of(rows: Iterable[tuple[Any, ...]]) -> KeptGroup | None:
-    """The valid rows of a group, which are in order; None if there are none."""
+    """A group of its ordered, valid rows; None without any."""
     members: dict[int, list[KeptTurn]] = {}
     for assignment, member, number, seed, begun, _, payload, checksum in rows:
         turn = _turn_of(assignment, member, number, seed, begun, payload, checksum)

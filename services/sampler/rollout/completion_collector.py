@@ -125,9 +125,9 @@ class CompletionCollector:
         return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
 
     async def end(self) -> None:
-        """Spool groups that ended and hand back the others, except those for the next process; takes seconds at most.
+        """Spool groups that ended, and hand back the others, within seconds.
 
-        The loops must run meanwhile.
+        Groups for the next process stay. The loops must run meanwhile.
         """
         await self._leave()
         self._lose_all()
@@ -206,7 +206,7 @@ class CompletionCollector:
         self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
 
     def _lose(self, lost: Lost) -> None:
-        """The engine lost a request: a first turn gives the group up, a later one is submitted again."""
+        """Note a lost request: first turns end their group, later ones repeat."""
         found = self.drafts.lose(lost.key)
         if found is None:
             return
@@ -256,7 +256,7 @@ class CompletionCollector:
     def _note_score(
         self, draft: GroupDraft, member: int, parts: tuple[RewardPart, ...], error: Exception | None = None
     ) -> None:
-        """Store a member's reward, or its loss; then the group goes on, is complete, or has too few members."""
+        """Store a member's reward or loss, then judge whether its group ends."""
         if draft.num_lost > self.builder.group_size - (self.builder.min_members or self.builder.group_size):
             if self.drafts.give_up(draft.key) is not None:
                 lost = draft.completions[member].finish_reason
@@ -358,7 +358,7 @@ class CompletionCollector:
 
 @dataclass(slots=True)
 class WorkLog:
-    """One log line a minute for the site's operator: sums since the last line."""
+    """A log line each minute for the operator: sums since the last."""
 
     _said_at: float = -math.inf
     _num_groups: int = 0
@@ -376,7 +376,7 @@ class WorkLog:
         self._rewards += sum(rollout.reward for rollout in rollouts)
 
     def say(self, *, tokens_per_s: float, now: float, version: int, head: int, level: Level, num_ahead: int) -> None:
-        """Log if there are groups and the last line is a minute old."""
+        """Log groups, if any, once the last line is a minute old."""
         if now - self._said_at < LOG_EVERY_S or not (self._num_groups or self._num_failed):
             return
         reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"

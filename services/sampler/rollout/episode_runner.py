@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class End:
-    """A member that ended, with its whole trajectory and the parts of its reward; no parts if it is lost."""
+    """A member that ended: its trajectory and reward parts, none if lost."""
 
     draft: GroupDraft
     member: int
@@ -131,7 +131,10 @@ class EpisodeRunner:
     async def resume(
         self, draft: GroupDraft, number: int, turns: Sequence[tuple[Int32Array, Completion]]
     ) -> Turn | End:
-        """Step a member of an earlier process through its kept turns, each with the tokens in front of it."""
+        """Step a member of an earlier process through its kept turns.
+
+        Each turn comes with the tokens given in front of it.
+        """
         member = self._members[draft.key, number] = _Member(draft)
         try:
             for given, turn in turns:
@@ -154,7 +157,7 @@ class EpisodeRunner:
         return self._ended(draft, number, member, reason, parts)
 
     def again(self, draft: GroupDraft, number: int) -> Turn | End:
-        """The turn that the engine lost, again; after a second loss, the end of the member."""
+        """A lost turn again; after a second loss, the member's end."""
         member = self._members[draft.key, number]
         if not member.was_lost:
             member.was_lost = True
@@ -209,7 +212,7 @@ class EpisodeRunner:
         return given
 
     async def _step(self, member: _Member) -> FinishReason | None:
-        """Step with the last turn; returns why the member ended, None if another turn follows."""
+        """Step with the last turn; returns why the member ended, if so."""
         given = await self._answer(member)
         if given is None:
             return member.turns[-1].finish_reason

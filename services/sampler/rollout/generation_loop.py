@@ -114,7 +114,7 @@ class GenerationLoop:
         await self.collector.hand_back()
 
     async def stop(self) -> None:
-        """Begin no more groups, spool groups that ended, hand the others back; takes seconds at most."""
+        """Begin no groups, spool ended ones, hand back others; takes seconds."""
         self._is_ending = True
         await asyncio.to_thread(self.engine.cancel)
         self._return_prefetched()
@@ -195,7 +195,7 @@ class GenerationLoop:
             await ring_or_time(*tickets, clock=self.clock, seconds=min(waits, default=None))
 
     async def _exchange(self, tasks: asyncio.TaskGroup) -> bool:
-        """Load the weights that are due, during generation if allowed; returns whether a load began."""
+        """Load due weights, during generation if allowed; returns whether it began."""
         pulled = self.swap.due()
         if pulled is None or self.is_swapping or self._is_ending:
             return False
@@ -224,14 +224,14 @@ class GenerationLoop:
 
     @property
     def _is_swap_first(self) -> bool:
-        """Whether a due swap must come before any new turn, so that no turn mixes versions."""
+        """Whether a due swap precedes new turns, so none mixes versions."""
         if self.config.swap != "drain" or self.evaluation_requests.keeps_version:
             return False
         pulled = self.swap.due()
         return pulled is not None and pulled.version != self.swap.version
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
-        """Submit the turns that can be drawn, before new groups; returns whether any was submitted."""
+        """Submit turns before new groups; returns whether any was submitted."""
         is_held = self._is_swap_first or self._is_ending or self.swap.version < 0
         if not self.collector.turns or is_held:
             return False
@@ -256,7 +256,7 @@ class GenerationLoop:
         return count > 0
 
     def _submit_all(self, requests: Sequence[Request]) -> tuple[int, dict[int, PromptRefused], EngineError | None]:
-        """Submit in a thread; returns how many the engine saw, those that are too long, and the error that ended it."""
+        """Submit in a thread; returns the number seen, refusals, and the error."""
         too_long = {}
         for place, request in enumerate(requests):
             try:
@@ -296,7 +296,7 @@ class GenerationLoop:
         return True
 
     def _num_wanted(self) -> int:
-        """Groups to begin now: a few more than fit, so that the engine never waits for this loop."""
+        """Groups to begin now: some more than fit, so no engine waits."""
         if not self.config.work_ahead_s:
             return self._room if self.collector.is_empty else 0
         rows, size = self.engine.max_running, self.builder.group_size
@@ -313,7 +313,7 @@ class GenerationLoop:
         return max(0, wanted)
 
     def _ask_wait_s(self) -> float | None:
-        """Seconds until this loop may ask for work; None if the prefetch asks, or a group cannot begin."""
+        """Seconds until this loop may ask for work; None: it may not."""
         if self.config.work_ahead_s or not (self.collector.is_empty and self._may_begin):
             return None
         return self._work.ask_time - self.clock.monotonic()

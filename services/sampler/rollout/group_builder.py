@@ -106,7 +106,7 @@ class GroupBuilder:
         return drafts, refused
 
     def resume(self, left: KeptGroup, *, begun_at: float) -> GroupDraft | None:
-        """The draft of a group that an earlier process began; None if its prompt has changed."""
+        """Draft of an earlier process's group; None if its prompt changed."""
         first = left.first.turn
         prompt = self.task.prompt(first.prompt_index) if first.prompt_index < self.task.num_prompts else None
         conversation = self.conversations.of(prompt) if self.conversations and prompt else None
@@ -133,7 +133,7 @@ class GroupBuilder:
         )
 
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """Reward parts of each completion. Raises RewardError: a reward failed, or is beyond what is trained on."""
+        """Reward parts of each completion; raises RewardError if one is unusable."""
         with self.lock:
             texts = [self.prompter.decode(completion.token_ids) for completion in completions]
         rows = list(score_group(self.task, prompt, texts))
@@ -142,7 +142,7 @@ class GroupBuilder:
         return rows
 
     def group(self, draft: GroupDraft, *, state_roots: Mapping[int, Digest]) -> Group:
-        """The group of a completely scored draft; `state_roots` has every version of its tokens."""
+        """The group of a scored draft; `state_roots` has its tokens' versions."""
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
         oldest = min(span.version for rollout in rollouts for span in rollout.spans if span.is_drawn)
@@ -204,7 +204,7 @@ class Scorer:
         self.failures = FailureStreak()
 
     def ready(self, draft: GroupDraft, member: int) -> tuple[int, ...]:
-        """Members that can be scored after one ended: itself, or all if they are scored together."""
+        """Members that can be scored after one ended: itself, or all together."""
         if not self._by_group:
             return (member,)
         is_whole = len(draft.completions) == self._builder.group_size
@@ -225,7 +225,7 @@ class Scorer:
 
 @dataclass(slots=True, kw_only=True)
 class Refusals(FailureStreak):
-    """Refused prompts: counted, named once a row in the log, an error if no prompt is left."""
+    """Refused prompts: counted, logged once a row; an error if all are."""
 
     missing: str = "PROMPT"
     cure: str = CURE

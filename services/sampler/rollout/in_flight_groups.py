@@ -101,11 +101,11 @@ class InFlightGroups:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version that any of them may name; None if there are no groups."""
+        """Oldest version that any of them may name; None without groups."""
         return min((draft.version for draft in self), default=None)
 
     def begin(self, draft: GroupDraft) -> None:
-        """Add a group and its request for all members, under the group's key."""
+        """Add a group and its request for all members, under its key."""
         self._drafts[draft.key] = draft
         self._begin(draft.key, _Request(draft=draft, left=self._group_size))
 
@@ -117,7 +117,7 @@ class InFlightGroups:
         self._begin(key, _Request(draft=draft, left=1, member=member))
 
     def take(self, finished: Finished, now: float) -> tuple[GroupDraft, int] | None:
-        """Count a completion that ended; returns its group and member, None if the group was given up."""
+        """Count an ended completion; returns group and member, None if given up."""
         request = self._requests.get(finished.key)
         if request is None:
             return None
@@ -132,7 +132,7 @@ class InFlightGroups:
         return draft, finished.member if request.member is None else request.member
 
     def score(self, key: int, member: int, parts: tuple[RewardPart, ...]) -> GroupDraft | None:
-        """Store a reward, empty for a lost member; returns and removes the group if it is complete."""
+        """Store a reward, empty if lost; remove and return a complete group."""
         draft = self._drafts.get(key)
         if draft is None:
             return None
@@ -140,11 +140,11 @@ class InFlightGroups:
         return self._drafts.pop(key) if len(draft.scores) == self._group_size else None
 
     def give_up(self, key: int) -> GroupDraft | None:
-        """Give a group up while its completions go on; None if it was given up before."""
+        """Give a group up while completions go on; None if done before."""
         return self._drafts.pop(key, None)
 
     def lose(self, key: int) -> tuple[GroupDraft, int | None] | None:
-        """Remove a request that the engine lost; returns its group and the member of its turn, None if given up."""
+        """Remove a lost request; returns group and member, None if given up."""
         request = self._requests.pop(key, None)
         if request is None:
             return None
@@ -152,7 +152,7 @@ class InFlightGroups:
         return (request.draft, request.member) if request.draft.key in self._drafts else None
 
     def withdraw(self, draft: GroupDraft) -> bool:
-        """Remove a group that the engine did not take; False if it was given up before."""
+        """Remove a group that the engine did not take; False: given up."""
         return self.lose(draft.key) is not None and self.give_up(draft.key) is not None
 
     def lose_all(self) -> list[GroupDraft]:
@@ -167,7 +167,7 @@ class InFlightGroups:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    """A request in the engine: `left` completions of one member's turn, or of all members."""
+    """A request in the engine: `left` completions of one member, or all."""
 
     draft: GroupDraft
     left: int
@@ -176,7 +176,7 @@ class _Request:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnJournal:
-    """Turns of one engine's groups; `left` is what an earlier process had in flight.
+    """Turns of an engine's groups; `left` is from an earlier process.
 
     `now` is a time that a later process understands; `news` rings when there is a turn to write.
     """
@@ -201,7 +201,7 @@ class TurnJournal:
         return self.clock.monotonic() - max(0.0, self.now() - left.first.begun)
 
     def note(self, draft: GroupDraft, member: int, number: int, given: Int32Array, turn: Completion) -> None:
-        """Note a member's turn, numbered from 0; `given` are the tokens in front of it."""
+        """Note a member's turn `number`, from 0; `given` precedes it."""
         if draft.conversation is None or not draft.conversation.spec.is_deterministic:
             return
         draft.is_noted = True
@@ -231,7 +231,7 @@ class TurnJournal:
         self.news.ring()
 
     async def write(self, in_flight: Container[int]) -> None:
-        """Write noted turns of the groups with these keys, if the disk has room."""
+        """Write noted turns of these groups, if the disk has room."""
         async with self._lock:
             noted, self._noted = self._noted, []
             turns = [turn for draft, turn in noted if draft.key in in_flight]
@@ -239,14 +239,14 @@ class TurnJournal:
                 await asyncio.to_thread(self.turns.keep, turns)
 
     async def forget(self, assignments: Collection[int]) -> None:
-        """Delete turns of groups that were given up; on a full disk they stay until they are too old."""
+        """Delete turns of groups given up; on a full disk they stay."""
         async with self._lock:
             with contextlib.suppress(DiskFull):
                 await asyncio.to_thread(self.turns.forget, assignments)
 
 
 def turns_of(left: KeptGroup, member: int) -> list[tuple[Int32Array, Completion]]:
-    """A member's turns: the tokens given in front of each, and the turn as drawn."""
+    """A member's turns, each with the tokens given in front of it."""
     return [_parted(kept) for kept in left.members.get(member, ())]
 
 
@@ -267,7 +267,7 @@ def _moved(spans: Collection[Span], by: int) -> tuple[Span, ...]:
 
 
 class InFlightNote:
-    """The file under_way.json; `left` are the assignments of a process that was killed."""
+    """The file under_way.json; `left` are a killed process's assignments."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / NAME

@@ -38,7 +38,7 @@ MEMORY_S = 300.0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class WorkClient:
-    """Leases and returns one sampler's work; `ask_time` is the monotonic time of the next question."""
+    """Leases and returns a sampler's work; asks next at monotonic `ask_time`."""
 
     api: SamplerApi
     session: Session
@@ -120,7 +120,7 @@ class WorkClient:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Prefetch:
-    """Assignments leased and not yet begun, for an engine that computes `room_groups` at once.
+    """Assignments leased and not begun, for an engine of `room_groups` groups.
 
     `work_ahead_s` is the coordinator's limit, at the speed of `rate`; `in_flight` has the assignments that began.
     """
@@ -153,7 +153,7 @@ class Prefetch:
 
     @property
     def missing(self) -> int:
-        """Assignments to ask for: none until fewer than three quarters are left, then until it is full."""
+        """Assignments to ask for: none above three quarters, then until full."""
         if len(self) >= self.target:
             self._is_low = False
         elif len(self) < FULL_ENOUGH * self.target:
@@ -235,7 +235,7 @@ class TokenRate:
 
 
 class GroupRate:
-    """Groups per second of work, an exponential mean; pauses of the engine do not count."""
+    """Groups per second of work, an exponential mean without pauses."""
 
     def __init__(self) -> None:
         self._groups = self._seconds = 0.0

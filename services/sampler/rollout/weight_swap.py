@@ -64,7 +64,7 @@ class WeightSwap:
         return self.reported.policy_version
 
     def due(self) -> PulledVersion | None:
-        """The version that the engine, or one of several, lacks and may load now."""
+        """The version that an engine lacks and may load now."""
         now = self.clock.monotonic()
         newer = self.policy.take(self.version) if now >= self._next_at else None
         if newer is None and self._is_partly_out and now >= self._mend_at:
@@ -84,7 +84,7 @@ class WeightSwap:
         return min(times) - self.clock.monotonic() if times else None
 
     async def take(self, pulled: PulledVersion) -> None:
-        """Load a version, then let the coordinator compare the engine with the learner."""
+        """Load a version, then have the coordinator compare engine and learner."""
         async with self.running:
             is_loaded = await self._load(pulled)
         if is_loaded:
@@ -98,7 +98,7 @@ class WeightSwap:
         _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 
     def forget_roots(self, oldest: int | None) -> None:
-        """Keep state roots from version `oldest`; None keeps only that of the version in use."""
+        """Keep state roots from `oldest` on; None: only the current version's."""
         lowest = self.version if oldest is None else oldest
         if self.version >= 0 and not self.running.locked():
             self.state_roots = {version: root for version, root in self.state_roots.items() if version >= lowest}

@@ -21,7 +21,7 @@ class ArenaWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`), whose attributes it uses; called by `collective_rpc`."""
 
     def load_arena_file(self, path: str, aliases: Mapping[str, str]) -> int:
-        """Load the weights of a safetensors file with Hugging Face names; returns the number of tensors read.
+        """Load a safetensors file with Hugging Face names; returns its tensors' number.
 
         Every worker reads its own shard of each tensor. `aliases` maps tied tensors that the file lacks to their names
         in it. Raises RuntimeError if the file has a tensor that the model lacks, or the reverse.
@@ -53,7 +53,7 @@ class ArenaWorker:
         return len(names)
 
     def end_with(self, pid: int) -> None:
-        """End vLLM's processes when process `pid`, which started them, is gone: killed, it cannot tell them."""
+        """End vLLM's processes when `pid`, which started them, is gone."""
         # The engine's own process is a child of `pid`: this one, or the parent of this one.
         engine = psutil.Process(os.getpid() if os.getppid() == pid else os.getppid())
         threading.Thread(target=_watch, args=(engine, pid), name="end-with", daemon=True).start()
@@ -83,7 +83,7 @@ def _tensors_of(path: str, aliases: Mapping[str, str], names: set[str]) -> Itera
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make a reload pack the weights of experts, as a first load does.
+    """Make a reload pack experts' weights, as a first load does.
 
     On the CPU experts multiply with packed weights. vLLM's first load packs them when it makes the layer's kernel
     (`_setup_kernel`); a later load finds the kernel and writes unpacked weights over packed ones.

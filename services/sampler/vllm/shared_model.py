@@ -58,7 +58,7 @@ class SharedModel:
         lora: LoraConfig = ALL_WEIGHTS,
         canary_device: str = "cpu",
     ) -> None:
-        """Load the model on the CPU; the reference keeps no weights of its own.
+        """Load the model on the CPU; the reference keeps no own weights.
 
         Raises ConfigError: the model cannot be loaded.
         """
@@ -83,7 +83,7 @@ class SharedModel:
         self._known: dict[tuple[object, ...], list[Float32Array]] = {}
 
     def base(self) -> Arena | None:
-        """Weights of model_dir in the published type; None after the first load of a version."""
+        """Weights of model_dir in the published type; None after a load."""
         if self._reference is not None:
             return None
         arena = Arena(self.layout)
@@ -92,7 +92,7 @@ class SharedModel:
 
     @contextmanager
     def written(self, arena: Arena) -> Iterator[None]:
-        """The version's file, from the first reader's entry to the last one's exit."""
+        """The version's file, from the first reader's entry to the last's exit."""
         with self._writing:
             if not self._num_readers:
                 self._reference = self._reference or Reference(self.model, self.layout, device=self._canary_device)
@@ -112,7 +112,7 @@ class SharedModel:
                     self.weights.clear()
 
     def expected(self, arena: Arena, sequences: Sequence[Int32Array], starts: Sequence[int]) -> list[Float32Array]:
-        """Log-probs of the reference, within `written`: computed once for engines that drew the same."""
+        """The reference's log-probs within `written`, computed once for equal draws."""
         assert self._reference is not None
         name = (*starts, *(sequence.tobytes() for sequence in sequences))
         with self._computing:
@@ -121,7 +121,7 @@ class SharedModel:
             return self._known[name]
 
     def longest(self, wanted: int) -> int:
-        """Tokens of prompt and completion together: `wanted`, or the model's limit if it is 0.
+        """Tokens of prompt and completion together: `wanted`, else the model's limit.
 
         Raises ConfigError: vLLM would compute other positions than the learner.
         """
@@ -154,7 +154,7 @@ class WeightFiles:
         self._file = self.directory / ("adapter_model.safetensors" if lora.rank else "model.safetensors")
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of vLLM for adapters; raises ConfigError if vLLM has no room for adapters of this rank."""
+        """vLLM's arguments for adapters; raises ConfigError without room for the rank."""
         if not self._lora.rank:
             return {}
         return {
@@ -178,7 +178,7 @@ class WeightFiles:
         return write_weights(arena, self._file, names=self.names, rename=_peft_name)
 
     def swap(self, process: VllmProcess, label: str) -> None:
-        """Load the written file into a process; raises EngineDied if the process failed, or loaded only a part."""
+        """Load the written file into a process, or raise EngineDied."""
         if self._lora.rank:
             process.swap_adapter(str(self.directory), label=label)
             return
@@ -192,7 +192,7 @@ class WeightFiles:
 
     @contextmanager
     def whole_model(self) -> Iterator[str]:
-        """A model directory to start a process from: the written version, or the base model under adapters."""
+        """Directory to start a process from: the version, or adapters' base model."""
         if self._lora.rank:
             yield self._model_dir
             return
@@ -215,10 +215,10 @@ class WeightFiles:
 def write_weights(
     arena: Arena, path: Path, *, names: Sequence[str], rename: Callable[[str], str] = lambda name: name
 ) -> int:
-    """Write tensors of an arena as a safetensors file without a copy in memory; returns its bytes.
+    """Write an arena's tensors as a safetensors file; returns its bytes.
 
-    Only this user may read the file, which appears complete or not at all. Tied tensors have one name (`stored_names`);
-    `rename` maps a tensor's name to the file's.
+    No copy is made in memory. Only this user may read the file, which appears complete or not at all. Tied tensors have
+    one name (`stored_names`); `rename` maps a tensor's name to the file's.
     """
     specs = [arena.layout.spec(name) for name in names]
     plan = SafetensorsLayout(
@@ -233,7 +233,7 @@ def write_weights(
 
 
 def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]:
-    """One name for each storage: the first tied tensor that is not derived from another, as in checkpoints."""
+    """One name for each storage: the first underived one, as in checkpoints."""
     chosen: dict[str, str] = {}
     for spec in layout.specs:
         owner = spec.alias_of or spec.name
@@ -259,13 +259,13 @@ def _peft_name(name: str) -> str:
 
 
 def _derived(model: Any) -> Callable[[str], bool]:
-    """Whether transformers ties a tensor to another one; its table holds names or patterns."""
+    """Whether transformers ties a tensor to another, by name or pattern."""
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     return lambda name: any(re.fullmatch(pattern, name) for pattern in tied)
 
 
 class PrivateDirectory:
-    """A directory deleted by `close`, or by the next process that makes one like it."""
+    """A directory deleted by `close`, or by the next such process."""
 
     def __init__(self, parent: Path, *, prefix: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
 
 
 def logprobs_mode(sampling: SamplingSemantics) -> str:
-    """vLLM's mode in which log-probs of drawn tokens have the contract's meaning. Raises ConfigError: there is none."""
+    """vLLM's log-probs mode of the contract's meaning; raises ConfigError without one."""
     if sampling.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             "sampling.temperature",
@@ -94,7 +94,7 @@ def drawing(sampling: SamplingSemantics, *, seed: int, max_tokens: int, **change
 
 
 def seed_of(seed: int, member: int) -> int:
-    """Seed of one completion, 63 bits: no two members share a stream, nor do groups with close seeds."""
+    """63-bit seed of a completion: neither members nor groups share a stream."""
     return int.from_bytes(blake3.blake3(f"{seed}/{member}".encode()).digest(8), "little") >> 1
 
 

@@ -45,7 +45,7 @@ class VllmEngine:
     """Implements heterorl.common.generation.inference_engine.Engine."""
 
     def __init__(self, source: SharedModel, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
-        """Start vLLM with the model of a source, which `close` does not close.
+        """Start vLLM with a source's model; `close` keeps the source open.
 
         Only `end_token_ids` end a completion; the end token is its last token.
 
@@ -136,7 +136,7 @@ class VllmEngine:
                 self._num_open += 1
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion ended and no swap runs; returns all that ended."""
+        """Wait until a completion ended and no swap runs; returns all ended."""
         with self._news:
             epoch = self._epoch
             self._news.wait_for(
@@ -177,7 +177,7 @@ class VllmEngine:
             self._news.notify_all()
 
     def _fail(self, error: EngineError) -> None:
-        """Stop until a `load` succeeds; `collect` raises the error if requests were in flight."""
+        """Stop until `load` succeeds; requests in flight fail at `collect`."""
         with self._news:
             # A death is reported several times; requests in flight at the first report must still fail.
             is_heard = self._num_open > 0 or self._failure is not None
@@ -193,7 +193,10 @@ class VllmEngine:
         self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score texts in one batch; empty at a temperature, which vLLM does not apply to given tokens."""
+        """Score texts in one batch; empty at a temperature.
+
+        vLLM does not apply a temperature to given tokens.
+        """
         if self._sampling.logprob_temperature != 1.0:
             return []
         forced = drawing(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)

@@ -92,7 +92,7 @@ class VllmProcess:
             raise
 
     def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
-        """Take prompt token ids and sampling parameters; raises EngineDied if the process was closed.
+        """Take prompt ids and sampling parameters; raises EngineDied once closed.
 
         Its thread calls `on_end` with vLLM's RequestOutput or EngineDied, unless the request is cancelled.
         """
@@ -102,7 +102,7 @@ class VllmProcess:
             raise EngineDied("vLLM is not running") from error
 
     def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
-        """vLLM's RequestOutput for each (prompt token ids, sampling parameters), in addition to submitted requests.
+        """vLLM's RequestOutput for each (prompt ids, parameters), besides submitted requests.
 
         Raises EngineDied: the process ended, refused a request, or gave the requests up.
         """
@@ -113,14 +113,14 @@ class VllmProcess:
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._submitted])
 
     def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
-        """Call a method of the worker extension in every worker; returns their answers.
+        """Call a worker extension's method in every worker; returns their answers.
 
         Raises EngineDied: one of them failed.
         """
         return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
 
     def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
-        """Change the weights between two tokens; requests in flight continue with the new ones.
+        """Change weights between two tokens; requests in flight continue with them.
 
         The worker extension's method must answer `num_tensors` in every worker; later tokens carry `label`. Raises
         EngineDied if a worker failed or read something else: generation stays paused; call `give_up`.
@@ -128,7 +128,7 @@ class VllmProcess:
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
     def swap_adapter(self, directory: str, *, label: str) -> None:
-        """Change the adapter over the base model, from `peft`'s files, as `swap` changes weights.
+        """Change the adapter from `peft`'s files, as `swap` changes weights.
 
         Raises EngineDied: vLLM does not take it; generation stays paused; call `give_up`.
         """

@@ -36,13 +36,13 @@ def canary_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
 
 
 class Reference:
-    """A Hugging Face causal language model that reads its weights from an arena while it computes.
+    """A Hugging Face causal model that reads weights from an arena.
 
     Weights that the arena lacks (the base model under adapters) are the model's own.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, device: str = "cpu") -> None:
-        """Take a model on the CPU and free the layout's weights; `device` holds one module at a time."""
+        """Take a CPU model, free the layout's weights; `device` holds one module."""
         self._model: Any = model.eval()
         self._device = torch.device(device)
         for path, module in model.named_modules():
@@ -127,9 +127,10 @@ def _hooks(
 def check(
     engine: Sequence[Float32Array], reference: Sequence[Float32Array], *, version: int, tolerance: float
 ) -> float:
-    """Largest mean absolute difference of log-probs, float32 [T - 1] for each sequence, nats.
+    """Largest mean absolute difference of a sequence's log-probs, nats.
 
-    Raises StaleWeights: a sequence differs by more than `tolerance`, or is not finite.
+    Both are float32 [T - 1] for each sequence. Raises StaleWeights: a sequence differs by more than `tolerance`, or is
+    not finite.
     """
     worst = max(float(np.abs(one - other).mean()) for one, other in zip(engine, reference, strict=True))
     # `not <=` also refuses NaN.

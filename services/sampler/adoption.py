@@ -182,7 +182,7 @@ async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> A
             task.cancel()
         await asyncio.gather(asking, stopping, return_exceptions=True)
     for key, value in found.got.items():
-        _LOG.info("joining with %s = %.300r, as the run states it", key, value)
+        _LOG.info("the sampler joins with %s = %.300r, as the run states it", key, value)
     return found
 
 
@@ -202,7 +202,7 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
                     action="state task, sampling, group_size, lora and template in this file, and leave [join] out",
                 )
             if not has_said:
-                _LOG.info("waiting for the learner of run %s, which states what to join with", diagnosis.run_id)
+                _LOG.info("the sampler waits until the learner of run %s states its settings", diagnosis.run_id)
             has_said = True
             await clock.sleep(ASK_AGAIN_S)
     finally:

@@ -115,7 +115,7 @@ class EvaluationLoop:
         is_late = not self._num_failures and now - self._drained_at >= self._config.evaluation_hold_s
         if is_late or self._num_failures >= MAX_FAILURES:
             why = "its weights did not come" if is_late else f"nothing came of it {MAX_FAILURES} times"
-            _LOG.warning("draining without the last evaluation: %s", why)
+            _LOG.warning("the sampler drains without the last evaluation: %s", why)
             return True
         return False
 
@@ -184,7 +184,7 @@ class EvaluationLoop:
                 self._sets.pop(of.name, None)
                 _LOG.error("set %s is not evaluated here: %s", of.name, error)
             else:
-                _LOG.warning("held-out prompts are handed back: %s", error)
+                _LOG.warning("%d held-out prompts of set %s are handed back: %s", len(self._held), of.name, error)
             self._num_failures += 1
             await self._give_back()
             return False

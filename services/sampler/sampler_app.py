@@ -90,7 +90,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
             address=config.metrics_host,
             may_move="metrics_port" not in config.model_fields_set,
         )
-        _LOG.info("metrics on port %d", port)
+        _LOG.info("site %s: coordinator %s, metrics on port %d", config.site, config.coordinator, port)
         async with linked(config, clock) as api:
             joined = None
             if config.join is not None:
@@ -240,7 +240,7 @@ class Sampler:
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self.generation.num_in_flight:
-                    _LOG.info("stopping with %d groups in flight", self.generation.num_in_flight)
+                    _LOG.info("the sampler stops with %d groups in flight", self.generation.num_in_flight)
                 if not ends[0].done():
                     await self.generation.stop()
                     if self.evaluation is not None:
@@ -261,7 +261,7 @@ class Sampler:
             )  # fmt: skip
         left = f"{level.num_groups} groups ({decimal(level.num_bytes)}) are spooled, the next start delivers them"
         _LOG.info(
-            "%s: %d groups delivered since the start, %d not taken; %s",
+            "the sampler has %s: %d groups delivered since the start, %d not taken; %s",
             "drained" if self.session.is_draining and not level.num_groups else "stopped",
             self.delivery.num_delivered, self.delivery.num_refused, left if level.num_groups else "nothing is spooled",
         )  # fmt: skip

@@ -81,7 +81,7 @@ class Session:
             ContractMismatch: this node disagrees with the run.
             RunReplaced: the run has lost versions that this sampler verified.
         """
-        _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
+        _LOG.info("site %s registers as incarnation %s", self.registration.site, self.registration.incarnation)
         backoff = Backoff(clock=self.clock, rng=self.rng)
         while True:
             # Read before asking: newer versions may be verified here before the answer comes.
@@ -104,9 +104,9 @@ class Session:
                 delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
                 # The link logs when the coordinator stops answering, and when it answers again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)
+                _LOG.log(level, "registration waits %.1f s: %s", delay_s, error)
                 await self.clock.sleep(delay_s)
-        _LOG.info("registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
+        _LOG.info("the sampler is registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
         """Return a killed process's assignments first: one may have killed it."""
@@ -156,14 +156,15 @@ class Session:
             except (RemoteError, CorruptData) as error:
                 if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
                     raise
-                _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no heartbeat: %s", error)
+                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(level, "the heartbeat failed: %s", error)
                 commands = ()
             await self._obey(commands)
             await self.clock.sleep(self.heartbeat_s)
 
     async def _obey(self, commands: Sequence[Command]) -> None:
         if Command.STOP in commands:
-            _LOG.info("stopping: the coordinator asks for it")
+            _LOG.info("the sampler stops: the coordinator asks for it")
             self.stopped.set()
         if Command.DRAIN in commands:
             self.drain("the coordinator asks for it")
@@ -174,5 +175,5 @@ class Session:
         if self.is_draining:
             return
         self.is_draining = True
-        _LOG.info("draining: %s", reason)
+        _LOG.info("the sampler drains: %s", reason)
         self.bell.ring()

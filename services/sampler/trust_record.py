@@ -279,7 +279,7 @@ def agree(state_dir: Path, *, run: str, to_version: int) -> None:
         if forgotten := record.rewind(to_version):
             first, last = forgotten[0], forgotten[-1]
             _LOG.warning(
-                "forgotten by order: %d versions from %d, state %s, to %d, state %s",
+                "%d versions from %d, state %s, to %d, state %s, are forgotten by order",
                 len(forgotten), first.version, first.state_root, last.version, last.state_root,
             )  # fmt: skip
 

@@ -33,7 +33,7 @@ async def test_sampler_with_a_short_file_joins_and_its_groups_are_trained_on(tmp
     assert status.ledger.consumed >= 12
     log = (tmp_path / "logs" / "site-a.log").read_text()
     for said in ("task.name", "task.digits", "group_size", "sampling.max_new_tokens"):
-        assert f"joining with {said} = " in log, log
+        assert f"joins with {said} = " in log, log
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ async def test_signal_in_the_middle_of_long_completions_gives_them_up_and_hands_
     finally:
         cluster.stop()
 
-    begun, ended = (instant_of(child.log.read_text(), words) for words in ("stopping with", "stopped: "))
+    begun, ended = (instant_of(child.log.read_text(), words) for words in ("the sampler stops with", "stopped: "))
     assert begun <= ended
     record_property("end_s", (ended - begun).total_seconds())
 

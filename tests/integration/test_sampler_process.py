@@ -22,7 +22,7 @@ async def line_in(path, text):
 async def test_sampler_ends_at_a_signal_while_the_coordinator_is_unreachable(tmp_path, number):
     child = Cluster(tmp_path).start("site-a")
     try:
-        await line_in(child.log, "registering site site-a")
+        await line_in(child.log, "site site-a registers")
         child.process.send_signal(number)
         code = await asyncio.to_thread(child.process.wait, 60)
     finally:

@@ -42,7 +42,7 @@ async def test_sampler_is_told_what_the_learner_stated(secure, caplog):
     assert found is not None
     assert (found.config.group_size, found.config.task.digits) == (2, 1)
     found.check(CONTRACT)
-    assert "joining with group_size = 2, as the run states it" in caplog.text
+    assert "the sampler joins with group_size = 2, as the run states it" in caplog.text
 
 
 async def test_run_whose_learner_states_nothing_is_said(secure):

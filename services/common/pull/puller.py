@@ -115,7 +115,7 @@ class Puller:
             except UnknownPayload as error:
                 if not self._fallback.fail(Failure.GONE):
                     raise
-                _LOG.info("re-planning pull of version %d: %s", want_version, error)
+                _LOG.info("version %d is planned again: %s", want_version, error)
             except CorruptData as error:
                 self._discard(error)
                 if not self._fallback.fail(Failure.DAMAGED):
@@ -129,7 +129,7 @@ class Puller:
 
     def _discard(self, error: CorruptData) -> None:
         metrics.DIGEST_MISMATCHES.inc()
-        _LOG.debug("discarding what was fetched: %s", error)
+        _LOG.debug("fetched payloads are discarded: %s", error)
         self._fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:

@@ -113,7 +113,10 @@ def total_reward(parts: Iterable[RewardPart]) -> float:
     """
     total = weighted_sum(parts)
     if abs(total) > MAX_REWARD:
-        raise RewardError(f"a reward of {total:g}; at most {MAX_REWARD:g} either way is trained on")
+        raise RewardError(
+            f"a reward of {total:g}; at most {MAX_REWARD:g} either way is trained on",
+            action="lower the reward, or its weight in task.rewards",
+        )
     return total
 
 

@@ -183,7 +183,7 @@ def pushes_to_pb(
         data = sealed.data
         if FRAME_BYTES + SIZE_BYTES + len(data) > limit_bytes:
             _LOG.error(
-                "group %d of site %s is lost: it has %d bytes, the coordinator's max_message_bytes is %d",
+                "group %d of site %s is lost: it has %d bytes, the coordinator's max_message_bytes is %d; raise it",
                 sealed.id.sequence,
                 sealed.id.site,
                 len(data),

@@ -281,7 +281,7 @@ class CompletionCollector:
             self.drafts.give_up(draft.key)
             self._forsake(draft)
         if left:
-            _LOG.info("left %d groups in flight to the next start, which continues their turns", len(left))
+            _LOG.info("%d groups in flight are left to the next start, which continues their turns", len(left))
 
     def _give_up(self, draft: GroupDraft, reason: ReturnReason | None = None) -> None:
         self._returned.append((draft.assignment.id, reason))

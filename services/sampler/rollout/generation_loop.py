@@ -134,7 +134,7 @@ class GenerationLoop:
             if not level.num_groups:
                 return
             if not is_said:
-                _LOG.info("draining: %d groups are left to deliver", level.num_groups)
+                _LOG.info("the drain waits until %d groups are delivered", level.num_groups)
                 is_said = True
             await ticket.wait()
 
@@ -153,7 +153,7 @@ class GenerationLoop:
             num_turns += len(group.turns)
             self.collector.resume(draft, group, tasks)
         if num_turns:
-            _LOG.info("going on with %d groups of an earlier process, %d turns of them", len(self._drafts), num_turns)
+            _LOG.info("%d groups of an earlier process go on after %d turns", len(self._drafts), num_turns)
 
     @property
     def num_in_flight(self) -> int:

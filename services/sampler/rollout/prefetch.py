@@ -79,12 +79,13 @@ class WorkClient:
             self.ask_time = self.clock.monotonic() + self._backoff.delay_s()
             return None
         except RunFinished as error:
-            _LOG.info("no work: %s", error)
+            _LOG.info("the coordinator gives no work: %s", error)
             self.session.drain("the run has ended")
             return None
         except RemoteError as error:
             # A draining run and a restarting coordinator answer alike; the heartbeat tells which.
-            _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
+            level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+            _LOG.log(level, "the coordinator gives no work: %s", error)
             self.ask_time = self.clock.monotonic() + self._backoff.next_delay(error)
             return None
         # The request id changes only after an answer: a lost answer is not granted twice.
@@ -98,7 +99,7 @@ class WorkClient:
         if work:
             self._backoff.reset()
         else:
-            _LOG.debug("no work: %s", peer_words(grant.reason))
+            _LOG.debug("the coordinator gives no work: %s", peer_words(grant.reason))
             self.ask_time += peer_seconds(grant.retry_after_s) or self._backoff.delay_s()
         return dataclasses.replace(grant, assignments=work)
 

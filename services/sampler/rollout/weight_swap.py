@@ -95,7 +95,7 @@ class WeightSwap:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
         self.reported = replace(self.reported, policy_version=NO_VERSION, state_root=NO_ROOT)
         self._next_at = self.clock.monotonic() + self._backoff.delay_s()
-        _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
+        _LOG.error("the engine generates nothing until it has loaded a version: %s", error)
 
     def forget_roots(self, oldest: int | None) -> None:
         """Keep state roots from `oldest` on; None: only the current version's."""
@@ -164,7 +164,7 @@ class WeightSwap:
             verdict = await self.api.report_canary(report)
         except RemoteError as error:
             # Most causes refuse a lease too; leased work is judged at its push.
-            _LOG.info("no canary of version %d: %s", version, error)
+            _LOG.info("version %d is not compared with the learner: %s", version, error)
             return
         if verdict.quarantine:
             self.on_quarantine()

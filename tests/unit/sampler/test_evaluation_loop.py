@@ -205,7 +205,7 @@ async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(wor
 
     assert world.clock.monotonic() - drained_at >= 20.0
     assert (await found(world, 1)).state is EvaluationState.OPEN
-    assert "draining without the last evaluation: its weights did not come" in caplog.text
+    assert "the sampler drains without the last evaluation: its weights did not come" in caplog.text
 
 
 async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_away_for_a_moment(world):

@@ -67,7 +67,7 @@ def test_what_is_forgotten_is_one_line_however_much_it_is(tmp_path, caplog):
     rewind.agree(tmp_path, run="run", to_version=5)
 
     (line,) = caplog.messages
-    assert line.startswith("forgotten by order: 193 versions from 7, state aaaa")
+    assert line.startswith("193 versions from 7, state aaaa")
     assert ", to 199, state aaaa" in line
 
 

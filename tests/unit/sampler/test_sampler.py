@@ -442,7 +442,7 @@ async def test_sampler_says_what_it_does(world, caplog):
     taken = [line for line in lines if "is used" in line]
     assert [line.split()[1] for line in taken] == ["0", "1"]
     assert "bytes in" in taken[0]
-    assert lines[-1].startswith("stopped: ")
+    assert lines[-1].startswith("the sampler has stopped: ")
     assert "groups delivered since the start, 0 not taken" in lines[-1]
 
 

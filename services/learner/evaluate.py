@@ -32,7 +32,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Scores the first `num_prompts` held-out prompts, with the same seeds for every version."""
+    """Scores the first held-out prompts, with equal seeds for every version."""
 
     def __init__(
         self, *, task: Task, engine: Engine, prompter: Prompter, num_prompts: int, num_per_prompt: int, seed: int
@@ -48,7 +48,7 @@ class Evaluator:
         """Samples of the newest evaluation; the reward of a completion that could not be scored is NaN."""
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
-        """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
+        """Mean reward over held-out completions, the accuracy for rewards 0 and 1.
 
         A completion whose verifier fails is left out and counted, not scored as wrong. A prompt that the template or
         the engine refuses is left out.
@@ -110,7 +110,7 @@ class Evaluator:
         )
 
     def _written(self) -> tuple[list[Prompt], list[Int32Array]]:
-        """The prompts that the template writes and the reward can score, and their tokens."""
+        """The prompts that can be written and scored, and their tokens."""
         prompts: list[Prompt] = []
         encoded: list[Int32Array] = []
         for index in range(self._num_prompts):

@@ -92,9 +92,10 @@ class _Form:
 
 
 def _snapshot_reader(path: Path, layout: Layout, manifest: Manifest) -> Read:
-    """The tensors of a snapshot file; each chunk is compared with the manifest before its values are used.
+    """The tensors of a snapshot file, each chunk checked before use.
 
-    One decoded chunk is kept: tensors read in the order of their names are decoded once.
+    The manifest has the chunks' digests. One decoded chunk is kept: tensors read in the order of their names are
+    decoded once.
     """
     digests = manifest.chunk_digests
     if len(digests) != len(layout.chunks) or state_root(layout.layout_id, digests) != manifest.state_root:
@@ -138,7 +139,8 @@ def _tensor_of(spec: TensorSpec, bits: IntArray) -> torch.Tensor:
 def _write_weights(
     directory: Path, model: nn.Module, read: Read, *, dtype: Dtype, max_shard_size: str, report: Report
 ) -> None:
-    """Write the files and, where they are several, their index; the model's parameters may be on the meta device."""
+    """Write the files of weights and, if several, their index.
+    The model's parameters may be on the meta device."""
     form = _form_of(model, dtype, max_shard_size=max_shard_size)
     state = model.state_dict()
     done = 0
@@ -237,7 +239,8 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 
 
 def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state without adapters; of tied tensors the one under whose name transformers looks for it."""
+    """The state without adapters; of tied tensors one.
+    It has the name under which transformers looks for it."""
     network: Any = model
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     state = {
@@ -324,7 +327,7 @@ def export_model(
 
 
 def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
-    """Adapters, which are small and held, over weights that stay on the disk."""
+    """Adapters, held in memory, over weights that stay on the disk."""
     opened = open_model(model_dir)
     if digest_of_opened(opened) != lora.base_digest:
         raise ConfigError(
@@ -381,7 +384,8 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
 
 @contextmanager
 def _appearing(out_dir: Path) -> Iterator[Path]:
-    """A directory that gets its name when all in it is durable, and is removed when the body fails."""
+    """A directory that gets its name when all in it is durable.
+    It is removed when the body fails."""
     temporary = out_dir.with_name(f"{out_dir.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -415,7 +419,7 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, mode
 def _write_adapter(
     directory: Path, model: nn.Module, lora: LoraSettings, *, dtype: torch.dtype, model_dir: str
 ) -> None:
-    """The adapters as the files that `peft` reads, in the type that they were published in."""
+    """Write adapters as `peft` reads them, in their published type."""
     weights = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
@@ -456,7 +460,8 @@ def _of_another_model() -> ConfigError:
 
 
 def _copy_tokenizer(model_dir: str, out_dir: Path) -> None:
-    """Copy the files as they are, so that the tokenizer's digest stays; a hub id goes through transformers."""
+    """Copy the files as they are, so that the tokenizer's digest stays.
+    A hub id goes through transformers."""
     if Path(model_dir).is_dir():
         for pattern in _TOKENIZER_FILES:
             for path in Path(model_dir).glob(pattern):

@@ -146,13 +146,15 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """The joined parts of one learner; one process at a time may use the state directory."""
+    """The joined parts of one learner.
+    One process at a time may use the state directory."""
 
     training_run: TrainingRun
     state_dir: Path
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
-        """Train until `max_steps` or until `stop` is set; `on_ready` is called when the lease is asked for.
+        """Train until `max_steps` or until `stop` is set.
+        `on_ready` is called when the lease is asked for.
 
         Raises:
             UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
@@ -203,7 +205,7 @@ def _begin_term(
     backoff: Callable[[], Backoff],
     trust: Trust,
 ) -> Rollback:
-    """Make the parts that work under a lease; the state directory is held."""
+    """Make the parts of a term; the state directory is held."""
     directory = config.state_dir
     payloads = directory / "payloads"
     backend = parts.backend

@@ -42,7 +42,7 @@ class EvaluationConfig(Config):
 
 
 class LearnerConfig(Config):
-    """The learner of one run; a second learner may wait for its lease."""
+    """The learner of one run; a second may wait for its lease."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, equal at coordinator and learner."""
@@ -130,7 +130,8 @@ class LearnerConfig(Config):
     """Traces of groups by OpenTelemetry."""
 
     def drawn_semantics(self) -> SamplingSemantics:
-        """The settings of `sampling` with the most drawn tokens of a rollout, which losses may divide by."""
+        """The settings of `sampling`, with a rollout's most drawn tokens.
+        Losses may divide by these."""
         own, num_turns = self.sampling.semantics(), self.task.max_turns_of_all
         if num_turns == 1:
             return own

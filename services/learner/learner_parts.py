@@ -61,7 +61,7 @@ class Parts:
 
 
 def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> Parts:
-    """Load the model and everything that goes with it; start the other ranks, if there are to be any.
+    """Load the model and its parts; start the other ranks, if any.
 
     `rank_env` is rank 0's, where a launcher has started all ranks.
 
@@ -150,7 +150,8 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
 def build_backend(
     config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, rank_group: RankGroup | None = None
 ) -> tuple[TorchBackend | ShardedBackend, Callable[[], None]]:
-    """The backend of rank 0, and a function that ends the other ranks; starts them, unless a launcher has.
+    """Rank 0's backend, and a function that ends the other ranks.
+    Starts the ranks, unless a launcher has.
 
     Raises:
         ConfigError: the backend is one process, or cannot be built.

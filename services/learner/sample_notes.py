@@ -48,7 +48,7 @@ _Ratios = Mapping[int, Float32Array]
 
 
 class NoteReader:
-    """Decodes groups with the run's tokenizer, and finds their answers in its task."""
+    """Decodes groups with the run's tokenizer, and finds their answers."""
 
     def __init__(self, prompter: Prompter, task: Task) -> None:
         self._prompter = prompter
@@ -93,7 +93,7 @@ def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Settled:
-    """A group whose note is to be made, with the log-ratios of a trained group."""
+    """A group whose note is to be made, with any log-ratios."""
 
     group: Group
     ratios: _Ratios
@@ -142,7 +142,7 @@ class SampleNotes:
                 self._put(entry)
 
     def rejected(self, groups: Iterable[Group]) -> None:
-        """Send the notes of groups that failed a check: all of them are kept."""
+        """Send the notes of all groups that failed a check."""
         for group in groups:
             self._put(_Settled(group=group, ratios={}))
 

@@ -36,7 +36,8 @@ class PassCount:
 
 @dataclass(slots=True, kw_only=True)
 class BusyTime:
-    """Seconds in which at least one block was open, on the event loop or in threads that it waits for."""
+    """Seconds in which at least one block was open.
+    Blocks are on the event loop, or in threads that it waits for."""
 
     clock: Clock
     _num_open: int = 0
@@ -84,7 +85,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, phase: LearnerPhase) -> Iterator[None]:
-        """Count the time until the end of the block as spent in a phase; blocks do not nest."""
+        """Count the block's time in a phase; blocks do not nest."""
         began = self.clock.monotonic()
         self.passes.note(0, 0)
         self._phase = (phase, began)
@@ -96,7 +97,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time until the end of the block as checks, as long as they ran, and as waiting."""
+        """Count the block's time as checks while these ran, else as waiting."""
         began, checked_s = self.clock.monotonic(), self.checks.seconds
         self._phase = (LearnerPhase.WAITING, began)
         try:
@@ -141,7 +142,7 @@ class StepTimer:
 
 
 def new_step_timer(clock: Clock, passes: PassCount | None = None) -> StepTimer:
-    """The timer of a trainer that has not begun; `passes` is the backend's."""
+    """A new trainer's timer; `passes` is the backend's."""
     return StepTimer(clock=clock, checks=BusyTime(clock=clock), passes=passes or PassCount())
 
 
@@ -247,7 +248,8 @@ def _observe_completions(numbers: CompletionNumbers) -> None:
 
 
 def observe_start() -> None:
-    """Set times to now, numbers to NaN, and create counters, so that no alert is misled before the first step."""
+    """Set times to now, numbers to NaN, and create counters.
+    No alert is then misled before the first step."""
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
     metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
     for gauge in _NUMBERS:

@@ -74,10 +74,10 @@ class Fsdp2Engine:
         return logprobs_N, entropies_N
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Ignored: each pass shards its gradient, so that no rank holds a whole one between passes."""
+        """Ignored: no rank holds a whole gradient, since each pass shards it."""
 
     def free(self) -> None:
-        """Free gathered weights that a forward pass left for a backward pass that does not come."""
+        """Free weights gathered for a backward pass that does not come."""
         wrapped: Any = self._wrapped
         wrapped.reshard()
 
@@ -94,10 +94,10 @@ def shard(
     device: torch.device,
     is_frozen: bool = False,
 ) -> Fsdp2Engine:
-    """Shard a model without content over all ranks, in place; its parameters then have arbitrary content.
+    """Shard a model without content over all ranks, in place.
 
-    The model is on the meta device except for its buffers, which are moved. `products` is the type of passes, weights
-    included; None for fp32. A frozen model is sharded again after each pass.
+    Its parameters then have arbitrary content. The model is on the meta device except for its buffers, which are moved.
+    `products` is the type of passes, weights included; None for fp32. A frozen model is sharded again after each pass.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Copies from pinned memory overlap with a GPU's computing.
@@ -135,7 +135,7 @@ def local_part(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def piece_of(shape: torch.Size, *, rank: int, world_size: int) -> Piece:
-    """The elements of a rank: rows are cut as `torch.chunk` does, so the last ranks may have fewer or none."""
+    """A rank's rows of a tensor, cut as `torch.chunk` cuts them."""
     num_rows = shape[0] if shape else 1
     width = shape.numel() // num_rows if num_rows else 0
     length = -(-num_rows // world_size)
@@ -173,7 +173,8 @@ class Fsdp2State(ShardedState):
         target.copy_(whole[piece.start : piece.start + piece.size].view(target.shape))
 
     def _part(self, name: str, key: Key) -> torch.Tensor:
-        """This rank's rows of a tensor, sharing its storage; zeros for moments without a gradient yet."""
+        """This rank's rows of a tensor, sharing its storage.
+        Moments without a gradient yet are zeros."""
         local = self._locals[name]
         if not key:
             return local.detach()
@@ -196,9 +197,10 @@ class Fsdp2State(ShardedState):
 
     @contextmanager
     def rounded(self, types: Mapping[str, torch.dtype]) -> Iterator[None]:
-        """A context in which passes gather masters as they would be published; costs a copy of this rank's part.
+        """A context in which passes gather masters as they are published.
 
-        Afterwards the masters are back, bit for bit, also after an error. `types` are the layout's by name.
+        It costs a copy of this rank's part. Afterwards the masters are back, bit for bit, also after an error. `types`
+        are the layout's by name.
         """
         kept = {name: local.detach().clone() for name, local in self._locals.items() if types[name] != torch.float32}
         try:
@@ -213,9 +215,9 @@ class Fsdp2State(ShardedState):
 
     @torch.no_grad()
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
-        """Clip and step, unless loss or gradient is not finite; clears the gradient.
+        """Clip and step, unless loss or gradient is not finite.
 
-        Returns whether the step was taken, and the norm of the whole gradient before clipping.
+        Clears the gradient. Returns whether the step was taken, and the norm of the whole gradient before clipping.
 
         Raises ConfigError: on all ranks: passes no longer see the tensors of the optimizer.
         """
@@ -246,7 +248,8 @@ class Fsdp2State(ShardedState):
         return is_applied, norm
 
     def _is_apart(self) -> bool:
-        """Whether a parameter has left the storage of the optimizer's tensor: torch before 2.10 copies padded rows."""
+        """Whether a parameter has left the storage of the optimizer's tensor.
+        Torch before 2.10 copies padded rows."""
         if self._is_checked:
             return False
         self._is_checked = True
@@ -299,7 +302,7 @@ class Fsdp2Sharding(Sharding):
         ranks: Collectives,
         lora: LoraConfig,
     ) -> None:
-        """Load the model, check that it can be trained this way, and shard it.
+        """Load the model, check that ranks can train it, and shard it.
 
         Raises ConfigError: model or reference cannot be loaded or trained in the chosen layout, there are no layers for
         the adapters, or the loss depends on how a step is cut into passes.
@@ -387,7 +390,7 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
 
 @torch.no_grad()
 def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
-    """Round a reference as the learner's passes round the published tensors of these names."""
+    """Round a reference's tensors named in `types`, as passes round the learner's."""
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     for name, part in (*parts.items(), *model.named_buffers()):
         if name in types:

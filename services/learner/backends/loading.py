@@ -35,7 +35,8 @@ _Places = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 def empty_model(model_dir: str) -> nn.Module:
-    """A causal language model with parameters on the meta device; its buffers are real, since they are computed.
+    """A causal language model with parameters on the meta device.
+    Its buffers are real, since they are computed.
 
     Raises ConfigError: there is no such model, or its code needs values.
     """
@@ -59,9 +60,9 @@ def empty_model(model_dir: str) -> nn.Module:
 def replace_parameters(
     model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Replace a model's parameters one at a time, as the caller iterates; tied parameters stay tied.
+    """Replace a model's parameters one at a time, as the caller iterates.
 
-    Yields the new ones by name, each already in its place.
+    Tied parameters stay tied. Yields the new ones by name, each already in its place.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in model.modules():
@@ -77,9 +78,10 @@ def replace_parameters(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """A context in which modules of this process register parameters without storage; BUILDING is held.
+    """A context in which this process's modules register parameters without storage.
 
-    Not torch's meta device: buffers such as the frequencies of positions are computed, and in no file.
+    BUILDING is held. Not torch's meta device: buffers such as the frequencies of positions are computed, and in no
+    file.
     """
     register = nn.Module.register_parameter
 
@@ -99,7 +101,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A model with parameters on the meta device, ready to train when it has weights; its buffers are real."""
+    """A model on the meta device, with real buffers, ready for weights."""
 
     model: nn.Module
     flat: Callable[[str], torch.Tensor]
@@ -109,14 +111,14 @@ class OpenedModel:
 
 
 class _NotByName(Exception):
-    """The reason why the files do not have the model's tensors by name."""
+    """The files do not have the model's tensors by name."""
 
 
 def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, may_hold: bool = True) -> OpenedModel:
-    """Open a local directory or hub id; reads only types and shapes of its weights.
+    """Open a local directory or hub id.
 
-    Without `may_hold` a model that cannot be read by name has no weights, and its untrained tensors keep computed
-    values.
+    Reads only types and shapes of its weights. Without `may_hold` a model that cannot be read by name has no weights,
+    and its untrained tensors keep computed values.
 
     Raises ConfigError: it is not a causal language model, or cannot be read.
     """
@@ -139,7 +141,7 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 
 
 def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Give the model all weights as fp32 masters on a device, in memory of their own; returns it."""
+    """Fill the model with fp32 masters on a device; returns it."""
     # Mapped tensors are the file's: copy them. Held ones belong to this model.
     names = replace_parameters(
         opened.model,
@@ -152,10 +154,10 @@ def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Modul
 
 @torch.no_grad()
 def hold_untrained(opened: OpenedModel) -> None:
-    """Turn published parameters that are not trained, such as a router's correction, into buffers with their values.
+    """Turn published parameters that are not trained into buffers with their values.
 
-    An engine that shards a model shards what is trained, so all that it publishes is trained or a buffer. If ranks
-    share the weights of one, all of them call.
+    An example is a router's correction. An engine that shards a model shards what is trained, so all that it publishes
+    is trained or a buffer. If ranks share the weights of one, all of them call.
     """
     frozen = {
         id(tensor)
@@ -236,7 +238,8 @@ def _is_converted(model: nn.Module) -> bool:
 
 
 def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str]:
-    """The file's name of each tensor of a model; tied ones are one tensor, under any of their names."""
+    """The file's name of each tensor of a model.
+    Tied ones are one tensor, under any of their names."""
     tied: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -260,7 +263,7 @@ def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str
 
 @contextmanager
 def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
-    """A context in which the model has fp32 weights for forward passes without gradients.
+    """A context with the model's fp32 weights for passes without gradients.
 
     Memory: embeddings, head, and one block. Blocks, not single modules: modules of a block read each other's weights.
     """
@@ -303,7 +306,7 @@ def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules, such as a model's layers."""
+    """The members of the outermost lists of modules, such as layers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child.children()

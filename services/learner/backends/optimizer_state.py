@@ -55,7 +55,7 @@ def build_optimizer(
 
 
 def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
-    """Names and shapes of a parameter's moments without its count of steps; all fp32."""
+    """Names and shapes of a parameter's fp32 moments, without the step count."""
     if optimizer == "adamw":
         return {"exp_avg": shape, "exp_avg_sq": shape}
     if len(shape) < 2:
@@ -65,7 +65,7 @@ def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torc
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateCopy:
-    """A copy of a state in the host's memory, 12 bytes a parameter with AdamW."""
+    """A state's copy in host memory, 12 bytes a parameter with AdamW."""
 
     weights: Mapping[str, torch.Tensor]
     moments: Mapping[str, torch.Tensor]
@@ -86,7 +86,8 @@ def copy_state(
     applied_steps: int,
     lora: LoraSettings = NO_LORA,
 ) -> StateCopy:
-    """Copy the content of the three files; weights of a model with adapters are the adapters only."""
+    """Copy the content of the three files.
+    With adapters the weights are the adapters only."""
     parameters = trainable(model)
     weights = {name: _copy(parameter) for name, parameter in parameters.items()}
     moments = {
@@ -116,7 +117,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def read_state(
     directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName = "adamw"
 ) -> int:
-    """Restore a model and a fresh optimizer, with one tensor at a time in memory; returns the applied steps.
+    """Restore a model and a fresh optimizer; returns the applied steps.
+    One tensor at a time is in memory.
 
     Raises as `open_state`, before any change.
     """
@@ -164,7 +166,7 @@ def open_state(
 
 
 def read_lora(directory: Path) -> LoraSettings:
-    """The adapter settings of a state; rank 0 where it holds all weights.
+    """The adapter settings of a state; NO_LORA where it holds all weights.
 
     Raises CorruptStore: the file is missing or broken.
     """
@@ -191,7 +193,7 @@ def _check_state(
     *,
     kind: OptimizerName,
 ) -> int:
-    """The applied steps of a state that fits the model by types and shapes."""
+    """Check a state against the model; returns its applied steps."""
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
     if (stated := counters.get("optimizer", "adamw")) != kind:

@@ -50,9 +50,10 @@ _LOW_TOLERANCE = 0.1
 
 
 class SliceGroup:
-    """`size` consecutive ranks, of which this one is number `index`; all call the same methods in the same order.
+    """`size` consecutive ranks, of which this one is number `index`.
 
-    They are on one machine where its number of ranks is a multiple of `size`.
+    All call the same methods in the same order. They are on one machine where its number of ranks is a multiple of
+    `size`.
     """
 
     def __init__(self, ranks: Collectives, *, size: int) -> None:
@@ -83,21 +84,22 @@ class SliceGroup:
 
 
 def heads_for_columns(values_RHCD: torch.Tensor, group: SliceGroup) -> torch.Tensor:
-    """Exchange this slice's columns of all heads for all columns of this rank's heads."""
+    """Exchange own columns of all heads for all columns of own heads."""
     parts_PRHCD = values_RHCD.unflatten(1, (group.size, -1)).movedim(1, 0)
     return _exchanged(parts_PRHCD, group).movedim(0, 2).flatten(2, 3)
 
 
 def columns_for_heads(values_RHSD: torch.Tensor, group: SliceGroup) -> torch.Tensor:
-    """Exchange all columns of this rank's heads for this slice's columns of all heads."""
+    """Exchange all columns of own heads for own columns of all heads."""
     parts_PRHCD = values_RHSD.unflatten(2, (group.size, -1)).movedim(2, 0)
     return _exchanged(parts_PRHCD, group).movedim(0, 1).flatten(1, 2)
 
 
 def whole_of_parts(own_n: torch.Tensor, places: Sequence[torch.Tensor], group: SliceGroup) -> torch.Tensor:
-    """The values [N] of all slices, on every rank of the group; `places` are each slice's positions among the N.
+    """The values [N] of all slices, on every rank of the group.
 
-    Every rank computes the same from them, so each value's gradient returns unchanged to the rank it came from.
+    `places` are each slice's positions among the N. Every rank computes the same from the values, so each value's
+    gradient returns unchanged to the rank it came from.
     """
     whole_N: torch.Tensor = _Whole.apply(own_n, places, group)  # type: ignore[no-untyped-call]
     return whole_N
@@ -210,7 +212,8 @@ class SlicedAttention:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend from this slice's columns: queries [R, H, C, D], keys and values [R, K, C, D] -> [R, C, H, D]."""
+        """Attend from this slice's columns.
+        Queries [R, H, C, D], keys and values [R, K, C, D] -> [R, C, H, D]."""
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None or not is_causal or any(options.get(name) is not None for name in _UNKNOWN):
@@ -228,7 +231,7 @@ class SlicedAttention:
         return own_RHCD.transpose(1, 2).contiguous(), None
 
     def _for_each(self, states_RKCD: torch.Tensor) -> torch.Tensor:
-        """Give each rank a head at least: ranks that share one get copies, whose gradients add up."""
+        """Give each rank at least one head; gradients of copies add up."""
         copies = self._group.size // states_RKCD.shape[1]
         return states_RKCD.repeat_interleave(copies, dim=1) if copies > 1 else states_RKCD
 
@@ -250,7 +253,7 @@ def install(model: nn.Module, attention: SlicedAttention) -> None:
 
 
 def check_model(model: nn.Module, *, size: int) -> None:
-    """Refuse a model whose heads cannot be divided, or whose attention is in chunks."""
+    """Refuse a model with indivisible heads, or attention in chunks."""
     network: Any = model
     config = network.config.get_text_config()
     heads = config.num_attention_heads
@@ -296,7 +299,8 @@ def _attend(
 
 
 class SlicedEngine:
-    """A PassEngine of slices over one of whole rows; all ranks of a group get the same micro-batch."""
+    """A PassEngine of slices over one of whole rows.
+    All ranks of a group get the same micro-batch."""
 
     def __init__(self, inner: PassEngine, attention: SlicedAttention, group: SliceGroup) -> None:
         self._inner = inner
@@ -336,9 +340,10 @@ def slice_passes(
     is_low: bool,
     device: torch.device,
 ) -> SlicedEngine:
-    """Make groups of ranks share their passes, and check that the log-probs of three short sequences stay.
+    """Make groups of ranks share their passes.
 
-    All ranks call. `inner` takes whole rows; the attention function of its model is exchanged.
+    A check demands that the log-probs of three short sequences stay. All ranks call. `inner` takes whole rows; the
+    attention function of its model is exchanged.
 
     Raises ConfigError: on all ranks: ranks, heads or positions do not allow it, or the model mixes positions outside of
     its attention.

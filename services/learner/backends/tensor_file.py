@@ -25,7 +25,8 @@ class TensorFile:
     """A file's types and shapes, and each tensor on request."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header; raises CorruptStore if the file is missing or broken."""
+        """Read and check the header.
+        Raises CorruptStore: the file is missing or broken."""
         self._path = path
         try:
             with safe_open(path, "pt") as file:
@@ -43,9 +44,9 @@ class TensorFile:
         self._offsets = {name: 8 + length + header[name]["data_offsets"][0] for name in self.tensors}
 
     def flat(self, name: str) -> torch.Tensor:
-        """A flattened tensor of the type it has in the file, mapped from the disk; not to be written to.
+        """A flattened tensor of the file's type, mapped from the disk.
 
-        Pages are read on use, and freed with the last reference.
+        It is not to be written to. Pages are read on use, and freed with the last reference.
 
         Raises CorruptStore: the file is gone, or shorter than its header says.
         """
@@ -68,7 +69,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def weight_files(model_dir: str) -> list[Path]:
-    """The safetensors files of a local directory or hub id; none where its weights have another form.
+    """The safetensors files of a local directory or hub id.
+    There are none where the weights have another form.
 
     Raises:
         OSError: the index cannot be read, or a file that it names is missing.

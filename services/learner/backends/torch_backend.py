@@ -119,7 +119,7 @@ class TorchBackend:
         return self._model
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context in which the model holds the weights that a step's passes compute with."""
+        """A context with the weights that a step's passes compute with."""
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class TrainBackend(Protocol):
-    """Masters, optimizer and loss. Called from one thread at a time, never from the event loop."""
+    """Masters, optimizer and loss.
+    Called from one thread at a time, never from the event loop."""
 
     @property
     def layout(self) -> Layout:
@@ -41,7 +42,8 @@ class TrainBackend(Protocol):
 
     @property
     def last_log_ratios(self) -> LogRatios:
-        """Log-ratios of the newest step's groups whose note is wanted; empty before the first step."""
+        """Log-ratios of the newest step's groups whose note is wanted.
+        Empty before the first step."""
         ...
 
     @property
@@ -50,10 +52,10 @@ class TrainBackend(Protocol):
         ...
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write their bits into `arena`, which may be `published` itself.
+        """Round the masters to the published type and write them into `arena`.
 
-        A backend with a dead band keeps elements near enough to `published`, the last version, so that storing again on
-        top of the result gives equal bits.
+        `arena` may be `published` itself. A backend with a dead band keeps elements near enough to `published`, the
+        last version, so that storing again on top of the result gives equal bits.
         """
         ...
 
@@ -74,7 +76,8 @@ class TrainBackend(Protocol):
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read the files of `freeze`; the next step is then bit for bit the step after it.
+        """Read the files of `freeze`.
+        The next step is then bit for bit the step after it.
 
         Raises CorruptStore: a file is missing, broken, or of another model.
         """
@@ -85,14 +88,16 @@ Weights = Arena | ShardedArena
 
 
 def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | None:
-    """The engine that several ranks make versions with; None where rank 0 makes them, as it does variants."""
+    """The engine with which several ranks make versions; else None.
+    Rank 0 makes them otherwise, as it does variants."""
     if with_variants or not isinstance(backend, ShardedBackend) or not backend.is_divided:
         return None
     return backend.versions
 
 
 def whole_of(weights: Weights) -> Arena:
-    """All weights in this process; a copy of sharded ones, gathered while no step computes."""
+    """All weights in this process.
+    Sharded ones are gathered into a copy, while no step computes."""
     return weights if isinstance(weights, Arena) else weights.whole()
 
 
@@ -111,7 +116,7 @@ def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> 
 
 
 def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> Weights:
-    """The weights of a snapshot file, sharded where a backend has several ranks.
+    """A snapshot file's weights, sharded where a backend has several ranks.
 
     Raises:
         CorruptData: it is broken, or of another model.

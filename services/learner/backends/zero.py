@@ -71,7 +71,7 @@ class ZeroState(ShardedState):
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece, and for a master the copy that the model computes with."""
+        """Set this rank's piece, and the model's copy of a master."""
         piece = self._own[name]
         values = whole[piece.start : piece.start + piece.size]
         parameter = self._parameters[name]
@@ -84,7 +84,7 @@ class ZeroState(ShardedState):
 
     @torch.no_grad()
     def round_copies(self, types: Mapping[str, torch.dtype]) -> None:
-        """Round the copies that the model computes with in stages 1 to 3; the masters stay.
+        """Round the model's copies in stages 1 to 3; the masters stay.
 
         Every rank rounds its whole copy or its own piece alike. A copy in bf16 is narrower already. `types` are the
         layout's, by name.
@@ -138,7 +138,7 @@ class ZeroState(ShardedState):
         return Piece(start=address.start, size=address.numel)
 
     def _view(self, name: str, key: Key) -> torch.Tensor:
-        """This rank's piece of a tensor in stages 0 to 2, sharing its storage."""
+        """This rank's view of a tensor in stages 0 to 2."""
         parameter = self._parameters[name]
         view: torch.Tensor
         if self._stage == 0:
@@ -173,7 +173,8 @@ class ZeroState(ShardedState):
 
 
 def import_deepspeed(device: str = "cpu") -> Any:
-    """Import DeepSpeed quietly; at its first import it chooses its kind of device.
+    """Import DeepSpeed quietly.
+    At its first import it chooses its kind of device.
 
     Raises:
         DependencyMissing: it is not installed.
@@ -226,7 +227,8 @@ def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[st
 def build_engine(
     opened: OpenedModel, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
 ) -> tuple[Any, ZeroState, torch.device]:
-    """Hand a model over to DeepSpeed and read its weights; the model object stays the same.
+    """Hand a model over to DeepSpeed and read its weights.
+    The model object stays the same.
 
     Raises:
         DependencyMissing: DeepSpeed is not installed.
@@ -291,7 +293,8 @@ class _OneByOne(nn.Module):
 
 @contextmanager
 def _without_broadcast(engine: Any) -> Iterator[None]:
-    """A context in which an engine does not send rank 0's parameters to all, which would touch all their pages."""
+    """A context in which an engine does not broadcast rank 0's parameters.
+    The broadcast would touch all their pages."""
     own = engine._broadcast_model
     engine._broadcast_model = lambda _: None
     try:
@@ -312,7 +315,7 @@ class ZeroSharding(Sharding):
         sampling: SamplingSemantics,
         ranks: Collectives,
     ) -> None:
-        """Load the model, check that it can be trained this way, and shard it.
+        """Load the model, check that ranks can train it, and shard it.
 
         Raises:
             DependencyMissing: DeepSpeed is not installed.
@@ -349,7 +352,7 @@ class ZeroSharding(Sharding):
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
-        """Clip and step; DeepSpeed skips the step when the gradient is not finite."""
+        """Clip and step; DeepSpeed skips a gradient that is not finite."""
         optimizer = self.engine.optimizer
         if self._config.stage == 0:
             return apply_gradients(
@@ -362,6 +365,6 @@ class ZeroSharding(Sharding):
         return not optimizer.overflow, float(optimizer._global_grad_norm)
 
     def settle(self) -> None:
-        """In stages 1 to 3 round the copies into which DeepSpeed wrote the masters, as they are published."""
+        """In stages 1 to 3 round DeepSpeed's copies as they are published."""
         if self._config.forward_weights == "published" and self._config.stage:
             self.state.round_copies({spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs})

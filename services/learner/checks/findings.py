@@ -55,8 +55,9 @@ class VerificationConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of a check: `reason` and `detail` for a failure, which rejects the group and counts against its site;
-    `detail` only for a group that is abandoned, because it cannot be trained on or checked; neither for a sound group.
+    """The result of a check.
+    `reason` and `detail` are of a failure, which rejects the group and counts against its site. `detail` alone is of
+    a group that is abandoned, because it cannot be trained on or checked. A sound group has neither.
 
     Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")
     """
@@ -74,22 +75,24 @@ SOUND = Finding()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """A rollout computed again: log-probs [T], and margins [T] of the repeated draw where its site used seeded
-    sampling."""
+    """A rollout computed again: log-probs [T], and margins [T] of draws.
+    Margins are of the repeated draw, where its site used seeded sampling."""
 
     logprobs: Float32Array
     margins: Float32Array | None
 
 
 def checked_share(num_passed: int, config: VerificationConfig) -> float:
-    """Share of a site's groups to check after `num_passed` since its start or last failure."""
+    """Share of a site's groups to check after `num_passed`.
+    These passed since its start or last failure."""
     if config.logprob_floor == 0:
         return 0.0
     return max(config.logprob_floor, 0.5 ** max(0, num_passed // config.full_groups))
 
 
 def logprob_difference(stated: Float32Array, replayed: Float32Array) -> float:
-    """Mean over tokens of |log q stated - log q computed|, nats; infinite when one is not a number."""
+    """Mean over tokens of |log q stated - log q computed|, nats.
+    Infinite when one is not a number."""
     difference = float(np.abs(stated.astype(np.float64) - replayed.astype(np.float64)).mean())
     return difference if np.isfinite(difference) else float("inf")
 

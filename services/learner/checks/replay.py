@@ -45,7 +45,7 @@ class Replayer:
 
     @property
     def can_repeat_draws(self) -> bool:
-        """Whether draws are of all tokens, so that the Gumbel-max trick decides them."""
+        """Whether draws are of all tokens, so the Gumbel-max trick decides."""
         return not self._sampling.is_truncated
 
     def load(self, arena: Arena, version: int, variant: str = "") -> None:
@@ -56,9 +56,9 @@ class Replayer:
 
     @torch.inference_mode()
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:
-        """Compute the trainable rollouts of a group under the loaded weights; empty for a lost member.
+        """Compute a group's trainable rollouts again under the loaded weights.
 
-        Reads the group's tokens only. Without `key` draws are not repeated.
+        A lost member has an empty replay. Reads the group's tokens only. Without `key` draws are not repeated.
         """
         result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
         for part in _parts(group):
@@ -98,9 +98,10 @@ class Replayer:
 
 @torch.no_grad()
 def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
-    """Mean over tokens of log p - log q of every rollout under the published `weights`; 0 for lost members.
+    """Mean over tokens of log p - log q of every rollout.
 
-    Masters would add their own distance from the published weights to every honest site.
+    `weights` are published ones; lost members have 0. Masters would add their own distance from the published weights
+    to every honest site.
     """
     device = next(model.parameters()).device
     with arena_weights(model, weights):
@@ -137,7 +138,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Canary:
-    """Scores the canary with the trained model between steps, always with published weights, as samplers do."""
+    """Scores the canary with the trained model, between steps.
+    The weights are the published ones, as samplers have them."""
 
     def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
         self._model = model

@@ -110,7 +110,7 @@ def _believed(
     completion: str,
     is_trusted: bool,
 ) -> tuple[str, tuple[RewardPart, ...]]:
-    """The problem of stated rewards that are not computed here, and all parts with them."""
+    """The problem of remote rewards as stated, and all parts with them."""
     values = {part.name: part for part in stated}
     parts = []
     for part in computed:
@@ -138,7 +138,8 @@ def _believed(
 
 
 def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> bool:
-    """Whether only these rewards, with values from 0 to 1, differ: with their stated values all is right."""
+    """Whether only these rewards, with values from 0 to 1, differ.
+    With their stated values all is right."""
     said = {part.name: part.value for part in rollout.reward_parts}
     if not names or not all(0.0 <= said.get(name, -1.0) <= 1.0 for name in names):
         return False
@@ -149,7 +150,8 @@ def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPa
 def _refuse_doubtful(
     task: Task, prompt: Prompt, completion: str, *, stated: Sequence[RewardPart], computed: Sequence[RewardPart]
 ) -> None:
-    """Run code again whose result is not the stated one; raises where the site may still be right."""
+    """Run code again whose result is not the stated one.
+    Raises RewardError: the site may still be right."""
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
         for name in doubts_of(task, prompt, completion).near:
@@ -193,7 +195,8 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
 
 
 def tried_here(task: Task, *, asks_others: bool) -> Task:
-    """The task of which a learner tries one reward at its start, without remote rewards that it does not ask for."""
+    """The task of which a learner tries one reward at its start.
+    It has no remote rewards unless the learner asks for them."""
     return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
 
 
@@ -207,7 +210,7 @@ def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: flo
 
 
 def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:
-    """The difference of parts, which are shown to people only; a rollout may state none."""
+    """The difference of parts, for people only; a rollout may state none."""
     if not stated:
         return ""
     if [(part.name, part.weight) for part in stated] != [(part.name, part.weight) for part in computed]:
@@ -224,7 +227,8 @@ def _mismatch(detail: str) -> Finding:
 
 
 def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
-    """The finding about a group's trajectories in a deterministic environment; the prompt was compared before.
+    """The finding about a group's trajectories in a deterministic environment.
+    The prompt was compared before.
 
     Raises:
         RewardError: the environment failed here; the site is not blamed.

@@ -23,7 +23,7 @@ NUM_STEPS = 20
 
 
 class DynamicSamplingConfig(Config):
-    """Replacement of groups whose rewards are all equal (DAPO, arXiv 2503.14476 section 3.2)."""
+    """Replacement of groups of equal rewards (DAPO, arXiv 2503.14476 section 3.2)."""
 
     max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
     """Most groups of equal rewards that a step replaces; others are trained on. A share u of them needs groups_per_step
@@ -31,7 +31,7 @@ class DynamicSamplingConfig(Config):
 
 
 def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:
-    """Groups that a step keeps, and up to `room` groups of equal rewards that it replaces."""
+    """Groups that stay, and up to `room` of equal rewards that go."""
     kept: list[QueuedGroup] = []
     replaced: list[QueuedGroup] = []
     for queued in groups:
@@ -42,7 +42,8 @@ def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[Que
 
 @dataclass(slots=True)
 class RewardSignal:
-    """Counts steps in a row without rewards that differ within a group; warns once for each such stretch."""
+    """Counts steps in a row without rewards that differ in a group.
+    Warns once for each such stretch."""
 
     num_flat: int = 0
 

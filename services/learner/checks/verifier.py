@@ -92,7 +92,8 @@ class RecentVersions:
     """Dequantised weights of the last variant's version."""
 
     async def get(self, version: int, variant: str = "") -> Arena:
-        """The weights that a sampler of a variant ("": the trained weights) computes with at a version.
+        """The weights that samplers of a variant compute with at a version.
+        Variant "" is the trained weights.
 
         Raises:
             UnknownVersion: it is not in the lineage, its payloads were deleted, or the variant is unknown.
@@ -156,8 +157,8 @@ class VerificationContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The result of computing rewards: a finding, or an error that does not blame the site; neither where none are
-    computed."""
+    """The result of computing rewards: a finding, or an error.
+    The error does not blame the site. Neither is set where no rewards are computed."""
 
     finding: Finding | None = None
     error: RewardError | PromptRefused | None = None
@@ -166,7 +167,7 @@ class Scored:
 
 @dataclass(slots=True, kw_only=True)
 class Verifier:
-    """Checks groups; counts for each site how many passed since its last failure."""
+    """Checks groups; counts a site's passes since its last failure."""
 
     verification: VerificationContext
     versions: RecentVersions | None
@@ -216,7 +217,8 @@ class Verifier:
         return Scored(finding=finding, seconds=time.perf_counter() - started)
 
     async def conclude(self, queued: QueuedGroup, scored: Scored) -> Finding:
-        """Finish the checks of a scored group; one at a time, in the order of arrival."""
+        """Finish the checks of a scored group.
+        One at a time, in the order of arrival."""
         started = time.perf_counter()
         with self.busy:
             finding = await self._check(queued, scored)

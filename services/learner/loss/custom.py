@@ -39,10 +39,11 @@ _OWN = ("batch", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossBatch:
-    """B rollouts of one pass, or of the whole step; T is the number of tokens of the longest.
+    """B rollouts of one pass, or of the whole step.
 
-    Tensors are on one device, float64 unless another type is named. Tokens stand at the left of a row; padding is 0,
-    and False in the mask. Only `learner_BT` carries gradient; in the whole step no tensor does.
+    T is the number of tokens of the longest. Tensors are on one device, float64 unless another type is named. Tokens
+    stand at the left of a row; padding is 0, and False in the mask. Only `learner_BT` carries gradient; in the whole
+    step no tensor does.
     """
 
     learner_BT: torch.Tensor
@@ -194,7 +195,7 @@ def batch_of(
 
 
 def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> LossTerms:
-    """The terms of a checked output; tokens that a mask left out add 0."""
+    """The terms of a checked output; left-out tokens add 0."""
     losses = output.losses if output.losses.dim() == 2 else output.losses[:, None]
     # Padding and left-out tokens add neither value nor gradient, NaN included.
     losses_BT = torch.where(is_kept_BT, losses, 0.0)

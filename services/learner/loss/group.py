@@ -23,7 +23,7 @@ MAX_BETA_WEIGHT = 1e6
 
 
 def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:
-    """Mean over the marked tokens of each row; 0 for a row without any."""
+    """Mean over each row's marked tokens; 0 for a row without any."""
     assert values_GT.shape == mask_GT.shape
     assert mask_GT.dtype == torch.bool
     counts_G = mask_GT.sum(1).clamp(min=1)
@@ -31,11 +31,11 @@ def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:
 
 
 def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -> float:
-    """Log of a mean of q_i = exp(mean token log-prob of rollout i) over the group; logarithms are float64 [G].
+    """Log of a mean of q_i over the group.
 
-    contraharmonic: log E = LSE(2 l) - LSE(l), that is sum q^2 / sum q, arXiv 2508.17850 equation 2 with the length
-    normalisation of its reference implementation; arithmetic: LSE(l) - log G; geometric: mean(l). For leave_one_out,
-    one for each rollout, see `log_denominators`.
+    q_i = exp(mean token log-prob of rollout i); logarithms are float64 [G]. contraharmonic: log E = LSE(2 l) - LSE(l),
+    that is sum q^2 / sum q, arXiv 2508.17850 equation 2 with the length normalisation of its reference implementation;
+    arithmetic: LSE(l) - log G; geometric: mean(l). For leave_one_out, one for each rollout, see `log_denominators`.
     """
     assert mean_logprobs_G.dim() == 1
     assert mean_logprobs_G.dtype == torch.float64
@@ -63,7 +63,8 @@ def log_denominators(spec: LossSpec, log_probs_G: torch.Tensor) -> torch.Tensor:
 
 
 def _others_log_denominators(log_probs_G: torch.Tensor) -> torch.Tensor:
-    """Contraharmonic mean of the other members, float64 [G]; a single member has its own probability."""
+    """Log of the other members' contraharmonic mean, float64 [G].
+    A single member has its own probability."""
     num_members = log_probs_G.numel()
     if num_members < 2:
         return log_probs_G
@@ -73,17 +74,18 @@ def _others_log_denominators(log_probs_G: torch.Tensor) -> torch.Tensor:
 
 
 def expected_learner_log_denominator(learner_means_G: torch.Tensor, sampler_means_G: torch.Tensor) -> torch.Tensor:
-    """Log of sum_j q^_j p_j with q^_j = q_j / sum q, float64 scalar; both arguments are mean token log-probs."""
+    """Log of sum_j q^_j p_j with q^_j = q_j / sum q.
+    A float64 scalar; both arguments are mean token log-probs."""
     assert learner_means_G.shape == sampler_means_G.shape
     shares_G = sampler_means_G - torch.logsumexp(sampler_means_G, 0)
     return torch.logsumexp(shares_G + learner_means_G, 0)
 
 
 def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tensor:
-    """Centre rewards on their group: A = r - mean(r), or A = (r - mean(r)) / (std(r) + 1e-4).
+    """Centre rewards on their group: A = r - mean(r).
 
-    Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1 (mean_std); std has ddof 1. beta gives
-    mean, to be multiplied by the prompt's `beta_weights`.
+    mean_std also divides by std(r) + 1e-4. Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1
+    (mean_std); std has ddof 1. beta gives mean, to be multiplied by the prompt's `beta_weights`.
     """
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64
@@ -94,11 +96,12 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
 
 
 def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
-    """1 / Beta(p; alpha, beta) for each prompt of a step, at most 1e6: BNPO, arXiv 2506.02864 equations 9 to 12.
+    """1 / Beta(p; alpha, beta) for each prompt, at most 1e6.
 
-    alpha = 1 + a / 3 and beta = 1 + b / 3, each at least 1, with the moments' a = (m (1 - m) / v - 1) m and b = (m (1 -
-    m) / v - 1) (1 - m); m and v (ddof 1) are mean and variance of p over the unique prompts. Prompts that are all
-    alike, or a single one, determine no density: their weights are 1. `means_P` are mean rewards, in [0, 1].
+    The prompts are a step's: BNPO, arXiv 2506.02864 equations 9 to 12. alpha = 1 + a / 3 and beta = 1 + b / 3, each at
+    least 1, with the moments' a = (m (1 - m) / v - 1) m and b = (m (1 - m) / v - 1) (1 - m); m and v (ddof 1) are mean
+    and variance of p over the unique prompts. Prompts that are all alike, or a single one, determine no density: their
+    weights are 1. `means_P` are mean rewards, in [0, 1].
 
     Raises:
         ConfigError: a mean is outside [0, 1], where a Beta density has no meaning.

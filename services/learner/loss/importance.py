@@ -15,7 +15,7 @@ from heterorl.learner.loss.group import masked_mean
 
 
 def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_raw: bool) -> torch.Tensor:
-    """Mean (length-normalised) or sum (raw) of the token log-probs of each rollout; [B]."""
+    """Mean or, if raw, sum of each rollout's token log-probs; [B]."""
     if is_raw:
         return torch.where(mask_BT, logprobs_BT, 0.0).sum(1)
     return masked_mean(logprobs_BT, mask_BT)
@@ -24,7 +24,8 @@ def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_r
 def defensive_log_denominators(
     log_denominators_B: torch.Tensor, learner_log_probs_B: torch.Tensor, *, fraction: float
 ) -> torch.Tensor:
-    """log((1 - a) D + a sg(p)) with a = `fraction`: defensive mixture (Hesterberg 1995); p / D is at most 1 / a."""
+    """Defensive mixture: log((1 - a) D + a sg(p)) with a = `fraction`.
+    Source: Hesterberg 1995. p / D is at most 1 / a."""
     return torch.logaddexp(
         log_denominators_B + math.log1p(-fraction), learner_log_probs_B.detach() + math.log(fraction)
     )
@@ -33,18 +34,19 @@ def defensive_log_denominators(
 def switched_log_denominators(
     group_B: torch.Tensor, own_B: torch.Tensor, kl_B: torch.Tensor, *, threshold: float
 ) -> torch.Tensor:
-    """Own denominator for rollouts whose mean KL estimate per token is below the threshold, the group's for others."""
+    """Own denominators below the KL threshold, the group's above.
+    `kl_B` are mean estimates per token."""
     return torch.where(kl_B.detach() < threshold, own_B, group_B)
 
 
 def mixture_log_denominators(
     learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, age: float, slope: float
 ) -> torch.Tensor:
-    """log(a p + (1 - a) q) with a = 1 / (1 + exp(slope (staleness - age))): the learner's share falls with age; [B, T].
+    """log(a p + (1 - a) q), whose share a falls with staleness.
 
-    MoIS of the published code of arXiv 2508.17850, with age 8 and slope 1. p / D never exceeds 1 / a. Detach
-    `learner_BT` for a constant denominator. `age`, in versions, is where a is one half; `slope` is per version and
-    positive.
+    a = 1 / (1 + exp(slope (staleness - age))); the result is [B, T]. MoIS of the published code of arXiv 2508.17850,
+    with age 8 and slope 1. p / D never exceeds 1 / a. Detach `learner_BT` for a constant denominator. `age`, in
+    versions, is where a is one half; `slope` is per version and positive.
     """
     logits_BT = slope * (age - staleness_BT)
     logsigmoid = torch.nn.functional.logsigmoid
@@ -54,12 +56,12 @@ def mixture_log_denominators(
 def v_trace_log_weights(
     log_ratios_BT: torch.Tensor, mask_BT: torch.Tensor, *, rho_cap: float, c_cap: float
 ) -> torch.Tensor:
-    """Log of V-trace's factor of A grad log p_t when the only reward is at the end; [B, T], a constant.
+    """Log of V-trace's factor of A grad log p_t; [B, T].
 
-    arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the group's mean reward as value of every state. All
-    temporal differences except the last vanish; the last is rho_T A. So the weight of token t is rho_t (prod_(t < j <
-    T) c_j) rho_T, of the last rho_T, with rho = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the
-    left of a row.
+    The result is a constant; the only reward is at the end. arXiv 1802.01561 equation 1 and section 4.2 with discount 1
+    and the group's mean reward as value of every state. All temporal differences except the last vanish; the last is
+    rho_T A. So the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T, with rho = min(rho_cap,
+    r) and c = min(c_cap, r). Completion tokens stand at the left of a row.
     """
     ratios_BT = torch.where(mask_BT, log_ratios_BT.detach(), 0.0)
     positions = torch.arange(mask_BT.shape[1], device=mask_BT.device)
@@ -73,11 +75,12 @@ def v_trace_log_weights(
 def proximal_logprobs(
     learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, is_exact: bool
 ) -> torch.Tensor:
-    """Token log-probs of the policy around which decoupled PPO clips; a constant [B, T].
+    """Token log-probs of the proximal policy of decoupled PPO; [B, T].
 
-    Exact: the policy at the start of the step, which with one optimizer step per batch is the learner itself. Otherwise
-    log q + alpha (log p - log q) with alpha = (v_prox - v_q) / (v - v_q) and v_prox = v - 1: the estimate of A-3PO,
-    arXiv 2512.06547. Tokens of the current version have alpha 0. `staleness_BT` is v - v_q of each token, at least 0.
+    Decoupled PPO clips around this policy; the result is a constant. Exact: the policy at the start of the step, which
+    with one optimizer step per batch is the learner itself. Otherwise log q + alpha (log p - log q) with alpha =
+    (v_prox - v_q) / (v - v_q) and v_prox = v - 1: the estimate of A-3PO, arXiv 2512.06547. Tokens of the current
+    version have alpha 0. `staleness_BT` is v - v_q of each token, at least 0.
     """
     learner_BT = learner_BT.detach()
     if is_exact:
@@ -89,9 +92,10 @@ def proximal_logprobs(
 def clip_token_log_ratios(
     log_ratios_BT: torch.Tensor, advantages_B: torch.Tensor, *, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GMPO's one-sided clip of token log ratios, arXiv 2507.20673 equation 4: from above if A > 0, below if A < 0.
+    """GMPO's one-sided clip of token log ratios.
 
-    Returns the clipped log ratios, without gradient where the clip acted, and where it acted; both [B, T].
+    arXiv 2507.20673 equation 4: from above if A > 0, below if A < 0. Returns the clipped log ratios, without gradient
+    where the clip acted, and where it acted; both [B, T].
     """
     advantages_B1 = advantages_B[:, None]
     ratios = log_ratios_BT.detach()
@@ -100,7 +104,8 @@ def clip_token_log_ratios(
 
 
 def spread(log_weights_B: torch.Tensor, learner_BT: torch.Tensor) -> torch.Tensor:
-    """A rollout's log weight at each of its tokens, with the gradient of the token's own log-prob; [B, T]."""
+    """A rollout's log weight at each of its tokens; [B, T].
+    The gradient is of the token's own log-prob."""
     return log_weights_B.detach()[:, None] + (learner_BT - learner_BT.detach())
 
 
@@ -113,9 +118,10 @@ def has_not_drifted(
     limit: float,
     is_total: bool = False,
 ) -> torch.Tensor:
-    """Off-policy sequence mask of DeepSeek-V3.2: False where A < 0 and mean_t(log q - log p) > limit, nats; bool [B].
+    """Off-policy sequence mask of DeepSeek-V3.2; bool [B].
 
-    With `is_total` the sum over the completion takes the mean's place.
+    False where A < 0 and mean_t(log q - log p) > limit, nats. With `is_total` the sum over the completion takes the
+    mean's place.
     """
     drift_BT = torch.where(mask_BT, sampler_BT.detach() - learner_BT.detach(), 0.0)
     drift_B = drift_BT.sum(1) if is_total else masked_mean(drift_BT, mask_BT)
@@ -123,11 +129,11 @@ def has_not_drifted(
 
 
 def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor, *, budget: float) -> torch.Tensor:
-    """M2PO's token selection over a whole step, arXiv 2510.01161 section 4; bool [N].
+    """M2PO's token selection over a whole step; bool [N].
 
-    Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the largest (log r)^2 down until the mean of
-    (log r)^2 over those that remain is at most the budget; all others stay. The selection is exact, so it needs all of
-    the step's tokens. The earlier token of two equal squares stays.
+    Source: arXiv 2510.01161 section 4. Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the
+    largest (log r)^2 down until the mean of (log r)^2 over those that remain is at most the budget; all others stay.
+    The selection is exact, so it needs all of the step's tokens. The earlier token of two equal squares stays.
     """
     assert log_ratios_N.dim() == 1
     assert log_ratios_N.shape == advantages_N.shape

@@ -92,7 +92,8 @@ class GroupDenominatorConfig(SequenceLossConfig):
 
 
 class GepoConfig(GroupDenominatorConfig):
-    """Group expectation policy optimization, arXiv 2508.17850: one denominator for all rollouts of a prompt."""
+    """Group expectation policy optimization, arXiv 2508.17850.
+    All rollouts of a prompt have one denominator."""
 
     kind: Literal["gepo"] = "gepo"
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
@@ -103,14 +104,15 @@ class GepoConfig(GroupDenominatorConfig):
 
 
 class GepoOneSidedConfig(GroupDenominatorConfig):
-    """GEPO without the upper clip: good rollouts keep their gradient at any weight."""
+    """GEPO without upper clip: good rollouts keep their gradient at any weight."""
 
     kind: Literal["gepo_1s"] = "gepo_1s"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
 
 
 class GepoProductConfig(GroupDenominatorConfig):
-    """GEPO without upper clip for good rollouts, TOPR's min(1, prod_t p / q) for bad ones."""
+    """GEPO without upper clip for good rollouts, TOPR's weight for bad ones.
+    That weight is min(1, prod_t p / q)."""
 
     kind: Literal["gepo_product"] = "gepo_product"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
@@ -118,7 +120,8 @@ class GepoProductConfig(GroupDenominatorConfig):
 
 
 class GepoWholeConfig(GroupDenominatorConfig):
-    """GEPO without upper clip, and without bad rollouts whose completion became drift_limit nats less likely."""
+    """GEPO without upper clip, and without bad rollouts that drifted.
+    Their completions became drift_limit nats less likely."""
 
     kind: Literal["gepo_whole"] = "gepo_whole"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
@@ -126,7 +129,8 @@ class GepoWholeConfig(GroupDenominatorConfig):
 
 
 class GepoPlusConfig(GroupDenominatorConfig):
-    """GEPO for rollouts far from the sampler, GSPO for the others; later code of the authors of arXiv 2508.17850."""
+    """GEPO for rollouts far from the sampler, GSPO for the others.
+    From later code of the authors of arXiv 2508.17850."""
 
     kind: Literal["gepo_plus"] = "gepo_plus"
     kl_threshold: float = Field(default=0.002, gt=0.0)
@@ -134,7 +138,8 @@ class GepoPlusConfig(GroupDenominatorConfig):
 
 
 class EqpConfig(RatioLossConfig):
-    """GEPO's variant that averages learner probabilities: D = sum_j q^_j p_j, differentiated through D."""
+    """GEPO's variant that averages learner probabilities: D = sum_j q^_j p_j.
+    The gradient goes through D."""
 
     kind: Literal["eqp"] = "eqp"
     advantage: Advantage = "mean"
@@ -153,7 +158,8 @@ class GspoConfig(SequenceLossConfig):
 
 
 class DsGspoConfig(SequenceLossConfig):
-    """GSPO with a defensive mixture as denominator: (1 - a) q_i + a sg(p_i); Hesterberg 1995."""
+    """GSPO with a defensive mixture as denominator (Hesterberg 1995).
+    The denominator is (1 - a) q_i + a sg(p_i)."""
 
     kind: Literal["ds_gspo"] = "ds_gspo"
     defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
@@ -175,7 +181,7 @@ class GrpoConfig(RatioLossConfig):
 
 
 class DrGrpoConfig(RatioLossConfig):
-    """Dr. GRPO, arXiv 2503.20783: GRPO without division by the deviation or by the rollout's length."""
+    """Dr. GRPO, arXiv 2503.20783: no division by deviation or length."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     advantage: Advantage = "mean"
@@ -183,7 +189,8 @@ class DrGrpoConfig(RatioLossConfig):
 
 
 class DapoConfig(RatioLossConfig):
-    """DAPO, arXiv 2503.14476: wider upper clip and mean over all tokens; optionally without groups of one reward."""
+    """DAPO, arXiv 2503.14476: wider upper clip and mean over all tokens.
+    It can leave out groups of one reward."""
 
     kind: Literal["dapo"] = "dapo"
     eps_high: float = Field(default=0.28, ge=0.0, le=100.0)
@@ -191,7 +198,8 @@ class DapoConfig(RatioLossConfig):
 
 
 class BnpoConfig(RatioLossConfig):
-    """BNPO, arXiv 2506.02864: rewards in [0, 1] are normalised by a Beta density fitted to the step's prompts."""
+    """BNPO, arXiv 2506.02864: a Beta density normalises rewards in [0, 1].
+    It is fitted to the step's prompts."""
 
     kind: Literal["bnpo"] = "bnpo"
     eps_high: float = Field(default=0.28, ge=0.0, le=100.0)
@@ -208,14 +216,16 @@ class DeltaLConfig(RatioLossConfig):
 
 
 class OpsmConfig(RatioLossConfig):
-    """GRPO with off-policy sequence masking (DeepSeek-V3.2): bad rollouts that have drifted are left out."""
+    """GRPO with off-policy sequence masking (DeepSeek-V3.2).
+    Bad rollouts that have drifted are left out."""
 
     kind: Literal["opsm"] = "opsm"
     opsm_threshold: float = Field(default=0.5, gt=0.0)
 
 
 class M2poConfig(LossOptions):
-    """M2PO, arXiv 2510.01161: token ratios without clip, harmful tokens left out to bound the second moment."""
+    """M2PO, arXiv 2510.01161: token ratios without clip.
+    Harmful tokens are left out to bound the second moment."""
 
     kind: Literal["m2po"] = "m2po"
     aggregation: Aggregation = "token_mean"
@@ -223,7 +233,8 @@ class M2poConfig(LossOptions):
 
 
 class DecoupledPpoConfig(RatioLossConfig):
-    """Decoupled PPO, arXiv 2505.24298: clip around a proximal policy, weigh by proximal over sampler."""
+    """Decoupled PPO, arXiv 2505.24298: clip around a proximal policy.
+    Weights are proximal over sampler."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     aggregation: Aggregation = "token_mean"
@@ -235,7 +246,8 @@ class DecoupledPpoConfig(RatioLossConfig):
 
 
 class MoisConfig(RatioLossConfig):
-    """Mixture importance sampling, code of arXiv 2508.17850: D = a p + (1 - a) q with a share a that falls with age."""
+    """Mixture importance sampling, code of arXiv 2508.17850.
+    D = a p + (1 - a) q with a share a that falls with age."""
 
     kind: Literal["mois"] = "mois"
     advantage: Advantage = "mean"
@@ -248,7 +260,7 @@ class MoisConfig(RatioLossConfig):
 
 
 class ReinforceConfig(LossOptions):
-    """The policy gradient without correction, Williams 1992: A log p, for any sampler."""
+    """The uncorrected policy gradient A log p, for any sampler (Williams 1992)."""
 
     kind: Literal["reinforce"] = "reinforce"
     advantage: Advantage = "mean"
@@ -256,7 +268,8 @@ class ReinforceConfig(LossOptions):
 
 
 class ToprConfig(LossOptions):
-    """TOPR, arXiv 2503.14286: good rollouts by likelihood, bad ones by the sequence ratio truncated to [0, 1]."""
+    """TOPR, arXiv 2503.14286: good rollouts by likelihood, bad ones by ratio.
+    The ratio is the sequence's, truncated to [0, 1]."""
 
     kind: Literal["topr"] = "topr"
     advantage: Advantage = "mean"
@@ -264,7 +277,8 @@ class ToprConfig(LossOptions):
 
 
 class CispoConfig(LossOptions):
-    """CISPO, arXiv 2506.13585: truncated token weights multiply the likelihood's gradient; no token loses it."""
+    """CISPO, arXiv 2506.13585: truncated token weights multiply the likelihood's gradient.
+    No token loses it."""
 
     kind: Literal["cispo"] = "cispo"
     aggregation: Aggregation = "token_mean"
@@ -290,7 +304,7 @@ class TisConfig(LossOptions):
 
 
 class MisConfig(LossOptions):
-    """Masked importance sampling: weights outside [floor, cap] count 0 instead of being truncated."""
+    """Masked importance sampling: weights outside [floor, cap] count 0."""
 
     kind: Literal["mis"] = "mis"
     advantage: Advantage = "mean"
@@ -310,7 +324,8 @@ class MisConfig(LossOptions):
 
 
 class ImpalaConfig(LossOptions):
-    """V-trace, arXiv 1802.01561, with the reward at the last token and the group's mean as value of every state."""
+    """V-trace, arXiv 1802.01561, with the reward at the last token.
+    The value of every state is the group's mean."""
 
     kind: Literal["impala"] = "impala"
     advantage: Advantage = "mean"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """A loss: weight x clip x advantage x aggregation x masks x KL x step size.
+    """A loss: weight, clip, advantage, aggregation, masks, KL, step size.
 
     Parts without a description are keys of `loss_config`, where they are described. Example: LossSpec(level="sequence",
     denominator="contraharmonic")
@@ -88,7 +88,7 @@ class LossSpec:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss of one rollout depends on the learner's log-probs of others."""
+        """Whether a rollout's loss depends on the learner's log-probs of others."""
         return (
             self.denominator == "expected_learner"
             or self.m2_budget > 0.0
@@ -178,10 +178,10 @@ def loss_spec_of(config: LossConfig) -> LossSpec:
 
 
 def open_share(spec: LossSpec, *, max_new_tokens: int, kl_token: float = KL_TOKEN) -> float:
-    """Share of the gradient of bad rollouts that a loss over whole completions leaves; 1 of any other loss.
+    """Share of bad rollouts' gradient that a whole-completion loss leaves.
 
-    Token log ratios are taken as independent, with mean -d and variance 2 d for d = `kl_token`: their sum over T tokens
-    is normal with mean -T d and variance 2 T d.
+    It is 1 for any other loss. Token log ratios are taken as independent, with mean -d and variance 2 d for d =
+    `kl_token`: their sum over T tokens is normal with mean -T d and variance 2 T d.
     """
     total = max_new_tokens * kl_token
     deviation = math.sqrt(2.0 * total)
@@ -201,7 +201,7 @@ def _normal_below(value: float) -> float:
 
 
 def length_caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[tuple[str, str], ...]:
-    """Problems of a loss with completions of this length, each with its remedy."""
+    """A loss's problems with completions of this length, each with its remedy."""
     found = []
     share = open_share(spec, max_new_tokens=max_new_tokens)
     if share < LEAST_SHARE:

@@ -61,7 +61,8 @@ class LossInputs:
         return LossInputs(**{name: one.to(device) for name, one in present.items()})
 
     def padded(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""
+        """All completion tokens' values as float64 [B, T]; 0 in padding.
+        `values_N` has one rollout after another."""
         return torch.zeros_like(self.sampler_BT).masked_scatter(self.mask_BT, values_N.to(torch.float64))
 
 
@@ -85,7 +86,8 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """Values to maximise, [B, 1] or [B, T], with their weights and where the clip acted, both constants."""
+    """Values to maximise, their weights, and where the clip acted.
+    Each is [B, 1] or [B, T]; weights and clip are constants."""
 
     values: torch.Tensor
     weights: torch.Tensor
@@ -102,11 +104,12 @@ def token_coefficients(
     length_power: float = 0.0,
     sum_of_powers: float = 1.0,
 ) -> torch.Tensor:
-    """Factor of every token's term in the loss, float64 [B, T]; 0 outside the mask.
+    """Factor of each token's term in the loss, float64 [B, T].
 
-    sequence_mean: 1 / (N T_i), token_mean: 1 / sum_i T_i, max_length: 1 / (N max_tokens) of arXiv 2503.20783,
-    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558 with a = `length_power`. N
-    and the number of tokens are of the whole step; `max_tokens` is the run's limit on completion tokens.
+    It is 0 outside the mask. sequence_mean: 1 / (N T_i), token_mean: 1 / sum_i T_i, max_length: 1 / (N max_tokens) of
+    arXiv 2503.20783, sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558 with a =
+    `length_power`. N and the number of tokens are of the whole step; `max_tokens` is the run's limit on completion
+    tokens.
     """
     assert mask_BT.dim() == 2
     assert mask_BT.dtype == torch.bool
@@ -134,11 +137,12 @@ def ratio_objective(
     is_preserving: bool = False,
     max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
-    """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7; for A < 0 at least c A.
+    """PPO's one-sided clip: min(w A, clip(w, low, high) A).
 
-    The bound c A is the dual clip of arXiv 1912.09729. The gradient of an unclipped term is A w dlog w; of a clipped
-    one 0 or, preserving, A b dlog w with the bound b. `decision_log_weights` replace log w in the comparison with the
-    bounds. Weights beyond e^max_log_weight are capped, without gradient.
+    Source: arXiv 1707.06347 equation 7. For A < 0 the result is at least c A. The bound c A is the dual clip of arXiv
+    1912.09729. The gradient of an unclipped term is A w dlog w; of a clipped one 0 or, preserving, A b dlog w with the
+    bound b. `decision_log_weights` replace log w in the comparison with the bounds. Weights beyond e^max_log_weight are
+    capped, without gradient.
     """
     # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
     advantages = advantages_B1.detach()
@@ -167,11 +171,11 @@ def score_objective(
     is_dropping: bool = False,
     max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
-    """sg(w') A log p per token, w' = clip(w, low, high), or w within the range and 0 elsewhere (`is_dropping`).
+    """sg(w') A log p per token, with w' = clip(w, low, high).
 
-    CISPO (arXiv 2506.13585 equation 4), TIS, MIS and the negative half of TOPR (arXiv 2503.14286 equation 8). The
-    gradient is A w' per token, also where w was truncated. log w and A are constants. Weights beyond e^max_log_weight
-    are lowered to it, also where the range has no end.
+    With `is_dropping` w' is w within the range and 0 elsewhere. CISPO (arXiv 2506.13585 equation 4), TIS, MIS and the
+    negative half of TOPR (arXiv 2503.14286 equation 8). The gradient is A w' per token, also where w was truncated. log
+    w and A are constants. Weights beyond e^max_log_weight are lowered to it, also where the range has no end.
     """
     raw = log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = (raw < low) | (raw > high)
@@ -183,9 +187,10 @@ def score_objective(
 def with_likelihood_of_good(
     objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor, *, is_clip_kept: bool = False
 ) -> Objective:
-    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8.
+    """Replace terms with A >= 0 by A log p per token.
 
-    With `is_clip_kept` clipped terms stay, so that only the weight changes.
+    Their weight is 1: TOPR's treatment, arXiv 2503.14286 equation 8. With `is_clip_kept` clipped terms stay, so that
+    only the weight changes.
     """
     advantages = advantages_B1.detach()
     is_good = (advantages >= 0) & ~objective.is_clipped if is_clip_kept else advantages >= 0
@@ -199,9 +204,10 @@ def with_likelihood_of_good(
 def with_likelihood_of_bad(
     objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor, log_weights_B1: torch.Tensor
 ) -> Objective:
-    """Replace terms with A < 0 by sg(min(1, w)) A log p per token: the negative half of TOPR with any weight.
+    """Replace terms with A < 0 by sg(min(1, w)) A log p.
 
-    log w is a constant, truncated and counted as clipped above 0.
+    This is the negative half of TOPR, per token, with any weight. log w is a constant, truncated and counted as clipped
+    above 0.
     """
     advantages = advantages_B1.detach()
     is_bad = advantages < 0
@@ -221,11 +227,12 @@ def kl_estimates(
     *,
     max_log_ratio: float = MAX_LOG_WEIGHT,
 ) -> torch.Tensor:
-    """Per-token estimate of KL(q || p) from samples of q: k3 = (r - 1) - log r with r = p / q; [B, T].
+    """Per-token estimate of KL(q || p) from samples of q; [B, T].
 
-    Unbiased because E_q[r] = 1, never negative, with gradient r - 1. With r = q / p the formula would be biased: one
-    token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020, "Approximating KL divergence". The
-    sum over a row estimates the KL of the whole sequence. log r is capped, without gradient.
+    k3 = (r - 1) - log r with r = p / q. Unbiased because E_q[r] = 1, never negative, with gradient r - 1. With r = q /
+    p the formula would be biased: one token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020,
+    "Approximating KL divergence". The sum over a row estimates the KL of the whole sequence. log r is capped, without
+    gradient.
     """
     assert learner_logprobs_BT.shape == sampler_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, learner_logprobs_BT - sampler_logprobs_BT.detach(), 0.0)
@@ -239,10 +246,11 @@ def reference_kl_estimates(
     *,
     max_log_ratio: float = MAX_LOG_WEIGHT,
 ) -> torch.Tensor:
-    """Per-token penalty for leaving a reference: k3 with r = ref / p, arXiv 2402.03300 equation 4; [B, T].
+    """Per-token penalty for leaving a reference; [B, T].
 
-    Under samples of p it estimates KL(p || ref); stale samples are not reweighed, as in the paper. Its gradient by log
-    p is 1 - r, so it also pulls where p is below the reference. log r is capped, without gradient.
+    k3 with r = ref / p, arXiv 2402.03300 equation 4. Under samples of p it estimates KL(p || ref); stale samples are
+    not reweighed, as in the paper. Its gradient by log p is 1 - r, so it also pulls where p is below the reference. log
+    r is capped, without gradient.
     """
     assert learner_logprobs_BT.shape == reference_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, reference_logprobs_BT.detach() - learner_logprobs_BT, 0.0)

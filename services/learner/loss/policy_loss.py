@@ -35,7 +35,7 @@ def policy_loss(
     coefficients_BT: torch.Tensor,
     step: LossBatch | None = None,
 ) -> LossTerms:
-    """-sum_it c_it k_it J_it with the objective J of `objectives`, masks k and coefficients c.
+    """-sum_it c_it k_it J_it: coefficients c, masks k, objective J of `objectives`.
 
     Gradient reaches only `learner_BT`. `step` has all rollouts of the step, for a custom loss that takes them.
 

@@ -101,9 +101,10 @@ def cursor_of(
 
 
 def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> str:
-    """Idempotency key of a publication: the same state at the same place in the lineage always has the same key.
+    """Idempotency key of a publication.
 
-    blake3("heterorl step" || run || parent || step || state root), the first 32 hex characters.
+    The same state at the same place in the lineage always has the same key. blake3("heterorl step" || run || parent ||
+    step || state root), the first 32 hex characters.
     """
     text = json.dumps(["heterorl step", run_id, parent_version, step, state_root])
     return str(blake3.blake3(text.encode()).hexdigest()[:32])
@@ -150,7 +151,7 @@ def cursor_from_bytes(data: bytes) -> Cursor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Begun:
-    """A checkpoint whose state was taken at the end of a step, and which is still to be written."""
+    """A checkpoint of a step's end that is still to be written."""
 
     version: int
     directory: Path
@@ -159,7 +160,8 @@ class Begun:
 
 
 class CheckpointStore:
-    """The checkpoints under one directory. Used by one process at a time, off the event loop."""
+    """The checkpoints under one directory.
+    Used by one process at a time, off the event loop."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -167,7 +169,8 @@ class CheckpointStore:
         make_directory(root)
 
     def begin(self, version: int, backend: TrainBackend) -> Begun:
-        """Take the state of a backend for the checkpoint of a version, so that the next step may begin.
+        """Take a backend's state for the checkpoint of a version.
+        The next step may then begin.
 
         Raises:
             DiskFull: all checkpoints are as before.
@@ -236,11 +239,12 @@ class CheckpointStore:
             raise
 
     def keep_unreadable(self, path: Path) -> None:
-        """Note a checkpoint that the disk does not give now: it is neither counted among the newest nor removed."""
+        """Note a checkpoint that the disk does not give now.
+        It is neither counted among the newest nor removed."""
         self._unreadable.add(path)
 
     def remove_unfinished(self) -> None:
-        """Remove what an earlier process did not finish; its version may be written under another number."""
+        """Remove checkpoints that an earlier process did not finish."""
         for path in self._root.glob("writing-*"):
             _remove(path)
 
@@ -296,7 +300,7 @@ def read_checkpoint(path: Path) -> Cursor:
 def find_published(
     paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
 ) -> Weights | None:
-    """The published weights of a version from any checkpoint; None where none has them, or the disk fails."""
+    """A version's published weights from any checkpoint; None where none gives them."""
     for path in paths:
         try:
             cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
@@ -310,7 +314,8 @@ def find_published(
 
 
 def read_all_scales(path: Path, layouts: Mapping[Variant, Layout]) -> dict[str, Arena]:
-    """The scales of the variants that a checkpoint has; CorruptData where they are broken."""
+    """The scales of the variants that a checkpoint has.
+    Raises CorruptData: they are broken."""
     found: dict[str, Arena] = {}
     for name, layout in layouts.items():
         file = path / f"{name}{SCALES_SUFFIX}"

@@ -49,10 +49,11 @@ _NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """The next version as its step left it; later steps do not change it.
+    """The next version as its step left it.
 
-    `arena` has the rounded weights, `forms` their variants, `canary` the log-probs of the canary texts, computed now by
-    the trained model, `begun` the checkpoint where one is due. `encoded` is set where all ranks have encoded it.
+    Later steps do not change it. `arena` has the rounded weights, `forms` their variants, `canary` the log-probs of the
+    canary texts, computed now by the trained model, `begun` the checkpoint where one is due. `encoded` is set where all
+    ranks have encoded it.
     """
 
     version: int
@@ -66,7 +67,7 @@ class Draft:
 
 @dataclass(slots=True, eq=False)
 class Publisher:
-    """Turns weights into versions; holds the position of the run and the shadow."""
+    """Turns weights into versions; holds the run's position and the shadow."""
 
     api: LearnerApi
     _: KW_ONLY
@@ -94,14 +95,14 @@ class Publisher:
         make_directory(self.directory)
 
     def remove_leftovers(self) -> None:
-        """Remove payloads of an earlier process; what it did not publish is encoded again."""
+        """Remove an earlier process's payloads; unpublished versions are encoded again."""
         for path in self.directory.glob("v[0-9]*"):
             path.unlink()
         if self.variants is not None:
             self.variants.remove_leftovers()
 
     async def begin_variants(self, *, step: int, saved_by: TrainBackend) -> None:
-        """Publish the head's weights once more where a variant has no version yet."""
+        """Publish the head's weights again where a variant has no version."""
         if self.variants is None:
             return
         await self.variants.align(self.position)
@@ -111,7 +112,8 @@ class Publisher:
             await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
-        """Round the masters into weights of their own, sharded where all ranks make a version; the shadow stays."""
+        """Round the masters into weights of their own; the shadow stays.
+        They are sharded where all ranks make a version."""
         assert not self._is_under_way, "the arena of an open publication is still read"
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
@@ -142,10 +144,10 @@ class Publisher:
     async def prepare(
         self, arena: Weights, *, step: int, saved_by: TrainBackend | None, is_last: bool = False
     ) -> Draft:
-        """Take from the backend all that the next version needs; the backend may go on afterwards.
+        """Take from the backend all that the next version needs.
 
-        `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; `is_last` writes
-        one at any cadence.
+        The backend may go on afterwards. `arena` is from `stage`. Without `saved_by` a checkpoint of this publication
+        exists already; `is_last` writes one at any cadence.
 
         Raises:
             DiskFull: there is no room for a checkpoint; the position is unchanged.

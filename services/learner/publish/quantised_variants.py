@@ -38,10 +38,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """A variant at the version that the next one follows; `version` is -1 before its first.
+    """A variant at the version that the next one follows.
 
-    `shadow` is its state as samplers have it, None where no delta may start from it; `scales` has the frozen scales,
-    None where there are none yet.
+    `version` is -1 before its first. `shadow` is its state as samplers have it, None where no delta may start from it;
+    `scales` has the frozen scales, None where there are none yet.
     """
 
     version: int
@@ -55,7 +55,7 @@ _NEW = Form(version=NO_VERSION, digest="", shadow=None, scales=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantisedVariant:
-    """A variant's state at a version to come, and the log-probs of the canary under it."""
+    """A variant's state at a version to come, with canary log-probs."""
 
     variant: Variant
     arena: Arena
@@ -135,7 +135,7 @@ class Variants:
                 self._forms[name] = await self._restore(name, position)
 
     def quantise(self, arena: Arena, *, canary: Canary | None) -> tuple[QuantisedVariant, ...]:
-        """Quantise `arena` in each variant; runs in a thread, because the canary computes."""
+        """Quantise `arena` in each variant; in a thread, as the canary computes."""
         found = []
         for name, layout in self._layouts.items():
             form = self._forms.get(name, _NEW)

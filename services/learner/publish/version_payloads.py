@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A version ready to be published: manifest, and the file of every payload that it names."""
+    """A version ready to be published: manifest and payload files."""
 
     manifest: Manifest
     manifest_bytes: bytes
@@ -175,7 +175,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
 
 
 async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
-    """Put a payload into the bucket, if there is one; returns the bytes that are durable then."""
+    """Put a payload into the bucket, if any; returns its durable bytes."""
     how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
     try:
         if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
@@ -195,7 +195,7 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
 
 
 async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
-    """Have the coordinator take the payload from the bucket; returns the error that kept it from the whole."""
+    """Have the coordinator take a payload from the bucket; returns the error."""
     left, before = tries, 0
     while True:
         try:

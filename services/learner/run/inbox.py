@@ -47,7 +47,7 @@ _Arrivals = asyncio.Queue[tuple[QueuedGroup, Finding, asyncio.Task[Scored] | Non
 
 
 class Inbox:
-    """A bounded queue of whole groups that also knows which groups this learner holds.
+    """A bounded queue of whole groups that knows the held ones.
 
     A group is held from its arrival until `settle`, when the version with it is acknowledged.
     """
@@ -81,7 +81,8 @@ class Inbox:
         return now - self._held.get(group_id, now)
 
     def open_stream(self) -> tuple[tuple[GroupId, ...], AsyncIterator[int]]:
-        """Begin a stream: the ids it must not send again, and its credits; ends the credits of an earlier stream."""
+        """Begin a stream: ids not to send again, and its credits.
+        Ends the credits of an earlier stream."""
         self._stream += 1
         self._granted = 0
         return self.held, self._credits(self._stream)
@@ -103,7 +104,7 @@ class Inbox:
         return self.capacity - len(self._waiting) - self._granted
 
     async def put(self, queued: QueuedGroup) -> None:
-        """Take in a streamed group, unless it is held already or was sent without a credit."""
+        """Take in a streamed group that is new and has a credit."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
             if queued.group.id not in self._held and len(self._waiting) < self.capacity:
@@ -112,7 +113,7 @@ class Inbox:
             self._condition.notify_all()
 
     async def skip(self) -> None:
-        """Give the credit of a streamed group again that was not taken in."""
+        """Give the credit again of a group that was not taken in."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
             self._condition.notify_all()
@@ -150,9 +151,10 @@ async def feed(
     verifier: Verifier | None = None,
     notes: SampleNotes | None = None,
 ) -> None:
-    """Stream groups until the inbox closes; every new stream names the groups that are still held.
+    """Stream groups until the inbox closes.
 
-    A group that fails a check of `verifier` is rejected, one that cannot be checked abandoned; neither is trained on.
+    Every new stream names the groups that are still held. A group that fails a check of `verifier` is rejected, one
+    that cannot be checked abandoned; neither is trained on.
 
     Raises:
         RemoteError: a final refusal, such as StaleEpoch.
@@ -205,7 +207,8 @@ async def _examine(
     *,
     most: int,
 ) -> None:
-    """Score several groups at once and hand them on in their order; then raise the error that ended the arrivals."""
+    """Score several groups at once and hand them on in order.
+    Then raise the error that ended the arrivals."""
     # Credits bound what comes; this bounds a coordinator that ignores them.
     arrived: _Arrivals = asyncio.Queue(most)
     scores: set[asyncio.Task[Scored]] = set()
@@ -250,7 +253,7 @@ async def _read(
 
 @dataclass(slots=True, kw_only=True)
 class GroupSelection:
-    """Takes groups out of the inbox, and gives up those that are not trained on."""
+    """Takes groups from the inbox, and gives up those not trained on."""
 
     config: LearnerConfig
     api: LearnerApi
@@ -271,9 +274,9 @@ class GroupSelection:
     """Groups that will be too old when the version under publication is the head."""
 
     async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
-        """Groups for a step on the version `head`, which may be under publication; none when the inbox closed.
+        """Groups for a step on version `head`; none when the inbox closed.
 
-        Groups of equal rewards go first: their log-ratios need no look.
+        `head` may be under publication. Groups of equal rewards go first: their log-ratios need no look.
         """
         kept: list[QueuedGroup] = []
         self.num_replaced = 0
@@ -301,9 +304,10 @@ class GroupSelection:
         self.inbox.settle(ids)
 
     async def _fresh(self, groups: list[QueuedGroup], *, head: int) -> list[QueuedGroup]:
-        """Groups that the next version may consume; gives up those that grew too old in the inbox.
+        """Groups that the next version may consume.
 
-        One of them in a step would have the coordinator refuse the whole version.
+        Gives up groups that grew too old in the inbox. One of them in a step would have the coordinator refuse the
+        whole version.
         """
         bound = self.max_staleness_versions
         fewest = 0
@@ -345,7 +349,7 @@ class GroupSelection:
         return kept
 
     async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
-        """Groups whose log-ratios under the weights that a step builds on are inside the envelope."""
+        """Groups whose log-ratios under a step's weights are in the envelope."""
         config = self.config.verification
         if config.max_log_ratio == 0 or not groups:
             return groups

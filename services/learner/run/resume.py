@@ -110,7 +110,7 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restorer:
-    """Fills a backend from a store of checkpoints, and the variants with their scales."""
+    """Fills a backend from checkpoints, and variants with their scales."""
 
     backend: TrainBackend
     store: CheckpointStore
@@ -118,7 +118,7 @@ class Restorer:
     variants: Variants | None = None
 
     async def read(self, path: Path) -> Cursor | None:
-        """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
+        """The cursor of a checkpoint; None when it cannot be read."""
         for number in range(NUM_READS):
             if number:
                 await self.backoff.clock.sleep(self.backoff.base_s)
@@ -163,7 +163,7 @@ class Restorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersions:
-    """Versions from the coordinator; fetched payloads lie in `spool`, which is its own."""
+    """Versions from the coordinator; `spool` is for their payloads only."""
 
     api: LearnerApi
     layout: Layout
@@ -173,7 +173,7 @@ class PublishedVersions:
     threads: int = 1
 
     async def manifest(self, version: int) -> bytes:
-        """The manifest of a version, which the next one will name as its parent.
+        """A version's manifest, which the next one names as its parent.
 
         Raises:
             UntrustedVersion: no trusted key signed it.
@@ -191,7 +191,8 @@ class PublishedVersions:
         return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
 
     async def rebuild(self, data: bytes) -> Arena:
-        """The weights of a version as samplers have them, from the coordinator only; `data` is its manifest.
+        """A version's weights as samplers have them, from the coordinator only.
+        `data` is its manifest.
 
         Raises:
             StateMismatch: the coordinator leads to another signed version of this number.
@@ -364,7 +365,7 @@ class Resumption:
         return 0
 
     async def _shadow_of(self, version: int) -> Weights | None:
-        """The weights of a version as samplers have them, for a delta; None if they cannot be rebuilt."""
+        """A version's weights for a delta; None if they cannot be rebuilt."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
         maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)

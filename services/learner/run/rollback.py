@@ -33,23 +33,23 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Rollback:
-    """Looks for an order and carries it out; files of the way back lie in `directory`."""
+    """Carries out an order; files of the way back lie in `directory`."""
 
     resumption: Resumption
     directory: Path
     _refused: int | None = None
 
     def is_due(self, version: int) -> bool:
-        """Whether an order to go back to `version` (NO_VERSION: none) is still to be carried out."""
+        """Whether an order for `version` is open; NO_VERSION is no order."""
         if version < 0:
             self._refused = None
         return version >= 0 and version != self._refused
 
     async def resume(self, *, is_start: bool) -> int:
-        """Resume at the head or at an ordered version; returns the number of optimizer steps in the weights.
+        """Resume at the head or at an ordered version.
 
-        Unless `is_start`, the masters may hold steps of no version. These are undone, or replaced by the ordered
-        version: an older checkpoint would abandon versions.
+        Returns the number of optimizer steps in the weights. Unless `is_start`, the masters may hold steps of no
+        version. These are undone, or replaced by the ordered version: an older checkpoint would abandon versions.
         """
         step = await self.resumption.run() if is_start else None
         rolled = await self.run()
@@ -58,9 +58,10 @@ class Rollback:
         return await undo(self.resumption) if step is None else step
 
     async def run(self) -> int | None:
-        """Publish the ordered version; None without an order, or where it is not possible: the run is then unchanged.
+        """Publish the ordered version.
 
-        Returns the number of optimizer steps, which is the head's.
+        Returns the number of optimizer steps, which is the head's. Without an order, or where it is not possible,
+        returns None; the run is then unchanged.
         """
         parts = self.resumption
         # Asked now: an earlier order may be carried out or withdrawn.
@@ -139,7 +140,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path) -> Arena:
-    """The shadow minus the steps of `paths`, compared with the manifest of the version that they start from."""
+    """The shadow minus the steps of `paths`, compared with `target`."""
     arena = shadow.copy()
     layout = shadow.layout
     merged, back = directory / "undo.merged", directory / "undo.back"
@@ -156,7 +157,7 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
 
 
 async def undo(parts: Resumption) -> int:
-    """Make the head the masters' state again; returns the number of steps in it.
+    """Make the head the masters' state again; returns its number of steps.
 
     Exact where the head has a checkpoint. Else from the published weights, and the optimizer keeps its moments: an
     older checkpoint would be exact, but would abandon sound versions. After a failed restore, which may have left

@@ -56,7 +56,7 @@ def hold_directory(path: Path) -> Iterator[Path]:
 
 
 def read_incarnation(directory: Path) -> str:
-    """The name of the learner with this state directory; made where there is none.
+    """The name of this state directory's learner; made if missing.
 
     Raises:
         DiskFull: it cannot be written.
@@ -93,20 +93,22 @@ def _inode(file: IO[bytes] | IO[str]) -> int:
 
 
 def renewal_s(ttl_s: float) -> float:
-    """Seconds until the next renewal, within bounds for any term of the coordinator."""
+    """Seconds until the next renewal, bounded for any coordinator's term."""
     wait_s = ttl_s / RENEWALS_PER_TERM
     return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
 
 
 def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
-    """Refuse a smaller message limit than the coordinator's: a larger group would end every stream."""
+    """Refuse a smaller message limit than the coordinator's.
+    A larger group would end every stream."""
     if own_bytes < grant.max_message_bytes:
         problem = f"{own_bytes} is below the coordinator's, {grant.max_message_bytes}: its groups may not fit"
         raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
 
 
 def check_groups(grant: LeaseGrant, *, groups_per_version: int) -> None:
-    """Refuse versions of more groups than the coordinator hands out before one is published: none would be whole."""
+    """Refuse versions of more groups than the coordinator hands out.
+    It hands out no more before one is published, so none would be whole."""
     most = grant.most_groups_per_version
     if 0 < most < groups_per_version:
         problem = f"a version needs {groups_per_version} groups, and the coordinator hands out at most {most} at once"
@@ -148,9 +150,9 @@ RUN_FILE = "run.json"
 
 
 def write_run_file(config: LearnerConfig) -> None:
-    """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets.
+    """Write the release and every key of the configuration.
 
-    Logs each change since the last start.
+    The file is written whole or not at all. Keys name files, not secrets. Logs each change since the last start.
     """
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
@@ -160,7 +162,8 @@ def write_run_file(config: LearnerConfig) -> None:
 
 
 async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, backoff: Backoff) -> None:
-    """Send the same to the coordinator, for people; an earlier release does not know the call.
+    """Send release and configuration to the coordinator, for people.
+    An earlier release does not know the call.
 
     Raises:
         StaleEpoch: another learner took over.

@@ -102,7 +102,8 @@ class TrainingLoop:
             ready = await self._prepare(trained)
 
     async def _train_and_publish(self, ready: _Ready | None) -> _Trained | None:
-        """Publish a version and take the steps of the next one; returns when both have ended."""
+        """Publish a version and take the steps of the next one.
+        Returns when both have ended."""
         if ready is None:
             return await self._train_version()
         if not self.config.overlap_publication:
@@ -127,7 +128,7 @@ class TrainingLoop:
         return trained
 
     async def _prepare(self, trained: _Trained) -> _Ready:
-        """Round the masters, evaluate them where that is due, and take a draft from the backend."""
+        """Round the masters, evaluate them where due, and take a draft."""
         with self.progress.phase(LearnerPhase.PUBLISHING):
             arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
@@ -149,7 +150,8 @@ class TrainingLoop:
         await self.selection.published()
 
     def _head(self) -> tuple[int, Weights]:
-        """The version that a step builds on, which may be under publication, and its weights."""
+        """The version that a step builds on, and its weights.
+        It may be under publication."""
         if self._parent is not None:
             return self._parent
         shadow = self.publisher.position.shadow
@@ -157,7 +159,8 @@ class TrainingLoop:
         return self.publisher.position.head_version, shadow
 
     async def _train_version(self) -> _Trained | None:
-        """Take the steps of one version, none where all are taken; None when the inbox closed."""
+        """Take the steps of one version; None when the inbox closed.
+        Takes none where all are taken."""
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
@@ -184,7 +187,8 @@ class TrainingLoop:
         return _Trained(reports=reports, consumed=consumed)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
-        """Abandon the groups of a step that was not applied; a repeated step would not be either."""
+        """Abandon the groups of a step that was not applied.
+        A repeated step would not be applied either."""
         ids = [queued.group.id for queued in groups]
         # The loss drops groups of equal rewards, and there were no others.
         is_empty = report.num_tokens == 0

@@ -142,7 +142,8 @@ class TrainingRun:
         await self.release(grant)
 
     async def hear(self, grant: LeaseGrant) -> None:
-        """Note the coordinator's bound; end the loop at its next step boundary when there is a rollback order."""
+        """Note the coordinator's bound, and a rollback order.
+        An order ends the loop at its next step boundary."""
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         if self._loop is None:
             return

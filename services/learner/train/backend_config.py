@@ -180,7 +180,8 @@ class _Ranks(_Training):
 
 
 class DeepSpeedBackendConfig(_Ranks):
-    """One process a device, on one machine (`heterorl learner --nproc N`) or many (torchrun), with DeepSpeed's ZeRO."""
+    """DeepSpeed's ZeRO, with one process a device.
+    On one machine: `heterorl learner --nproc N`; on many: torchrun."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[0, 1, 2, 3] = 2

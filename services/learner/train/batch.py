@@ -37,7 +37,7 @@ from heterorl.learner.train.completion_stats import has_signal
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """One rollout for the loss: the model's inputs, and numbers of its group.
+    """One rollout for the loss: the model's inputs, its group's numbers.
 
     The loss is over the drawn tokens of all strips in order. All strips of a rollout share a pass, so means and sums
     over it are exact. Example: TrainingSequence(strips=strips_of(prompt, rollout), advantage=0.5, log_denominator=-0.6,
@@ -118,9 +118,10 @@ class Batch:
 
 
 def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
-    """Give every trainable rollout its advantage and log denominator, over the trainable rollouts of its group.
+    """Give every trainable rollout its advantage and log denominator.
 
-    Staleness counts from `head_version`, the version of the learner's weights.
+    Both are over the trainable rollouts of its group. Staleness counts from `head_version`, the version of the
+    learner's weights.
 
     Raises:
         ValueError: a prompt has no token, a rollout has not one log-prob for each drawn token, or a reward is outside
@@ -138,7 +139,8 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
 
 
 def _prompt_scales(groups: Sequence[Group]) -> list[float]:
-    """BNPO's weight of each group; groups of one prompt are pooled, so that a prompt counts once in the moments."""
+    """BNPO's weight of each group.
+    Groups of one prompt are pooled, so that a prompt counts once in the moments."""
     rewards: dict[bytes, list[float]] = {}
     for group in groups:
         pooled = rewards.setdefault(group.prompt_token_ids.tobytes(), [])
@@ -228,9 +230,9 @@ class MicroBatch:
 def split(
     sequences: Sequence[TrainingSequence], *, max_tokens: int, batching: Batching
 ) -> list[list[TrainingSequence]]:
-    """Cut sequences into lists of at most `max_tokens` model inputs, padding included; longest first.
+    """Cut sequences into lists of at most `max_tokens` model inputs.
 
-    A longer sequence has a list of its own.
+    Padding counts; the longest come first. A longer sequence has a list of its own.
     """
     # sorted() is stable, so equal lengths keep the order of their groups and the split is deterministic.
     ordered = sorted(sequences, key=lambda sequence: sequence.num_inputs, reverse=True)
@@ -280,7 +282,7 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
 
 
 def _records(sequence: TrainingSequence) -> list[bytes]:
-    """The recorded experts of each strip; a rollout of several turns has none."""
+    """The recorded experts of each strip; none with several turns."""
     assert len(sequence.strips) == 1 or not sequence.routed_experts
     return [sequence.routed_experts] * len(sequence.strips)
 
@@ -365,7 +367,7 @@ class Shares:
 
 
 def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each group: the largest first, each to the rank with the least so far.
+    """The rank of each group: largest first, to the least loaded.
 
     No rank gets more than 4/3 of the best possible maximum (Graham 1969, theorem 2). Ties go to the earlier group and
     the lower rank, so every rank computes the same.
@@ -381,7 +383,7 @@ def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_tokens: int, batching: Batching) -> Shares:
-    """Assign whole groups to ranks by tokens, and split each rank's sequences into micro-batches."""
+    """Assign whole groups to ranks by tokens, and cut micro-batches."""
     costs: dict[int, int] = {}
     for sequence in sequences:
         costs[sequence.group] = costs.get(sequence.group, 0) + sequence.num_inputs
@@ -402,5 +404,6 @@ def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_toke
 
 
 def empty_pass() -> TrainingSequence:
-    """The input of a rank without work, which joins the others' collective operations; its loss is multiplied by 0."""
+    """The input of a rank without work; its loss counts 0.
+    With it the rank joins the others' collective operations."""
     return TrainingSequence.scored(np.zeros(1, np.int32), np.zeros(1, np.int32))

@@ -59,7 +59,7 @@ def has_signal(group: Group) -> bool:
 
 
 def _above_mean(rewards: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which rewards are above the mean; exact, since a rounded mean may lie on the other side of one."""
+    """Which rewards are above the exact mean; a rounded one may differ."""
     total = sum((Fraction(reward) * times for reward, times in Counter(rewards).items()), Fraction())
     is_above = {reward: Fraction(reward) * len(rewards) > total for reward in set(rewards)}
     return np.array([is_above[reward] for reward in rewards])
@@ -70,7 +70,7 @@ def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
-    """Means by name, sorted by name; of too many, the parts of most completions."""
+    """Means sorted by name; of too many, the parts of most completions."""
     # By fractions: a sum of huge floats may overflow.
     values: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -84,7 +84,7 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
 
 
 def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
-    """Groups and tokens by site, sorted by name; of too many, those with most tokens."""
+    """Groups and tokens by site; of too many, the largest by tokens."""
     num_groups = Counter(str(group.id.site) for group in groups)
     num_tokens: Counter[str] = Counter()
     for group in groups:
@@ -96,7 +96,7 @@ def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
 
 
 def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
-    """A report for each source of a mixture with a trained group; none for a task with one source."""
+    """A report for each source of a mixture with a trained group."""
     rewards: dict[str, list[float]] = defaultdict(list)
     num_groups: Counter[str] = Counter()
     for queued in groups:

@@ -28,7 +28,8 @@ _TOLERANCE = 1e-9
 
 
 def check_custom_loss(config: LossConfig) -> None:
-    """Import a custom loss and call it on 12 short rollouts; other kinds pass unchecked.
+    """Import a custom loss and call it on 12 short rollouts.
+    Other kinds pass unchecked.
 
     Raises:
         ConfigError: it cannot be loaded, raises, is not finite, gives no gradient, or depends on how a step is divided.

@@ -69,7 +69,7 @@ def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 def learner_logprobs(
     model: nn.Module, micro_batch: MicroBatch, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [N] of the micro-batch's completion tokens under the current weights."""
+    """Log-probs and entropies [N] of completion tokens under the current weights."""
     hidden_NH = hidden_states(model, micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N)
     return token_logprobs(hidden_NH, output_embedding(model), micro_batch.targets_N, temperature=temperature)
 
@@ -77,7 +77,7 @@ def learner_logprobs(
 def hidden_states(
     model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
 ) -> torch.Tensor:
-    """Last hidden states [N, H] at the positions that predict a completion token; see MicroBatch."""
+    """Last hidden states [N, H] that predict completion tokens; see MicroBatch."""
     hidden_RSH: torch.Tensor = inner_model(model)(
         input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
     ).last_hidden_state
@@ -106,7 +106,8 @@ def check_micro_batch(model: nn.Module, *, batching: Batching) -> MicroBatch:
 
 @torch.no_grad()
 def check_forward(model: nn.Module, *, batching: Batching) -> None:
-    """Compare log-probs of three short sequences, laid out together, with the model's own logits of each.
+    """Compare log-probs of sequences laid out together with the model's logits.
+    Three short sequences are used; the logits are of each by itself.
 
     Raises:
         ConfigError: they differ, are not finite, or cannot be computed; names the cause.
@@ -143,7 +144,7 @@ def _its_own(model: nn.Module) -> torch.Tensor:
 
 
 def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, difference: float) -> ConfigError:
-    """Why log-probs of sequences laid out together differ from those of each by itself."""
+    """Why log-probs of sequences laid out together differ from each alone."""
     name = type(model).__name__
     if not alone.isfinite().all():
         # Only tensors in memory: streamed blocks have none.
@@ -207,7 +208,8 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
 
 @contextmanager
 def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
-    """Give the model an arena's weights, in memory of their own; tensors that the arena lacks stay."""
+    """Give the model an arena's weights, in memory of their own.
+    Tensors that the arena lacks stay."""
     tensors = published_tensors(model)
     values = {
         spec.name: torch.from_numpy(weights.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
@@ -244,7 +246,7 @@ class Rounding:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model compute with the rounded weights; costs one copy of them."""
+        """Let the model compute with rounded weights; costs one copy of them."""
         with torch.no_grad():
             values = {
                 spec.name: round_to(
@@ -261,7 +263,7 @@ class Rounding:
 
 @contextmanager
 def _swapped(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Other data in the same tensor objects, so that gradients and optimizer stay with these."""
+    """Put other data into the same tensors; gradients and optimizer stay."""
     own = [(tensors[name], tensors[name].data) for name in values]
     try:
         for name, value in values.items():
@@ -273,10 +275,11 @@ def _swapped(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
 
 
 def apply_liger(model: nn.Module, config: BackendConfig) -> None:
-    """Put Liger's norms, rotary positions and gated layers into a loaded model, if configured.
+    """Put Liger's kernels into a loaded model, if configured.
 
-    Its losses stay out, since log-probs are computed in chunks of the vocabulary. Liger replaces the classes in
-    transformers, so models of the same kind that this process loads later have its kernels too.
+    They are for norms, rotary positions and gated layers. Its losses stay out, since log-probs are computed in chunks
+    of the vocabulary. Liger replaces the classes in transformers, so models of the same kind that this process loads
+    later have its kernels too.
 
     Raises:
         ConfigError: the device is the CPU, or Liger does not know the architecture.
@@ -299,7 +302,7 @@ def apply_liger(model: nn.Module, config: BackendConfig) -> None:
 
 
 def choose_attention(model: nn.Module, config: BackendConfig) -> None:
-    """Set the configured attention of a model that was opened with sdpa or eager."""
+    """Set the configured attention of a model opened with sdpa or eager."""
     wanted = config.attn_implementation
     network: Any = model
     if wanted == network.config._attn_implementation:

@@ -80,7 +80,7 @@ def accumulate_gradients(
     replay: RouterReplay | None = None,
     note_pass: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[MicroBatchSample]:
-    """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
+    """Add the batch's gradient to `grad`, one micro-batch at a time.
 
     Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
     `reference` is a frozen model that routes by itself. `replay` routes tokens to the experts that the sequences
@@ -126,7 +126,7 @@ def accumulate_gradients(
 
 @torch.no_grad()
 def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) -> list[list[TrainingSequence]]:
-    """The same sequences with log-probs of the reference model; a pass over all of them."""
+    """The same sequences with log-probs of the reference, which takes a pass."""
     known = []
     for part in parts:
         logprobs_N = forward(forward.collate(part))[0].cpu().double()
@@ -143,9 +143,9 @@ def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) 
 def apply_gradients(
     parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *, loss: float, lr: float, grad_clip: float
 ) -> tuple[bool, float]:
-    """Clip the gradient and step, unless loss or gradient is not finite; clears the gradient.
+    """Clip the gradient and step, unless loss or gradient is not finite.
 
-    Returns whether the step was taken, and the norm of the gradient before clipping.
+    Clears the gradient. Returns whether the step was taken, and the norm of the gradient before clipping.
     """
     owned = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in owned if parameter.grad is not None])
@@ -169,10 +169,10 @@ def end_step(
     applied_steps: int,
     update: Callable[[float, float], tuple[bool, float]],
 ) -> StepEnd:
-    """Choose the step size, update the weights, and measure the step; for every backend.
+    """Choose the step size, update the weights, and measure the step.
 
-    `update` takes loss and step size; it returns whether the step was taken, and the norm of the gradient. Without
-    samples there is no update. `step` is of the run, from 1.
+    It is the same for every backend. `update` takes loss and step size; it returns whether the step was taken, and the
+    norm of the gradient. Without samples there is no update. `step` is of the run, from 1.
     """
     sequences = join([sample.sequences for sample in samples])
     step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
@@ -254,9 +254,10 @@ def step_coefficients(spec: LossSpec, mask_BT: torch.Tensor, batch: Batch, *, ma
 
 
 def with_first_pass(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> Batch:
-    """The same step with selections, expectations or the whole batch filled in, as the loss needs them.
+    """The same step with what the loss needs of a first pass.
 
-    `logprobs` are the learner's, of all tokens in the batch's order, in pieces of any length.
+    That is selections, expectations or the whole batch. `logprobs` are the learner's, of all tokens in the batch's
+    order, in pieces of any length.
     """
     lengths = [sequence.num_drawn for sequence in batch.sequences]
     of_sequences = torch.cat(list(logprobs)).detach().to("cpu", torch.float64).split(lengths)
@@ -270,7 +271,7 @@ def with_first_pass(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tenso
 
 
 def _whole(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> LossBatch:
-    """All rollouts in the order of their rows, which does not depend on how the step is divided."""
+    """All rollouts by row: the same order however a step is divided."""
     order = sorted(range(len(batch.sequences)), key=lambda position: batch.sequences[position].row)
     inputs = collate([batch.sequences[position] for position in order], batching="padded").loss_inputs
     learner_BT = inputs.padded(torch.cat([logprobs[position] for position in order]))

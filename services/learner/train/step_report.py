@@ -122,7 +122,8 @@ def join(samples: Sequence[SequenceSample]) -> SequenceSample:
 
 
 def ess_fraction(weights_M: torch.Tensor) -> float:
-    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 without any weight."""
+    """Effective share of the samples, (sum w)^2 / (M sum w^2).
+    It is in (0, 1], and 0 without any weight."""
     # Scaled first: the squares of weights near e^-400 would all be 0.
     largest = weights_M.max() if weights_M.numel() else torch.zeros(())
     if not largest > 0:
@@ -132,11 +133,12 @@ def ess_fraction(weights_M: torch.Tensor) -> float:
 
 
 def step_size_factor(spec: LossSpec, sample: SequenceSample) -> float:
-    """Factor of the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
+    """Factor of the learning rate: 1, or VCPO's sqrt(ESS / B).
 
-    ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. Weights are GEPO's own where the loss divides by a
-    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8. `ess_uncapped` always takes
-    those ratios, capped at e^max_log_weight; VCPO has no cap, and so trusts what samplers state.
+    Source: arXiv 2602.17616 section 4. ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. Weights are GEPO's
+    own where the loss divides by a group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at
+    8. `ess_uncapped` always takes those ratios, capped at e^max_log_weight; VCPO has no cap, and so trusts what
+    samplers state.
     """
     if spec.step_size == "constant":
         return 1.0
@@ -177,13 +179,13 @@ def step_extras(sample: SequenceSample) -> dict[str, float]:
 
 
 def summed(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Sum and count [2] of one number for each rollout, or for each token without padding."""
+    """Sum and count [2] over rollouts, or over tokens without padding."""
     counted = values[mask_BT] if values.dim() == 2 else values
     return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]).cpu()
 
 
 def metric_means(samples: Sequence[MicroBatchSample]) -> dict[str, float]:
-    """Means over the step of a custom loss's metrics; over the passes that have a name."""
+    """Step means of a custom loss's metrics, over passes that have them."""
     totals: dict[str, torch.Tensor] = {}
     for sample in samples:
         for name, both in sample.metrics.items():
@@ -259,7 +261,7 @@ class StepEnd:
 
 
 def share_of_bad(sequences: SequenceSample) -> float | None:
-    """Share of the rollouts with a negative advantage that train; None without one."""
+    """Share of rollouts with negative advantage that train; None without one."""
     bad = sequences.trained_B[sequences.advantages_B < 0]
     return mean(bad) if bad.numel() else None
 
@@ -282,7 +284,7 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def wanted_log_ratios(samples: Iterable[MicroBatchSample], groups: Sequence[QueuedGroup]) -> LogRatios:
-    """Log-ratios of groups whose note is wanted and that the loss kept in the step."""
+    """Log-ratios of groups whose note is wanted and that the loss kept."""
     wanted = {number for number, queued in enumerate(groups) if queued.wants_note}
     found: dict[tuple[int, int], Float32Array] = {}
     if not wanted:

@@ -19,7 +19,8 @@ from heterorl.learner.backends.tensor_file import TYPE_NAMES, TYPES, TensorFile
 
 
 class RelayedFile:
-    """The tensors of rank 0's file; all ranks ask for the same ones in the same order."""
+    """The tensors of rank 0's file, which it sends to all ranks.
+    All ask for the same ones in the same order."""
 
     def __init__(self, own: TensorFile | None, ranks: Collectives) -> None:
         """Broadcast the table of tensors."""
@@ -64,7 +65,8 @@ class CheckpointFiles:
     applied_steps: int
 
     def restore(self, state: ShardedState, ranks: Collectives) -> int:
-        """Put this rank's pieces back, as all ranks do; returns the applied steps.
+        """Put this rank's pieces back; returns the applied steps.
+        All ranks call.
 
         Raises CorruptStore: on all ranks, where one could not; the state is then partly of this checkpoint.
         """
@@ -96,9 +98,10 @@ class CheckpointFiles:
         return self.applied_steps
 
     def _read(self, entry: str, problems: list[Exception], *, is_master: bool = False) -> torch.Tensor | None:
-        """A tensor; None where the disk fails: this rank goes on, as the others may receive the next one.
+        """A tensor; None where the disk fails.
 
-        Any other error may have left a broadcast that the others are in, and ends this rank.
+        This rank then goes on, as the others may receive the next one. Any other error may have left a broadcast that
+        the others are in, and ends this rank.
         """
         try:
             return (self.weights if is_master else self.moments).flat(entry)
@@ -109,7 +112,7 @@ class CheckpointFiles:
 
 @contextmanager
 def _noted(problems: list[Exception]) -> Iterator[None]:
-    """Collect an error of work that no other rank takes part in; it is raised when all are through."""
+    """Collect an error of work that no other rank takes part in."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised when all are through
@@ -117,7 +120,8 @@ def _noted(problems: list[Exception]) -> Iterator[None]:
 
 
 def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Collectives) -> CheckpointFiles:
-    """A checkpoint for all ranks: each reads its pieces, or rank 0 sends where not all see the same files.
+    """Open a checkpoint on all ranks; each reads its pieces.
+    Where not all see the same files, rank 0 sends.
 
     Raises CorruptStore: on all ranks: rank 0 cannot read it, or it is of another model.
     """
@@ -150,7 +154,8 @@ def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Coll
 
 
 def read_checkpoint_files(directory: Path, shapes: Mapping[str, torch.Size]) -> CheckpointFiles:
-    """Check a checkpoint against a model; raises CorruptStore if a file is missing, broken, or of another model."""
+    """Open a checkpoint and check it against a model.
+    Raises CorruptStore: a file is missing, broken, or of another model."""
     expected = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     weights, moments, applied_steps = open_state(directory, expected)
     return CheckpointFiles(weights=weights, moments=moments, applied_steps=applied_steps)

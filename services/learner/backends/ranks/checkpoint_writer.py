@@ -51,7 +51,7 @@ _GOOD, _AGAIN, _OVER = b"good", b"again", b"over"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Elements [start, start + size) of a rank's piece, and their first byte in a file."""
+    """Elements [start, start + size) of a piece, from byte `place` on."""
 
     file_name: str
     place: int
@@ -94,7 +94,7 @@ class CheckpointLayout:
 
     @property
     def files(self) -> list[tuple[str, SafetensorsLayout, Sequence[Key]]]:
-        """Each file of tensors: its name, its plan, and the keys of the state in it."""
+        """Each file of tensors: name, plan, and the state's keys in it."""
         return [(WEIGHTS_FILE, self.weights, ("",)), (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ())]
 
     def make(self) -> None:
@@ -106,7 +106,7 @@ class CheckpointLayout:
         (self.directory / COUNTERS_FILE).write_text(self.counters, encoding="utf-8")
 
     def runs(self, state: ShardedState, rank: int) -> Iterator[Run]:
-        """A rank's runs in the order in which they are written and digested; reads no values."""
+        """A rank's runs in the order of writing and digesting."""
         for file_name, plan, keys in self.files:
             for key in keys:
                 for name in sorted(state.shapes):
@@ -119,7 +119,7 @@ class CheckpointLayout:
                         )
 
     def singles(self) -> list[tuple[int, bytes]]:
-        """Bytes of the file of moments that are not sharded, with their places."""
+        """The moments file's bytes that are not sharded, with their places."""
         random, step = (values.numpy().tobytes() for values in (torch.get_rng_state(), torch.tensor(float(self.steps))))
         return [
             (self.moments.place(name), random if name == "random/cpu" else step)
@@ -140,7 +140,8 @@ class CheckpointLayout:
 
 
 def write_runs(directory: Path, runs: Iterator[tuple[Run, torch.Tensor]], *, with_digest: bool) -> bytes:
-    """Write values to their places and make them durable; returns their digest; empty without `with_digest`."""
+    """Write values to their places and make them durable; returns their digest.
+    It is empty without `with_digest`."""
     digest = xxhash.xxh3_128()
     file: BinaryIO | None = None
     name = ""
@@ -181,7 +182,8 @@ def _close(file: BinaryIO | None) -> None:
 
 
 def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
-    """Let rank 0 make the files; returns whether all ranks see the directory. All ranks call."""
+    """Let rank 0 make the files; returns whether all see the directory.
+    All ranks call."""
     token = ranks.broadcast_bytes(os.urandom(16) if ranks.rank == 0 else b"")
     with _together(ranks):
         if ranks.rank == 0:
@@ -247,7 +249,8 @@ def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> 
 
 
 def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> None:
-    """Write the tensors' files on rank 0, which receives them; all ranks call. Raises as `Writing`."""
+    """Write the tensors' files on rank 0, which receives them.
+    All ranks call. Raises as `Writing`."""
     if ranks.rank == 0:
         _LOG.warning("rank 0 writes the whole checkpoint: not all ranks can write into %s", layout.directory)
     masters, rest = (tensor for _, tensor in state.gather_all()), _moments(state, layout.steps, sorted(state.shapes))
@@ -298,10 +301,11 @@ class Writing:
         lora: LoraSettings = NO_LORA,
         overlaps: bool = True,
     ) -> None:
-        """Copy this rank's share and start to write it; all ranks call, none while it writes another checkpoint.
+        """Copy this rank's share and start to write it.
 
-        Without `overlaps` the share is written when this returns, and never copied. If a rank does not see the
-        directory, rank 0 receives all tensors and has written them when this returns.
+        All ranks call, none while it writes another checkpoint. Without `overlaps` the share is written when this
+        returns, and never copied. If a rank does not see the directory, rank 0 receives all tensors and has written
+        them when this returns.
 
         Raises:
             OSError: on rank 0: the files cannot be made; all are through.
@@ -414,7 +418,7 @@ class Writing:
             self._write_alone()
 
     def _write_alone(self) -> None:
-        """Write this rank's values and those that the others send into files that no other rank has written to."""
+        """Write all ranks' values into files that only rank 0 writes to."""
         _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
         problem: Exception | None = None
         for rank in range(self._ranks.world_size):
@@ -441,7 +445,8 @@ class Writing:
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
-    """Copies of a rank's pieces in the host's memory; complete when the iterator ends."""
+    """Copies of a rank's pieces in the host's memory.
+    They are complete when the iterator ends."""
     is_on_device = False
     for run in layout.runs(state, rank):
         values = state.read(run.name, run.key, start=run.start, size=run.size)

@@ -55,7 +55,8 @@ class Messages:
 
 
 class Collectives(Messages):
-    """The process group of one learner's ranks; all of them call the same methods in the same order."""
+    """The process group of one learner's ranks.
+    All of them call the same methods in the same order."""
 
     def __init__(self, *, rank_env: RankEnv, store: Store, device: str) -> None:
         self.rank_env = rank_env
@@ -115,7 +116,7 @@ class Collectives(Messages):
         dist.broadcast(values, src=0, group=self._group)
 
     def exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
-        """Send bytes to each rank and receive bytes from each, both in the order of ranks."""
+        """Exchange bytes with each rank, in the order of ranks."""
         received = torch.empty(sum(received_sizes), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
         return received
@@ -138,11 +139,12 @@ class RanksDiffer(OperatorError):
 
 
 class MetByAll(HeterorlError):
-    """An error that all ranks know of: rank 0 raises it to its caller, and this rank waits for the next command."""
+    """An error that all ranks know of.
+    Rank 0 raises it to its caller, and this rank waits for the next command."""
 
 
 def make_together(make: Callable[[], ResultT], ranks: Collectives) -> ResultT:
-    """The result of `make`, which every rank calls for itself, once all have succeeded.
+    """The result of `make` on this rank, once all ranks have succeeded.
 
     Raises:
         Exception: on rank 0: its own error.

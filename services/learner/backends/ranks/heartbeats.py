@@ -93,7 +93,7 @@ class RankSilent(OperatorError):
 
 
 def end_process(error: OperatorError) -> None:
-    """Log the error and exit at once, in any state of the other threads."""
+    """Log the error and exit at once, without waiting for other threads."""
     _LOG.error("%s", error)
     logging.shutdown()
     os._exit(EXIT_CODE)

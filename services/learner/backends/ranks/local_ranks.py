@@ -89,7 +89,7 @@ class LocalRanks:
         return child
 
     def _blame(self) -> None:
-        """Let a rank's end be reported first, of which this process's error may be the echo."""
+        """Let a rank's end be reported before its echo in this process."""
         if self._children:
             self._has_ended.wait(BLAME_S)
         for watcher, child in zip(self._watchers, self._children, strict=True):

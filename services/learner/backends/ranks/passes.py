@@ -61,10 +61,11 @@ class PassEngine(Protocol):
 
 
 class LogprobModel(nn.Module):
-    """A language model whose forward gives log-probs and entropies [N] of completion tokens."""
+    """A language model that gives log-probs and entropies [N] of completion tokens."""
 
     def __init__(self, model: nn.Module, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
-        """Wrap a model; `autocast_dtype` is the type of matrix products, None for the type of the weights."""
+        """Wrap a model; `autocast_dtype` is the type of matrix products.
+        None is the type of the weights."""
         super().__init__()
         self.model = model
         self.head = _Head(model, temperature=temperature)
@@ -88,7 +89,7 @@ class LogprobModel(nn.Module):
 
 
 class _Head(nn.Module):
-    """The output embedding as a module, so that ZeRO 3 gathers it for the forward and the backward pass."""
+    """The output embedding as a module, so that ZeRO 3 gathers it."""
 
     def __init__(self, model: nn.Module, *, temperature: float) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ class Passes:
     """Routes tokens to the experts that the sequences recorded."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
-        """Leave the gradient of the whole step's loss in the engine; returns all ranks' samples, on every rank."""
+        """Leave the gradient of the whole step's loss in the engine.
+        Returns all ranks' samples, on every rank."""
         shares = share_out(
             batch.sequences,
             num_ranks=self.ranks.world_size // self.sharing,
@@ -192,7 +194,8 @@ class Passes:
         )
 
     def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
-        """Log-probs of all tokens in order, one tensor a share, without gradient; takes every pass once."""
+        """Log-probs of all tokens in order, without gradient, one tensor a share.
+        Takes every pass once."""
         own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
             passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]

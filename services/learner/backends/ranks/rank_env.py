@@ -55,7 +55,7 @@ def local_rank_env(rank: int, *, num_ranks: int, file: Path) -> RankEnv:
 
 
 def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
-    """The environment that a launcher set; None where no launcher started this process.
+    """A launcher's environment; None where no launcher started this process.
 
     Raises ConfigError: a variable is missing, not a number, or contradicts another.
     """
@@ -91,9 +91,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def end_with_agent(environment: Mapping[str, str]) -> bool:
-    """Have the kernel end this process when its parent ends; returns whether it will.
+    """Have the kernel end this process with its parent.
 
-    Only under torchrun: any other parent may be a shell that is meant to end first.
+    Returns whether it will. Only under torchrun: any other parent may be a shell that is meant to end first.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in environment:
         return False

@@ -80,7 +80,7 @@ class Round:
 
 
 def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
-    """Open a round as rank 0, and return when every rank is in it.
+    """Open a round as rank 0, and wait for every rank.
 
     Raises RuntimeError: a rank is missing after five minutes, or the store is gone.
     """
@@ -122,7 +122,7 @@ def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
 
 
 def enter_round(store: Store, rank_env: RankEnv) -> Round:
-    """Enter the newest round as another rank, and return when all ranks are in it.
+    """Enter the newest round as another rank, and wait for all.
 
     Raises RuntimeError: rank 0 does not answer within five minutes, or another rank is missing after five more.
     """
@@ -151,7 +151,7 @@ def enter_round(store: Store, rank_env: RankEnv) -> Round:
 
 
 def _pause() -> None:
-    """Wait between two reads: the store cannot wait for a key to change."""
+    """Wait between two reads: the store cannot wait for a change."""
     time.sleep(POLL_S)  # noqa: TID251
 
 
@@ -161,7 +161,7 @@ def is_newest(store: Store, name: str) -> bool:
 
 
 def read(store: Store, key: str) -> str | None:
-    """The value of a key; None where it is not set, for which `get` would wait."""
+    """The value of a key; None if unset, where `get` would wait."""
     return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
@@ -175,7 +175,8 @@ class Rendezvous:
     """One rank's connection to the store."""
 
     def __init__(self, rank_env: RankEnv, *, timeout_s: float = 60.0) -> None:
-        """Connect, and enter a round. `timeout_s` is rank 0's limit for a silent rank; the others take it over.
+        """Connect, and enter a round.
+        `timeout_s` is rank 0's limit for a silent rank; the others take it over.
 
         Raises:
             RanksApart: the store or another rank was not there in time.
@@ -216,7 +217,7 @@ class Rendezvous:
         raise ConfigError("backend.kind", problem, action="install the same release on every machine")
 
     def connect(self) -> Store:
-        """Another connection: a store serves one caller at a time, and a caller may wait for long."""
+        """Another connection: a store serves one caller at a time."""
         return PrefixStore(self._round, self._open())
 
     def _open(self) -> Store:
@@ -264,7 +265,8 @@ class Rendezvous:
         return said
 
     def end(self) -> None:
-        """Send the end, and wait a little for the others, as the store may end with this process."""
+        """Send the end, and wait a little for the others.
+        The store may end with this process."""
         self.say("")
         self._await_heard()
 
@@ -291,7 +293,7 @@ def _bracketed(host: str) -> str:
 
 
 def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
-    """Check that every rank has its device and the same code, and every machine the same bytes of the model.
+    """Check that ranks have their devices, the same code and model.
 
     A rank reads its pieces from its machine's directory: other bytes there would mix two models. On one machine the
     directory is not read for this. All ranks call.
@@ -353,7 +355,7 @@ def releases_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def code_digest(package: Path) -> str:
-    """Blake3 over names and content of the modules of `common` and `learner`, which a rank computes with."""
+    """Blake3 over names and content of modules that a rank computes with."""
     hasher = blake3.blake3()
     for path in sorted(path for part in ("common", "learner") for path in (package / part).rglob("*.py")):
         content = path.read_bytes()
@@ -363,7 +365,8 @@ def code_digest(package: Path) -> str:
 
 
 def model_digest(model_dir: str) -> str:
-    """Blake3 over configuration and weights of a model, as files; uses all cores.
+    """Blake3 over a model's configuration and weights, as files.
+    Uses all cores.
 
     Raises OSError, ValueError: it cannot be read.
     """
@@ -434,7 +437,8 @@ class RankGroup:
         return self._ranks
 
     def leave(self) -> None:
-        """Leave in order, once all ranks are out of collective operations and rank 0 has sent the end."""
+        """Leave in order, once no rank is in a collective operation.
+        Rank 0 has sent the end before."""
         if self._heartbeats is not None:
             self._heartbeats.close()
         if self._ranks is not None:

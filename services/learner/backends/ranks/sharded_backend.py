@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ShardedBackend:
-    """One rank's backend; made on every rank with the same arguments except `ranks`."""
+    """One rank's backend; made on every rank with equal arguments but `ranks`."""
 
     def __init__(
         self,
@@ -117,7 +117,8 @@ class ShardedBackend:
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Rank 0 holds the arena and one whole tensor at a time, the others only their pieces."""
+        """Store the masters; rank 0 holds one whole tensor at a time.
+        Rank 0 also has the arena, the others only their pieces."""
         self._tell(Command(do=Do.STORE))
         problem: HeterorlError | None = None
         band = self._config.dead_band_ulp
@@ -145,14 +146,16 @@ class ShardedBackend:
         self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Copy each rank's share, which a thread writes; without `overlap_checkpoint` write it at once."""
+        """Copy each rank's share, which a thread writes.
+        Without `overlap_checkpoint` it is written at once."""
         writing = self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory)
         if not self._config.overlap_checkpoint:
             writing.wait()
         return writing.wait
 
     def restore(self, directory: Path) -> None:
-        """Read what `freeze` of this or the torch backend wrote, with any number of ranks.
+        """Read files of `freeze`, of this or the torch backend.
+        The number of ranks may differ.
 
         Raises CorruptStore: a file is missing, broken or of another model, and the state is unchanged; or a rank could
         not read its pieces, and the state is partly of this checkpoint.
@@ -252,7 +255,7 @@ class ShardedBackend:
         return self._writing
 
     def _end_writing(self) -> None:
-        """Wait for the open checkpoint: its copy is as large as the share, so there is at most one."""
+        """Wait for the open checkpoint, so that one copy exists at most."""
         if self._writing is not None:
             self._writing.end()
         self._writing = None

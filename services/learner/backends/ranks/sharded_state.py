@@ -22,7 +22,8 @@ MOMENTS: tuple[Key, Key] = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedState(ABC):
-    """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
+    """Reads and writes one rank's pieces, and gathers tensors on rank 0.
+    All ranks call together."""
 
     shapes: Mapping[str, torch.Size]
     """Whole shapes of the trained tensors, by name."""
@@ -30,13 +31,14 @@ class ShardedState(ABC):
 
     @abstractmethod
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
-        """Elements [start, start + size) of this rank's piece, flat, on its device; not to be written to."""
+        """Elements [start, start + size) of this rank's piece, on its device.
+        The tensor is flat, and not to be written to."""
 
     @abstractmethod
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece from the flattened `whole`, which may be mapped from a disk.
+        """Set this rank's piece from the flattened `whole`.
 
-        Its type is one that fp32 holds exactly; only the piece is read.
+        `whole` may be mapped from a disk. Its type is one that fp32 holds exactly; only the piece is read.
         """
 
     @abstractmethod
@@ -45,12 +47,13 @@ class ShardedState(ABC):
 
     @abstractmethod
     def reset(self, *, steps: int) -> None:
-        """Set moments to 0 and the count to `steps`, also before the optimizer's first step."""
+        """Set moments to 0 and the count to `steps`.
+        The optimizer may not have stepped yet."""
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All tensors in fp32 on rank 0's CPU, sorted by name, one at a time; None on the others.
+        """All tensors in fp32 on rank 0's CPU, one at a time.
 
-        A caller that stops early must exhaust it.
+        They are sorted by name; the other ranks get None. A caller that stops early must exhaust it.
         """
         for name in sorted(self.shapes):
             own = self.read(name, key, start=0, size=self.pieces.own[name].size)
@@ -81,7 +84,8 @@ class Pieces:
         """Pieces that rank 0 takes from each rank, by rank."""
 
     def gather(self, name: str, values: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor on rank 0's CPU; None on the others, which have sent their `values`."""
+        """The whole tensor on rank 0's CPU; None on the others.
+        The others have sent their `values`."""
         if self._ranks.rank:
             if self.own[name].size:
                 self._ranks.send(values.contiguous())

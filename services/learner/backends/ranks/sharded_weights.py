@@ -46,7 +46,7 @@ _BROKEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Elements of one tensor that one rank has and that lie in one chunk.
+    """One rank's elements of one tensor that lie in one chunk.
 
     Example: Segment(name="lm_head.weight", start=128, size=64, place=0): elements 128 to 191 of the rank's piece are
     the first 64 of the chunk.
@@ -62,7 +62,8 @@ class Exchange:
     """The origin of every chunk's elements."""
 
     def __init__(self, layout: Layout, tables: Sequence[Mapping[str, Piece]]) -> None:
-        """Sort tensors by their places; `tables` are each rank's pieces by the model's names, tied ones once."""
+        """Sort tensors by their places.
+        `tables` are each rank's pieces by the model's names, tied ones once."""
         self._chunks = layout.chunks
         self._tables = tables
         self._places: dict[int, list[tuple[int, str]]] = {width: [] for width in layout.lengths}
@@ -74,7 +75,7 @@ class Exchange:
             places.sort()
 
     def segments(self, chunk_number: int, *, rank: int) -> list[Segment]:
-        """A rank's segments of a chunk, by place; none for a chunk that does not exist."""
+        """A rank's segments of a chunk, by place; none past the last."""
         if chunk_number >= len(self._chunks):
             return []
         chunk = self._chunks[chunk_number]
@@ -104,7 +105,7 @@ def source_of(arena: Arena) -> Source:
 
 
 class ShardedVersions:
-    """One rank's chunks of a few versions, each under a number of rank 0."""
+    """One rank's chunks of a few versions, numbered by rank 0."""
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class ShardedVersions:
         ranks: Collectives,
         dead_band_ulp: float,
     ) -> None:
-        """Take over the tables of pieces; rank 0 sends `buffers`, which are published and never trained."""
+        """Take over the tables of pieces.
+        Rank 0 sends `buffers`, which are published and never trained."""
         self._state = state
         self.layout = layout
         self.buffers = buffers
@@ -165,9 +167,9 @@ class ShardedVersions:
         return self._digests(version)
 
     def code(self, version: int, *, before: int | None, threads: int) -> Iterator[tuple[int, bytes, int]]:
-        """Method, bytes and changed elements of every chunk, in order, on rank 0; the others only send.
+        """Method, bytes and changed elements of every chunk, on rank 0.
 
-        A caller that stops early must exhaust it.
+        They come in order; the others only send. A caller that stops early must exhaust it.
         """
         new, old = self._chunks[version], None if before is None else self._chunks[before]
 
@@ -184,7 +186,8 @@ class ShardedVersions:
             yield next(own) if owner == 0 else self._receive(rank=owner)
 
     def divide(self, version: int, source: Source | None) -> tuple[bytes, ...]:
-        """Read each chunk on rank 0 and decode it on its owner; returns the digest of every chunk, on every rank.
+        """Read each chunk on rank 0 and decode it on its owner.
+        Returns the digest of every chunk, on every rank.
 
         Raises:
             CorruptData: on all ranks: the source is broken.
@@ -298,7 +301,8 @@ class ShardedVersions:
 
 
 class ShardedArena:
-    """Rank 0's handle of a version's weights, whose chunks are on all ranks; immutable."""
+    """Rank 0's handle of a version's weights; immutable.
+    The chunks are on all ranks."""
 
     def __init__(self, engine: VersionEngine, *, number: int, digests: tuple[bytes, ...]) -> None:
         self.layout: Layout = engine.layout
@@ -317,7 +321,8 @@ class ShardedArena:
         return found
 
     def code(self, before: ShardedArena | None, *, threads: int) -> Iterator[CodedChunk]:
-        """Every chunk coded, in order; only while no step computes. A caller that stops early must exhaust it."""
+        """Every chunk coded, in order; only while no step computes.
+        A caller that stops early must exhaust it."""
         command = self._engine.say(Do.CODE, self, before=before, threads=threads)
         coded = self._engine.held.code(command.version, before=command.before, threads=threads)
         for (method, data, num_changed), digest in zip(coded, self.digests, strict=True):
@@ -325,7 +330,8 @@ class ShardedArena:
 
 
 class VersionEngine:
-    """One rank's versions. Rank 0 calls, except `obey`; every call is one of all ranks, while no step computes."""
+    """One rank's versions.
+    Rank 0 calls, except `obey`; every call is one of all ranks, while no step computes."""
 
     def __init__(self, held: ShardedVersions, *, tell: Callable[[Command], Command]) -> None:
         self.layout = held.layout
@@ -361,7 +367,7 @@ class VersionEngine:
     def say(
         self, do: Do, arena: ShardedArena | None = None, *, before: ShardedArena | None = None, threads: int = 1
     ) -> Command:
-        """Send the command for a version, for a new one where `arena` is None."""
+        """Send the command for a version; a new one without `arena`."""
         if arena is None:
             self._newest += 1
         command = Command(

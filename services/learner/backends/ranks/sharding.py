@@ -34,7 +34,8 @@ _REFUSED = b"refused"
 
 
 def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
-    """The model without weights on every rank; rank 0 checks it, and reads weights for that block by block.
+    """Open the model without weights on every rank.
+    Rank 0 checks it, and reads weights for that block by block.
 
     Raises ConfigError: on all ranks: one cannot load the model, or it cannot be trained in the chosen layout.
     """
@@ -68,7 +69,7 @@ def _open(
 
 
 def _table(opened: OpenedModel) -> bytes:
-    """The facts that must be equal on two ranks: types and shapes of the tensors, and where their weights are."""
+    """Facts that ranks must share: types and shapes, and weights' place."""
     state = {
         name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
         for name, tensor in opened.model.state_dict(keep_vars=True).items()
@@ -77,7 +78,8 @@ def _table(opened: OpenedModel) -> bytes:
 
 
 def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
-    """The model with weights from rank 0's memory; all ranks ask for tensors in the same order."""
+    """The model with weights from rank 0's memory.
+    All ranks ask for tensors in the same order."""
     model = opened.model
     for tensor in model.state_dict(keep_vars=True).values():
         if not isinstance(tensor, nn.Parameter):
@@ -113,11 +115,12 @@ class Sharding(ABC):
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """A context in which passes see the weights that a step computes with."""
+        """A context with the weights that a step's passes compute with."""
 
     @abstractmethod
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
-        """Clip and step, unless loss or gradient is not finite; returns whether, and the norm before clipping."""
+        """Clip and step, unless loss or gradient is not finite.
+        Returns whether it stepped, and the norm before clipping."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -145,7 +148,8 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
 
 
 def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
-    """Published tensors that are no parameters, tied ones once; `hold_untrained` made buffers of frozen ones."""
+    """Published tensors that are no parameters, tied ones once.
+    `hold_untrained` made buffers of frozen ones."""
     published = tensors.published_tensors(model)
     return {
         spec.name: published[spec.name]
@@ -156,10 +160,10 @@ def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tenso
 
 @torch.no_grad()
 def settle_untrained(sharding: Sharding, *, is_rounded: bool) -> None:
-    """Check that every published tensor is written, and round the buffers as samplers have them.
+    """Check that every published tensor is written, and round the buffers.
 
-    An element that neither state nor buffers write would reach samplers as 0. Buffers are rounded once, since no step
-    changes them.
+    Rounded buffers are as samplers have them. An element that neither state nor buffers write would reach samplers as
+    0. Buffers are rounded once, since no step changes them.
     """
     layout = sharding.layout
     written = {layout.spec(name).name for name in (*sharding.state.shapes, *sharding.buffers)}
@@ -171,7 +175,7 @@ def settle_untrained(sharding: Sharding, *, is_rounded: bool) -> None:
 
 
 def check_products(model: nn.Module) -> None:
-    """Refuse bf16 passes for a model that keeps some weights in fp32, as its samplers do."""
+    """Refuse bf16 passes for a model that keeps weights in fp32."""
     types = tensors.types_of(model, "bf16")
     kept = [name for name, _ in model.named_parameters() if types.get(name) == "fp32"]
     if kept:
@@ -180,7 +184,7 @@ def check_products(model: nn.Module) -> None:
 
 
 def check_experts(model: nn.Module, ranks: Collectives) -> None:
-    """Refuse experts that are modules of their own: each rank has gradients for those that its tokens went to."""
+    """Refuse experts that are modules of their own."""
     for name, module in model.named_modules():
         if ranks.world_size > 1 and name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
             problem = f"each of {name} is a module of its own, and ranks have gradients for different ones"

@@ -147,21 +147,25 @@ class LearnerConfig(Config):
         if self.sampling.router_replay != "none":
             raise ValueError('task.environment with sampling.router_replay: set router_replay to "none"')
         if self.verification.require_seeded:
-            raise ValueError("task.environment with verification.require_seeded: draws of turns are not repeated")
+            raise ValueError(
+                "task.environment with verification.require_seeded: draws of turns are not repeated; set it to false"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> LearnerConfig:
         if self.trusted_keys and self.signing_key is None:
-            raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
+            raise ValueError(
+                "trusted_keys without signing_key: the learner would refuse its own versions on resume; set signing_key"
+            )
         if self.dynamic_sampling.max_replaced_per_step and self.group_size < 2:
             raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
         if len(set(self.variants)) != len(self.variants):
-            raise ValueError("variants names one twice")
+            raise ValueError("variants names one twice: remove it")
         if self.variants and self.lora.is_on:
             raise ValueError("variants with lora: adapters are small and published as they are; remove one of them")
         if self.retry_cap_s < self.retry_base_s:
-            raise ValueError("retry_cap_s is below retry_base_s")
+            raise ValueError("retry_cap_s is below retry_base_s: raise it, or lower retry_base_s")
         return self
 
     @model_validator(mode="after")

@@ -207,7 +207,11 @@ class SampleNotes:
     def _gave_up(self, why: str) -> None:
         SAMPLE_NOTES.labels("given_up").inc()
         # Only the first: a coordinator of an earlier release refuses each.
-        _LOG.log(logging.DEBUG if self._is_said else logging.WARNING, "a sample stays without its text: %s", why)
+        _LOG.log(
+            logging.DEBUG if self._is_said else logging.WARNING,
+            "sample notes: a sample stays without its text: %s",
+            why,
+        )
         self._is_said = True
 
 

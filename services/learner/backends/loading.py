@@ -217,7 +217,7 @@ def _by_name(model_dir: str) -> OpenedModel:
 
 
 def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
-    _LOG.warning("reading all of %s before sharding: %s", model_dir, reason)
+    _LOG.warning("model %s is read whole before sharding: %s", model_dir, reason)
     model = load_model(model_dir)
     # transformers also trains parameters that the model's own code freezes.
     with contextlib.suppress(ConfigError):

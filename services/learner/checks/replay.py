@@ -159,6 +159,8 @@ class Canary:
             with arena_weights(self._model, weights):
                 logprobs_N, _ = learner_logprobs(self._model, batch, temperature=self._temperature)
         except torch.OutOfMemoryError:
-            _LOG.warning("skipped the canary: the published weights do not fit into memory with the model")
+            _LOG.warning(
+                "canary skipped: published weights and model do not fit into memory; no site is judged by this version"
+            )
             return ()
         return tuple(logprobs_N.float().cpu().tolist())

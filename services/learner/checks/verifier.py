@@ -109,7 +109,7 @@ class RecentVersions:
             puller = self._pullers.get(variant) or self._add_puller(variant)
             pulled = await puller.pull(version, held=held)
             self._kept[key] = pulled
-            _LOG.debug("pulled version %d%s for checks", version, f" in variant {variant}" if variant else "")
+            _LOG.debug("verifier pulled version %d%s", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)
         while len(self._kept) > self.num_kept:
             self._kept.popitem(last=False)

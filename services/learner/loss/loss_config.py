@@ -147,7 +147,7 @@ class EqpConfig(RatioLossConfig):
     @model_validator(mode="after")
     def _check_mask(self) -> EqpConfig:
         if self.m2_budget:
-            raise ValueError("m2_budget cannot be combined with a denominator that couples whole rollouts")
+            raise ValueError("m2_budget does not go with a denominator that couples whole rollouts: set it to 0")
         return self
 
 
@@ -319,7 +319,7 @@ class MisConfig(LossOptions):
     @model_validator(mode="after")
     def _check_range(self) -> MisConfig:
         if self.floor >= self.cap:
-            raise ValueError("floor is not below cap")
+            raise ValueError("floor is not below cap: lower floor, or raise cap")
         return self
 
 

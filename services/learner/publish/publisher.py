@@ -108,7 +108,7 @@ class Publisher:
         await self.variants.align(self.position)
         shadow = self.position.shadow
         if shadow is not None and self.variants.are_to_begin:
-            _LOG.info("publishing version %d, a repeat of the head, to start a variant", self.position.head_version + 1)
+            _LOG.info("version %d repeats the head, to start a variant", self.position.head_version + 1)
             await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:

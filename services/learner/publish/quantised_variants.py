@@ -193,7 +193,7 @@ class Variants:
                 scales=entry.arena,
             )
             _LOG.info(
-                "version %d in variant %s: %d of %d values changed, %d bytes",
+                "version %d in variant %s is published: %d of %d values changed, %d bytes",
                 manifest.version,
                 entry.variant,
                 manifest.num_changed,
@@ -244,7 +244,7 @@ class Variants:
             return None
 
     async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
-        _LOG.info("pulling version %d of variant %s", version, name)
+        _LOG.info("variant %s: pulling version %d", name, version)
         puller = TrustedPuller(
             api=self._api,
             spool=self._directory / name / "incoming",

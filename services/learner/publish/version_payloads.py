@@ -217,7 +217,7 @@ async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries
 
 
 def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
-    _LOG.warning("sending payload %s through the coordinator: it %s: %s", payload.digest[:12], what, error)
+    _LOG.warning("payload %s goes through the coordinator: it %s: %s", payload.digest[:12], what, error)
 
 
 async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> AsyncGenerator[bytes, None]:

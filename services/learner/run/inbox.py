@@ -166,12 +166,12 @@ async def feed(
             return
         if finding.reason is not None:
             rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-            _LOG.warning("rejected group %s: %s", queued.group.id, finding.detail)
+            _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
             await api.reject_groups(epoch=epoch, rejections=[rejection])
             if notes is not None:
                 notes.rejected([queued.group])
         else:
-            _LOG.warning("abandoned group %s: %s", queued.group.id, finding.detail)
+            _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
             await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
             if notes is not None:
                 notes.abandoned([queued])
@@ -334,7 +334,7 @@ class GroupSelection:
             return
         age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
         reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
-        _LOG.info("abandoned %d groups before training: %s", len(groups), reason)
+        _LOG.info("%d groups are abandoned before training: %s", len(groups), reason)
         await self.abandon([group.id for group in groups], reason)
 
     async def _useful(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
@@ -367,7 +367,7 @@ class GroupSelection:
             if finding.reason is not None
         }
         if rejected:
-            _LOG.warning("rejected %d groups outside the envelope of log-ratios", len(rejected))
+            _LOG.warning("%d groups are rejected: log-ratios beyond verification.max_log_ratio", len(rejected))
             rejections = list(rejected.values())
             await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
             self.inbox.settle(rejected)

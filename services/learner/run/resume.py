@@ -198,7 +198,7 @@ class PublishedVersions:
             StateMismatch: the coordinator leads to another signed version of this number.
         """
         version = manifest_from_bytes(data).version
-        _LOG.info("pulling version %d", version)
+        _LOG.info("version %d is pulled from the coordinator", version)
         puller = TrustedPuller(
             api=self.api,
             spool=self.spool,
@@ -278,7 +278,7 @@ class Resumption:
         try:
             arena = await self.restorer.restore(path, cursor)
         except (CorruptData, OSError) as error:
-            _LOG.error("cannot restore %s; left it as it is: %s", path, error)
+            _LOG.error("checkpoint %s cannot be restored and is left as it is: %s", path, error)
             self.store.keep_unreadable(path)
             return None
         if plan is ResumePlan.REPUBLISH:
@@ -333,7 +333,7 @@ class Resumption:
                 arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
             )
         except GroupNotAvailable as error:
-            _LOG.warning("discarded checkpoint %s: %s", path.name, error)
+            _LOG.warning("checkpoint %s is discarded: %s", path.name, error)
             await in_thread(self.store.discard, path)
             return None
         return cursor.step
@@ -372,7 +372,7 @@ class Resumption:
         paths = self.store.paths()
         arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
         if arena is not None:
-            _LOG.info("took version %d from its checkpoint", version)
+            _LOG.info("version %d is taken from its checkpoint", version)
             return arena
         try:
             return await self.published.rebuild(data)

@@ -78,7 +78,11 @@ class Rollback:
             arena = await self._content(await parts.published.manifest(version))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
-            _LOG.error("cannot go back to version %d; training continues: %s", version, error)
+            _LOG.error(
+                "rollback: cannot go back to version %d; training continues: %s (see `heterorl rollback --list`)",
+                version,
+                error,
+            )
             return None
         _LOG.warning(
             "GOING BACK by order: version %d has the weights of version %d; the optimizer is new",
@@ -174,7 +178,7 @@ async def undo(parts: Resumption) -> int:
             try:
                 await restorer.restore(path, cursor)
             except (CorruptData, OSError) as error:
-                _LOG.error("cannot restore %s: %s", path, error)
+                _LOG.error("checkpoint %s cannot be restored: %s", path, error)
                 keep_optimizer, why = False, "has no checkpoint that can be restored"
             else:
                 _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)

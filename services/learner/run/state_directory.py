@@ -156,7 +156,7 @@ def write_run_file(config: LearnerConfig) -> None:
     """
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
-        _LOG.warning("changed since the last start: %s", line)
+        _LOG.warning("configuration changed since the last start: %s", line)
     with replacing(path, is_durable=False) as file:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
@@ -209,7 +209,7 @@ def _leaves(table: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _warn(error: RemoteError) -> None:
-    _LOG.warning("the coordinator refused the description of the run; continuing: %s", error)
+    _LOG.warning("the coordinator refused the description of the run; the run goes on: %s", error)
 
 
 def _run(config: LearnerConfig) -> dict[str, Any]:

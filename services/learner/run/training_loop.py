@@ -93,7 +93,7 @@ class TrainingLoop:
             try:
                 trained = await self._train_and_publish(ready)
             except GroupNotAvailable as error:
-                _LOG.warning("undoing the steps since version %d: %s", self.publisher.position.head_version, error)
+                _LOG.warning("steps since version %d are undone: %s", self.publisher.position.head_version, error)
                 return Outcome.REFUSED
             if trained is None:
                 return Outcome.CLOSED
@@ -195,7 +195,7 @@ class TrainingLoop:
         reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
         if is_empty:
             reason = f"step {report.step} has nothing to learn from: the rewards of each group are equal"
-        _LOG.warning("abandoned %d groups: %s", len(ids), reason)
+        _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
         self.training_log.note_rejected_step(report)
         counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
         await self.selection.abandon(ids, reason, counted_as=counted_as)

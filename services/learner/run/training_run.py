@@ -110,7 +110,7 @@ class TrainingRun:
                 statement=self.statement,
             )
         )
-        _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
+        _LOG.info("lease of epoch %d is held, head is version %d", grant.epoch, grant.head_version)
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:
@@ -247,7 +247,7 @@ class TrainingRun:
                 await self.api.release_lease(epoch=grant.epoch)
         except (RemoteError, TimeoutError) as error:
             problem = str(error) or f"no answer in {RELEASE_TIMEOUT_S:g} s"
-            _LOG.warning("could not release the lease; it will expire: %s", problem)
+            _LOG.warning("lease of epoch %d: could not release it; it will expire: %s", grant.epoch, problem)
 
 
 def is_superseded(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""The language of pages, help texts, module docstrings and comments of deployment: banned words, lengths, budgets."""
+"""The language of pages, help texts, docstrings and comments of deployment: banned words, lengths, budgets."""
 
 import ast
 import re
@@ -34,6 +34,7 @@ INVERTED = re.compile(r"(?:What|Of|Where) (?!.*\?$)")
 """Beginnings that put a clause before the subject; a question may have them."""
 MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_FIRST_LINE, MOST_WORDS_OF_A_PAGE = 25, 12, 1000
 MOST_DECISIONS = 25
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "ARCHITECTURE.md": 3400,
     "CHANGELOG.md": 500,
@@ -148,12 +149,16 @@ def _is_command(node: ast.AST) -> bool:
     )
 
 
-def problems_of_source(source: str) -> list[str]:
-    """The rules that a module's docstring or its help texts break."""
-    tree = ast.parse(source)
-    docstring = ast.get_docstring(tree) or ""
+def _first_paragraph(docstring: str) -> tuple[str, str]:
+    """The first paragraph of a docstring on one line, and its first sentence."""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    first = re.split(r"(?<=[.!?])\s", paragraph)[0]
+    return paragraph, re.split(r"(?<=[.!?])\s", paragraph)[0]
+
+
+def problems_of_source(source: str) -> list[str]:
+    """The rules that a source's docstrings or its help texts break."""
+    tree = ast.parse(source)
+    paragraph, first = _first_paragraph(ast.get_docstring(tree) or "")
     helps = [
         node.value.value
         for node in ast.walk(tree)
@@ -161,8 +166,10 @@ def problems_of_source(source: str) -> list[str]:
     ]
     helps += [ast.get_docstring(node) or "" for node in ast.walk(tree) if _is_command(node)]
     found = [f"says {word!r}: {text}" for text in (paragraph, *map(str, helps)) for word in BANNED.findall(text)]
-    lines = {first, docstring.partition("\n")[0]}
-    found += [f"has {words(line)} words: {line}" for line in lines if words(line) > MOST_WORDS_OF_A_FIRST_LINE]
+    documented = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
+    for docstring in (ast.get_docstring(node) or "" for node in documented):
+        lines = {docstring.partition("\n")[0], _first_paragraph(docstring)[1]}
+        found += [f"has {words(line)} words: {line}" for line in lines if words(line) > MOST_WORDS_OF_A_FIRST_LINE]
     return found + ([f"begins with a clause: {first}"] if INVERTED.match(first) else [])
 
 
@@ -188,7 +195,7 @@ def test_pages_keep_their_budgets():
     assert BUDGETS.keys() - counts.keys() == set()
 
 
-def test_module_docstrings_and_help_texts_keep_the_language():
+def test_docstrings_and_help_texts_keep_the_language():
     assert problems_of_folders() == {}
 
 
@@ -256,3 +263,11 @@ def test_the_check_of_sources_sees_what_is_wrong():
     assert len(problems_of_source(f'"""{"word " * 7}. {"word " * 7}."""')) == 1
     assert len(problems_of_source(f'"""{"word " * 7}.\n\n{"word " * 13}."""')) == 0
     assert len(problems_of_source('"""A."""\nOption(help="Whatever you like.")')) == 1
+    for head in ("def f():", "async def f():", "class C:", "class C:\n  def f(self):"):
+        assert problems_of_source(f'{head}\n    """{"word " * 12}."""') == []
+        assert len(problems_of_source(f'{head}\n    """{"word " * 13}."""')) == 1
+        assert len(problems_of_source(f'{head}\n    """{"word " * 7}. {"word " * 7}."""')) == 1
+        assert len(problems_of_source(f'{head}\n    """{"word " * 7}\n    {"word " * 7}."""')) == 1
+        assert problems_of_source(f'{head}\n    """{"word " * 7}.\n    {"word " * 13}."""') == []
+        assert problems_of_source(f'{head}\n    """{"word " * 7}.\n\n    {"word " * 13}."""') == []
+    assert problems_of_source("def f():\n    return 1") == []

@@ -113,7 +113,7 @@ class Rotation:
     async def end_coordinator(self, ending: signal.Signals) -> None:
         child = self.cluster.children["coordinator"]
         child.process.send_signal(ending)
-        code = await asyncio.to_thread(child.process.wait, 60)
+        code = await asyncio.to_thread(child.process.wait)
         child.file.close()
         assert code == (0 if ending is signal.SIGTERM else -signal.SIGKILL), child.log.read_text()
 

@@ -77,7 +77,7 @@ async def test_code_a_service_and_a_judge_reward_a_run_and_the_learner_checks_wh
         async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
             try:
                 status = await cluster.until(client, lambda status: status.ledger.consumed >= 4)
-                assert await asyncio.to_thread(cluster.children["learner"].process.wait, 60) == 0
+                assert await asyncio.to_thread(cluster.children["learner"].process.wait) == 0
                 exported = tmp_path / "samples.jsonl"
                 command = ["samples", "export", str(exported), cluster.address, "--insecure"]
                 result = await asyncio.to_thread(CliRunner().invoke, app, command)

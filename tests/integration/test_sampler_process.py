@@ -24,7 +24,7 @@ async def test_sampler_ends_at_a_signal_while_the_coordinator_is_unreachable(tmp
     try:
         await line_in(child.log, "site site-a registers")
         child.process.send_signal(number)
-        code = await asyncio.to_thread(child.process.wait, 60)
+        code = await asyncio.to_thread(child.process.wait)
     finally:
         child.process.kill()
         child.process.wait()
@@ -41,7 +41,7 @@ async def test_fatal_error_ends_the_process_with_code_2_and_says_what_to_do(tmp_
     record.write_text("damaged\n")
     child = Cluster(tmp_path).start("site-a")
     try:
-        code = await asyncio.to_thread(child.process.wait, 200)
+        code = await asyncio.to_thread(child.process.wait)
     finally:
         child.process.kill()
         child.process.wait()

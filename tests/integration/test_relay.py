@@ -19,10 +19,12 @@ from heterorl.common.errors import (
 from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.identity.spiffe import NODE_KEY
 from heterorl.common.rpc import server_limits
-from heterorl.common.rpc.channel import check_health
+from heterorl.common.rpc.channel import Stubs, check_health
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
+from heterorl.common.types.rollout import GroupId
 from heterorl.v1 import run_pb2
+from tests.support.groups import group_to_pb, push_of
 from tests.support.limits import WAIT_S
 from tests.support.relayed import HASTY, Site, counted, large_run, registration, since
 
@@ -131,6 +133,49 @@ async def test_who_is_not_of_the_site_is_refused_by_relay_and_coordinator(run, s
     assert isinstance(await _carried(run, relay, [good]), Unauthenticated)
     run.certificates.authority.revoke(str(run.certificates.node("relay", "eu")))
     assert isinstance(await _carried(run, relay, [pairs("sampler", "eu.2").cert], site="eu.2"), Unauthenticated)
+
+
+async def test_revocation_that_only_the_relay_knows_ends_what_it_answers_and_what_it_carries(run, site, monkeypatch):
+    client, name = site.client("eu.1"), {"site": "eu.1", "incarnation": "inc-1"}
+    await client.register(registration(run.run, "eu.1"))
+    leased = await client.lease_work(**name, max_groups=2, policy_version=0)
+    groups = [
+        run.run.group(work, id=GroupId(**name, sequence=number)) for number, work in enumerate(leased.assignments, 1)
+    ]
+    is_asked, may_answer, lease_work = asyncio.Event(), asyncio.Event(), run.core.rollout.lease_work
+
+    async def held(**request):
+        grant = await lease_work(**request)
+        is_asked.set()
+        await may_answer.wait()
+        return grant
+
+    monkeypatch.setattr(run.core.rollout, "lease_work", held)
+    watch = client.watch_head(after_version=-1)
+    await anext(watch)
+    pair = run.certificates.pair("sampler", "eu.1")
+    credentials = grpc.ssl_channel_credentials(run.certificates.ca, pair.key, pair.cert)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{site.port}", credentials) as channel:
+        push = Stubs(channel).method("PushGroups")()
+        await push.write(push_of(group_to_pb(groups[0])))
+        await push.read()
+        leasing = asyncio.ensure_future(client.lease_work(**name, max_groups=1, policy_version=0))
+        await is_asked.wait()
+
+        site.server.admission._revoked = {run.certificates.identity("sampler", "eu.1").serial}
+
+        # An answer of the coordinator to a question of before.
+        may_answer.set()
+        with pytest.raises(Unauthenticated, match="revoked"):
+            await leasing
+        # An answer of the relay's own.
+        await run.run.publish()
+        with pytest.raises(Unauthenticated, match="revoked"):
+            await anext(watch)
+        # A message that the coordinator would take.
+        await push.write(push_of(group_to_pb(groups[1])))
+        assert await push.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert (await run.operator.get_status()).ledger.acked == 1
 
 
 async def test_eight_pulls_cross_the_line_once(run, site, tmp_path):

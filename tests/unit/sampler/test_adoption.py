@@ -136,4 +136,4 @@ def test_settings_that_are_too_long_are_not_stated(caplog):
     config = LearnerConfig(task={"system_prompt": "x" * 60_000}, use_chat_template=True)
 
     assert statement_of(config, CONTRACT) == b""
-    assert "they must set every key" in caplog.text
+    assert "must set every key" in caplog.text

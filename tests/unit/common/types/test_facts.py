@@ -110,12 +110,12 @@ async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog
     await describe_run(Earlier(), LearnerConfig(), epoch=1, backoff=backoff)
 
     assert len(asked) == 1
-    assert "continuing" in caplog.text
+    assert "the run goes on" in caplog.text
 
 
 async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
     config = LearnerConfig()
     await describe_run(None, config, epoch=1, backoff=Old(InvalidRequest("UNIMPLEMENTED")))
-    assert "continuing" in caplog.text
+    assert "the run goes on" in caplog.text
     with pytest.raises(StaleEpoch):
         await describe_run(None, config, epoch=1, backoff=Old(StaleEpoch("another")))

@@ -54,6 +54,7 @@ from heterorl.learner.publish.checkpoint_store import (
     DONE_FILE,
     PUBLISHED_FILE,
     CheckpointStore,
+    linked,
     read_checkpoint,
 )
 
@@ -296,34 +297,34 @@ def export_model(
 
     Raises:
         ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write, `max_shard_size`
-            is not a size, or a value is not finite in `dtype`.
+            is not a size, a value is not finite in `dtype`, or a learner removed the checkpoint.
         CorruptStore: there is no valid checkpoint.
         StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError("out", f"{out_dir} is not empty", action="name a new directory")
-    path = source if isinstance(source, Arena) or (source / DONE_FILE).exists() else _newest(source)
-    lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
-    if adapter_only and not lora.rank:
-        raise ConfigError("adapter", "the run trains all weights", action="export without it")
-    if isinstance(path, Arena):
-        model, layout = _model_of(model_dir, path.layout.layout_id)
-        read: Read = functools.partial(_of_arena, path)
-    elif lora.rank:
-        model, layout, read = _adapted(model_dir, path, lora)
-    else:
-        manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-        model, layout = _model_of(model_dir, manifest.layout_id)
-        read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
-    dtype = dtype or tensors.main_type(layout)
-    out_dtype = tensors.TORCH_DTYPE[dtype]
-    with _appearing(out_dir) as directory:
-        if adapter_only:
-            _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
+    with _kept(source) as path:
+        lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
+        if adapter_only and not lora.rank:
+            raise ConfigError("adapter", "the run trains all weights", action="export without it")
+        if isinstance(path, Arena):
+            model, layout = _model_of(model_dir, path.layout.layout_id)
+            read: Read = functools.partial(_of_arena, path)
+        elif lora.rank:
+            model, layout, read = _adapted(model_dir, path, lora)
         else:
-            _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
-            _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
-        _copy_tokenizer(str(model_dir), directory)
+            manifest = manifest_from_bytes(read_checkpoint(path).manifest)
+            model, layout = _model_of(model_dir, manifest.layout_id)
+            read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
+        dtype = dtype or tensors.main_type(layout)
+        out_dtype = tensors.TORCH_DTYPE[dtype]
+        with _appearing(out_dir) as directory:
+            if adapter_only:
+                _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
+            else:
+                _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
+                _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
+            _copy_tokenizer(str(model_dir), directory)
 
 
 def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
@@ -434,16 +435,39 @@ def _write_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def _newest(state_dir: Path) -> Path:
+@contextmanager
+def _kept(source: Path | Arena) -> Iterator[Path | Arena]:
+    """The checkpoint to read, held while a learner removes all but its newest."""
+    if isinstance(source, Arena):
+        yield source
+        return
+    is_one = (source / DONE_FILE).exists()
+    with ExitStack() as stack:
+        try:
+            if is_one:
+                yield stack.enter_context(linked(source))
+            else:
+                yield _newest(source, stack)
+        except FileNotFoundError as error:
+            name = str(error.filename)
+            if not name.startswith(str(source if is_one else source / "checkpoints")):
+                raise
+            raise ConfigError(
+                "checkpoint", f"{name} was removed while it was read", action="run it again, or on a copy of state_dir"
+            ) from error
+
+
+def _newest(state_dir: Path, stack: ExitStack) -> Path:
     root = state_dir / "checkpoints"
     problems = [] if root.is_dir() else [f"{root} does not exist"]
     for path in CheckpointStore(root).paths() if root.is_dir() else []:
+        held = stack.enter_context(linked(path))
         try:
-            read_checkpoint(path)
+            read_checkpoint(held)
         except CorruptStore as error:
-            problems.append(str(error))
+            problems.append(str(error).replace(str(held), str(path)))
         else:
-            return path
+            return held
     raise CorruptStore(f"no valid checkpoint under {state_dir}: {'; '.join(problems) or 'none was written yet'}")
 
 

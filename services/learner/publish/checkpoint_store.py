@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ BACKEND_DIRECTORY = "backend"
 SCALES_SUFFIX = ".scales"
 DONE_FILE = "DONE"
 FORMAT = 1
+_READING = "reading-"
+"""Begin of the names of links to a checkpoint that a command reads."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 """Errors of a file system without hard links."""
 STATE_BYTES = 14
@@ -244,8 +247,8 @@ class CheckpointStore:
         self._unreadable.add(path)
 
     def remove_unfinished(self) -> None:
-        """Remove checkpoints that an earlier process did not finish."""
-        for path in self._root.glob("writing-*"):
+        """Remove unfinished checkpoints, and links of exports that were killed."""
+        for path in [*self._root.glob("writing-*"), *self._root.glob(f"{_READING}*")]:
             _remove(path)
 
     def paths(self) -> list[Path]:
@@ -259,6 +262,30 @@ class CheckpointStore:
         """Remove a checkpoint whose publication was refused."""
         _remove(path)
         _sync(self._root)
+
+
+@contextmanager
+def linked(path: Path) -> Iterator[Path]:
+    """A checkpoint's links, which stay while a learner removes it.
+
+    Yields `path` itself on a disk without links. Raises FileNotFoundError: it was removed before.
+    """
+    held: Path | None = None
+    try:
+        try:
+            held = Path(tempfile.mkdtemp(prefix=_READING, dir=path.parent))
+            for name in _files(path):
+                (held / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(path / name, held / name)
+            kept = held
+        except OSError as error:
+            if error.errno not in (*_NO_LINKS, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                raise
+            kept = path
+        yield kept
+    finally:
+        if held is not None:
+            shutil.rmtree(held, ignore_errors=True)
 
 
 def cadence(every_versions: int, *, num_elements: int) -> int:

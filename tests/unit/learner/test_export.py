@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +15,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.weights.arena import Arena
+from heterorl.learner import export
 from heterorl.learner.backends.optimizer_state import read_lora
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.export import export_model
@@ -151,6 +155,39 @@ def test_export_says_so_when_there_is_no_checkpoint(tmp_path):
 
     with pytest.raises(CorruptStore, match="no valid checkpoint"):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_export_while_a_learner_removes_the_checkpoint(tmp_path, monkeypatch, has_links, is_one):
+    """A learner keeps its newest two; an export of a large model takes longer than two versions."""
+    base = _write_base(tmp_path / "base")
+    path, published = _checkpoint(tmp_path / "state", base)
+    export_model(model_dir=base, source=published, out_dir=tmp_path / "expected")
+    read = export.read_checkpoint
+
+    def removed_meanwhile(held):
+        cursor = read(held)
+        reads.append(held)
+        if len(reads) == (1 if is_one else 2):
+            shutil.rmtree(path)
+        return cursor
+
+    reads = []
+    monkeypatch.setattr(export, "read_checkpoint", removed_meanwhile)
+    source, out = (path if is_one else tmp_path / "state"), tmp_path / "out"
+    if has_links:
+        export_model(model_dir=base, source=source, out_dir=out)
+        assert _weight_files(out) == _weight_files(tmp_path / "expected")
+    else:
+        monkeypatch.setattr(os, "link", _no_links)
+        with pytest.raises(ConfigError, match="was removed while it was read.*run it again"):
+            export_model(model_dir=base, source=source, out_dir=out)
+    assert not list((tmp_path / "state" / "checkpoints").iterdir())
+
+
+def _no_links(_source, _target):
+    raise OSError(errno.EPERM, "no links here")
 
 
 def test_export_refuses_weights_that_the_manifest_does_not_name(tmp_path):

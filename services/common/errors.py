@@ -157,7 +157,7 @@ class ContractMismatch(RemoteError):
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
-    action = "take a version of this run: heterorl status shows the head"
+    action = "take one that `heterorl rollback --list --all` shows; the coordinator's `keep_versions` bounds what stays"
     is_transient = False
 
 

@@ -53,7 +53,7 @@ def plan_pull(
                 cost[start] = total
                 via[start] = payload
                 heapq.heappush(heap, (total, *_rank(start)))
-    raise UnknownVersion(f"no payloads lead to version {want_version}")
+    raise UnknownVersion(f"version {want_version} is no longer stored: no payloads lead to it")
 
 
 def cheapest_way(

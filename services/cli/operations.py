@@ -116,7 +116,11 @@ def accept_rewind(
     if not found:
         raise OperatorError(f"the sampler saw no version above {number}", action="start the sampler")
     if not yes:
-        typer.confirm(f"Did the operator of run {run} say that it was restored at version {number}?", abort=True)
+        question = f"Did the operator of run {run} say that it was restored at version {number}?"
+        try:
+            typer.confirm(question, abort=True)
+        except typer.Abort:
+            raise OperatorError("not agreed, nothing is changed", action="answer y, or repeat it with --yes") from None
     agree(loaded.state_dir, run=run, to_version=int(number))
     typer.echo(f"run {run} may go on from version {number}; start the sampler")
 

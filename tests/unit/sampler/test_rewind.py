@@ -82,7 +82,9 @@ def test_command_asks_and_changes_nothing_without_a_yes(tmp_path):
     write(path, [5, 7])
     before = path.read_bytes()
     for argument, options, typed in (("run:5", (), "n\n"), ("run:5", (), ""), ("run:7", ("--yes",), None)):
-        assert command(tmp_path, argument, *options, typed=typed).exit_code != 0
+        refused = command(tmp_path, argument, *options, typed=typed)
+        assert refused.exit_code != 0
+        assert options or "repeat it with --yes" in str(refused.exception)
         assert path.read_bytes() == before
     for argument in ("run", "5", "run:-1", "other:5", "run:five"):
         result = command(tmp_path, argument, "--yes")

@@ -102,7 +102,8 @@ def evaluate(
     if json_:
         typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
     else:
-        console_of().print(*tables(rows))
+        console = console_of()
+        console.print(*tables(rows, width=console.width))
 
 
 def _in_place_of_the_files(task: str) -> list[str]:

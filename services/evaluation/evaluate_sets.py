@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -166,32 +168,49 @@ def evaluate_all(
     return rows
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table of all rows; with several versions, also best and last."""
-    shown = Table(title="evaluation, 95 % intervals over prompts")
-    for name in ("of", "set", "prompts", "n", "avg@n"):
-        shown.add_column(name)
+def tables(rows: Sequence[Row], *, width: int) -> list[Table]:
+    """A table of all rows, or two where `width` has no room.
+
+    With several versions, also one of best and last.
+    """
     ks = sorted({entry.k for row in rows for entry in row.summary.passes if entry.k > 1})
-    for k in ks:
-        shown.add_column(f"pass@{k}")
-    for name in ("tokens", "cut", "unscored", "s"):
-        shown.add_column(name, justify="right")
-    for row in rows:
-        passes = {entry.k: entry.estimate for entry in row.summary.passes}
-        cells = [
-            row.subject, row.set.name, str(row.summary.num_prompts), str(row.set.draws.num_samples),
-            estimate_text(row.summary.average), *(estimate_text(passes.get(k)) for k in ks),
-            f"{row.summary.mean_tokens:.0f}", str(row.summary.num_truncated), str(row.summary.num_errors),
-            f"{row.seconds:.1f}",
-        ]  # fmt: skip
-        shown.add_row(*map(Text, cells))
+    title = "evaluation, 95 % intervals over prompts"
+    shown = [_table(rows, title, ks, estimates=True, counts=True)]
+    if Console(width=1000, markup=False).measure(shown[0]).maximum > width:
+        shown = [
+            _table(rows, title, ks, estimates=True, counts=False),
+            _table(rows, "completions", (), estimates=False, counts=True),
+        ]
     standings = _standings(rows)
     if not standings:
-        return [shown]
+        return shown
     best = Table("set", "best", "of version", "last", "of version", "gap", title="best and last")
     for name, found in standings.items():
         best.add_row(Text(name), *standing_cells(found))
-    return [shown, best]
+    return [*shown, best]
+
+
+def _table(rows: Sequence[Row], title: str, ks: Sequence[int], *, estimates: bool, counts: bool) -> Table:
+    shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # A narrow screen breaks names anywhere, and an interval between its numbers.
+    for name in ("of", "set"):
+        shown.add_column(name, overflow="fold")
+    for name in ("avg@n", *(f"pass@{k}" for k in ks)) if estimates else ():
+        shown.add_column(name, min_width=len("[0.000,"))
+    for name in ("prompts", "n", "tokens", "cut", "unscored", "s") if counts else ():
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        found, cells = row.summary, [row.subject, row.set.name]
+        if estimates:
+            passes = {entry.k: entry.estimate for entry in found.passes}
+            cells += [estimate_text(found.average), *(estimate_text(passes.get(k)) for k in ks)]
+        if counts:
+            cells += [
+                str(found.num_prompts), str(row.set.draws.num_samples), f"{found.mean_tokens:.0f}",
+                str(found.num_truncated), str(found.num_errors), f"{row.seconds:.1f}",
+            ]  # fmt: skip
+        shown.add_row(*map(Text, cells))
+    return shown
 
 
 def estimate_text(found: Estimate | None) -> str:

@@ -1,5 +1,8 @@
+import io
+
 import numpy as np
 import pytest
+from rich.console import Console
 
 from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
@@ -8,7 +11,8 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.rollout_messages import results_from_pb
-from heterorl.evaluation.evaluate_sets import evaluate_set
+from heterorl.evaluation.evaluate_sets import Row, evaluate_set, tables
+from heterorl.evaluation.subject import OpenSet
 from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
 
@@ -199,3 +203,20 @@ def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
         Bytes().encode_prompt(Prompt(index=0, text=f"p{n}", answer="")).tobytes() for n in (0, 1, 2, 4)
     }
     assert "held-out prompt 3 cannot be drawn: task.match: '3': cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("num_samples", [1, 8, 64])
+def test_a_table_at_80_columns_shows_each_number_whole(num_samples):
+    results, _ = evaluated(Machine(), num_samples=num_samples)
+    row = Row(
+        subject="../learner/trained", version=-1, seconds=1234.5, results=tuple(results),
+        set=OpenSet(name="math500", task=Echo(), draws=draws(num_samples=num_samples)),
+        summary=summarize(results, num_samples=num_samples, pass_reward=1.0),
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+
+    console.print(*tables([row], width=80))
+
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    assert all(word in printed for word in ("avg@n", "unscored", "1234.5", f"{row.summary.average.low:.3f}"))

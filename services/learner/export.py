@@ -437,7 +437,7 @@ def _write_adapter(
 
 @contextmanager
 def _kept(source: Path | Arena) -> Iterator[Path | Arena]:
-    """The checkpoint to read, held while a learner removes all but its newest."""
+    """The checkpoint to read, held while a learner removes older ones."""
     if isinstance(source, Arena):
         yield source
         return

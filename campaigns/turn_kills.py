@@ -50,6 +50,8 @@ class Talk:
     def score(self):
         return {"e": sum(text.count("e") for text in self.said) / 10, "letters": len("".join(self.said)) / 100}
 '''
+KILLED = "killed by the campaign"
+"""Line in a log between two processes of a node."""
 Kept = dict[tuple[str, int, int], list[Rollout]]
 """Turns on a sampler's disk when it was killed, by site, assignment and member."""
 
@@ -93,6 +95,8 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                     if name in SAMPLERS:
                         kept |= await _frozen_between_turns(cluster, name)
                     cluster.kill(name)
+                    with cluster.children[name].log.open("a", encoding="utf-8") as log:
+                        log.write(f"{KILLED}\n")
                     cluster.start(name)
                 killed[name] += 1
             head = (await cluster.until(client, lambda status: True)).head_version
@@ -140,7 +144,7 @@ async def _kill_worker(cluster: Cluster, chooser: random.Random, kept: Kept) -> 
 def _is_up(cluster: Cluster, site: str) -> bool:
     """Whether the newest process of a site has registered."""
     log = (cluster.directory / "logs" / f"{site}.log").read_text()
-    return "registered with run" in log.rpartition("metrics on port")[2]
+    return "registered with run" in log.rpartition(KILLED)[2]
 
 
 async def _until(look: Callable[[], Any]) -> Any:

@@ -156,6 +156,7 @@ bench-overlap: $(SETUP)  ## Measure a trainer's waits while versions are publish
 bench-parity: $(ENGINES_SETUP)  ## Compare FSDP2 and ZeRO with the torch backend after equal steps, at 1 to 4 ranks on 1 and 2 nodes; 5 minutes
 bench-pull: $(SETUP)  ## Compare the pull of a 1 GB model with bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-relay: $(SETUP)  ## Count bytes on a long line when 8 samplers pull a version, with a relay and without; needs `unshare -rn`; 2 minutes
+bench-regions: $(SETUP)  ## Measure the throughput that is left at four far regions, with snapshots, sparse deltas, heterorl, an outage, a slow region: MINUTES=30; needs `unshare -rnpf`
 bench-serve: $(SETUP)  ## Measure a coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 bench-loop: $(ENGINES_SETUP)  ## Compare a sampler's engine 150 ms from its coordinator with the same engine in a bare loop: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Measure tokens per second and the pause of a swap, for transformers and vLLM
@@ -176,6 +177,7 @@ bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
 bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
+bench-regions: OPTIONS = --minutes $(MINUTES) --picture docs/regions.png
 bench-load: MODULE = load_memory
 bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
 bench-load bench-loop bench-parity bench-publish bench-routing bench-sampler: BIN = $(ENGINES)

@@ -23,6 +23,7 @@ BENCHES = {
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
     "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
+    "regions": "regions",
 }  # fmt: skip
 """What is measured to the module that measures it."""
 RESULTS = {"merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows"}
@@ -73,6 +74,7 @@ def test_benchmark_runs_its_module_and_writes_its_results(name):
     assert f".venv{'-engines' if has_engines else ''}/bin/python" in words
     assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is (name in ("sampler", "loop", "routing"))
     assert (words[-5:-2] == ["--model", "/models/x", "--resume"]) is (name == "forward")
+    assert (words[-6:-2] == ["--minutes", "30", "--picture", "docs/regions.png"]) is (name == "regions")
 
 
 def test_every_experiment_with_a_target_is_there():

@@ -4,7 +4,8 @@
 
 Carries what comes from either descriptor of a TUN device to the other. Standard input takes `down`, `up` and `stats`;
 the answer to `stats` is a line of JSON with the packets seen and lost since the start. The line keeps the order of
-packets and has no limit of rate of its own; what would wait beyond MAX_WAITING packets is lost.
+packets. It has no limit of rate unless `--rate` states bytes a second for each way; then a packet is lost that would
+wait longer than QUEUE_S for its turn. What would wait beyond MAX_WAITING packets is lost too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from tests.support.limits import WAIT_S
 ADDRESS_A, ADDRESS_B = "10.77.0.1", "10.77.0.2"
 MTU = 1400
 MAX_WAITING = 20_000
+QUEUE_S = 0.2
+"""Longest queue in front of a line with a rate, in seconds of its rate."""
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x1001
 _CLONE_NEWNET = 0x40000000
@@ -63,14 +66,20 @@ def inside(namespace: int) -> Iterator[None]:
 
 
 class WanLink:
-    """The namespace of this process (A) joined with a new one, `site_b`; begins up. `close` ends the carrier."""
+    """The namespace of this process (A) joined with a new one, `site_b`; begins up. `close` ends the carrier.
 
-    def __init__(self, *, delay_s: float, jitter_s: float, loss: float) -> None:
+    `number`, below 256, tells several links of one process apart: in addresses and in the name of the device.
+    """
+
+    def __init__(
+        self, *, delay_s: float, jitter_s: float, loss: float, bytes_per_s: float = 0.0, number: int = 0
+    ) -> None:
         self.site_b = _new_namespace()
-        ends = [_tun(ADDRESS_A, ADDRESS_B)]
+        self.address_a, self.address_b = f"10.77.{number}.1", f"10.77.{number}.2"
+        ends = [_tun(self.address_a, self.address_b, name=f"wan{number}")]
         with inside(self.site_b):
-            ends.append(_tun(ADDRESS_B, ADDRESS_A))
-        options = {"--delay": delay_s, "--jitter": jitter_s, "--loss": loss}
+            ends.append(_tun(self.address_b, self.address_a, name=f"wan{number}"))
+        options = {"--delay": delay_s, "--jitter": jitter_s, "--loss": loss, "--rate": bytes_per_s}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.wan_link", *map(str, ends)]
             + [str(word) for option in options.items() for word in option],
@@ -102,12 +111,33 @@ class WanLink:
         os.close(self.site_b)
 
 
+class Way:
+    """One direction of a line of `bytes_per_s`, 0 for no limit: packets leave one after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def leave(self, num_bytes: int, now: float) -> float | None:
+        """When the last byte of a packet has left; None if the queue is too long for it."""
+        if not self._bytes_per_s:
+            return now
+        begins = max(now, self._free_at)
+        if begins - now > QUEUE_S:
+            return None
+        self._free_at = begins + num_bytes / self._bytes_per_s
+        return self._free_at
+
+
 class Carrier:
     """The loop of the process."""
 
-    def __init__(self, ends: tuple[int, int], *, delay_s: float, jitter_s: float, loss: float) -> None:
+    def __init__(
+        self, ends: tuple[int, int], *, delay_s: float, jitter_s: float, loss: float, bytes_per_s: float = 0.0
+    ) -> None:
         self._ends = ends
         self._delay_s, self._jitter_s, self._loss = delay_s, jitter_s, loss
+        self._ways = {end: Way(bytes_per_s) for end in ends}
         self._random = random.Random(1)
         self._waiting: dict[int, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
         self._is_up = True
@@ -151,10 +181,13 @@ class Carrier:
             if not self._is_up:
                 continue
             self._stats["seen"] += 1
-            if self._random.random() < self._loss or len(waiting) >= MAX_WAITING:
+            left = None
+            if len(waiting) < MAX_WAITING and self._random.random() >= self._loss:
+                left = self._ways[source].leave(len(packet), time.monotonic())
+            if left is None:
                 self._stats["lost"] += 1
                 continue
-            due = time.monotonic() + self._delay_s + self._random.uniform(0.0, self._jitter_s)
+            due = left + self._delay_s + self._random.uniform(0.0, self._jitter_s)
             waiting.append((max(due, waiting[-1][0] if waiting else due), packet))
 
     def _deliver(self) -> None:
@@ -181,11 +214,11 @@ def _new_namespace() -> int:
     return made[0]
 
 
-def _tun(address: str, peer: str) -> int:
+def _tun(address: str, peer: str, *, name: str) -> int:
     end = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
-    fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"wan0", _IFF_TUN_NO_PI))
-    subprocess.run(["ip", "address", "add", address, "peer", peer, "dev", "wan0"], check=True)
-    subprocess.run(["ip", "link", "set", "wan0", "mtu", str(MTU), "up"], check=True)
+    fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN_NO_PI))
+    subprocess.run(["ip", "address", "add", address, "peer", peer, "dev", name], check=True)
+    subprocess.run(["ip", "link", "set", name, "mtu", str(MTU), "up"], check=True)
     return end
 
 
@@ -204,11 +237,14 @@ def main() -> None:
     """Carry between two inherited descriptors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("ends", type=int, nargs=2)
-    for name in ("delay", "jitter", "loss"):
-        parser.add_argument(f"--{name}", type=float, required=True)
+    for name in ("delay", "jitter", "loss", "rate"):
+        parser.add_argument(f"--{name}", type=float, required=name != "rate", default=0.0)
     options = parser.parse_args()
     first, second = options.ends
-    Carrier((first, second), delay_s=options.delay, jitter_s=options.jitter, loss=options.loss).run()
+    Carrier(
+        (first, second),
+        delay_s=options.delay, jitter_s=options.jitter, loss=options.loss, bytes_per_s=options.rate,
+    ).run()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,16 @@ def measure(options: argparse.Namespace, work: Path, console: Console) -> dict[s
     rows = rows_to_keep(options.out, settings)
     document = document_of(settings, rows)
     had = {(row["repeat"], row["arm"]) for row in rows}
+    began, longest_s = time.monotonic(), 0.0
     model_dir = write_tiny_model(work / "model", seed=0, hidden_size=options.hidden, num_layers=options.layers)
     for repeat in range(options.repeats):
         for arm in order_of(repeat, chosen_arms(options)):
             if (repeat, arm.name) in had:
                 continue
+            run_began = time.monotonic()
+            if run_began + longest_s > began + 60 * options.minutes:
+                console.print("the minutes are over; the same command goes on with what is missing")
+                return document
             directory = work / f"{repeat}-{arm.name}"
             run = OneRun(
                 directory, arm, model_dir=model_dir, staleness=options.staleness, outage_s=settings["outage_s"]
@@ -136,6 +142,8 @@ def measure(options: argparse.Namespace, work: Path, console: Console) -> dict[s
             finally:
                 if options.logs is not None and (directory / "logs").exists():
                     shutil.copytree(directory / "logs", options.logs / directory.name, dirs_exist_ok=True)
+            longest_s = max(longest_s, time.monotonic() - run_began)
+            row["run_s"] = round(time.monotonic() - run_began, 1)
             rows.append(row)
             console.print(row)
             shutil.rmtree(directory)

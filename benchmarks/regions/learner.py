@@ -68,13 +68,17 @@ def main() -> None:
 
     def noted(self: Publisher, arena: Any, step: int) -> Any:
         shadow, version = self.position.shadow, self.position.head_version + 1
+        encoded = encode(self, arena, step)
         if isinstance(shadow, Arena):
-            full = BF16_BYTES * self.layout.num_elements
-            row = {"version": version, "full": full, "sparse": sparse_bytes(shadow, arena)}
+            row = {
+                "version": version,
+                "full": BF16_BYTES * self.layout.num_elements,
+                "sparse": sparse_bytes(shadow, arena),
+                "ours": min(each.num_bytes for each in encoded.manifest.payloads),
+            }
             # Before the upload: a sampler asks for it as soon as the version is there.
             with (directory / "sizes.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        encoded = encode(self, arena, step)
         return encoded
 
     TorchBackend.train_step = step_by_clock  # type: ignore[method-assign]

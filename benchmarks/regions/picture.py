@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.regions.arms import ONE
+from benchmarks.regions.arms import ARMS, ONE
 from benchmarks.regions.summary import GOAL_OUTAGE, GOAL_SHARE
 
 _MADE, _TRAINED, _OURS, _OTHERS = "#56B4E9", "#0072B2", "#009E73", "#D55E00"
 _GOALS = {"heterorl": GOAL_SHARE, "outage": GOAL_OUTAGE}
-_LOSSY = ("full", "sparse")
+CAPACITIES = {arm.name: arm.capacity for arm in ARMS}
+_OTHER_SCHEMES = ("full", "sparse")
 """Arms with another scheme than heterorl's."""
 
 
@@ -48,11 +49,13 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
                 max(value["mean"], value["max"]) + 0.015, place + shift, f"{value['mean']:.2f}", va="center", fontsize=9
             )
         if (goal := _GOALS.get(one["arm"])) is not None:
-            shares.vlines(goal, place - 0.42, place + 0.42, color="black", linestyle=":", linewidth=1.4)
-        colour = _OTHERS if one["arm"] in _LOSSY else _OURS
+            shares.vlines(goal, place - 0.42, place + 0.42, color="black", linestyle=":", linewidth=1.6)
+        if (capacity := CAPACITIES[one["arm"]]) < 1:
+            shares.vlines(capacity, place - 0.42, place + 0.42, color=_OTHERS, linestyle="--", linewidth=1.6)
+        colour = _OTHERS if one["arm"] in _OTHER_SCHEMES else _OURS
         size = one["bytes_per_version_and_site"]
-        sizes.barh(place, max(size, 1.0) / 1e6, height=0.6, color=colour)
-        sizes.text(max(size, 1.0) / 1e6 * 1.15, place, megabytes(size), va="center", fontsize=9)
+        sizes.plot(max(size, 1.0) / 1e6, place, "o", color=colour, markersize=8)
+        sizes.text(max(size, 1.0) / 1e6 * 1.7, place, megabytes(size), va="center", fontsize=9)
         ages.hlines(place, one["staleness_p50"], one["staleness_p95"], color=colour, linewidth=3)
         ages.plot(one["staleness_p50"], place, "o", color=colour)
         ages.plot(one["staleness_p95"], place, "|", color=colour, markersize=14, markeredgewidth=3)
@@ -61,19 +64,21 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     shares.invert_yaxis()
     shares.set_xlim(0, 1.18)
     shares.set_xlabel(f"tokens a second / {next(one['title'] for one in rows if one['arm'] == ONE)}")
-    shares.legend(
+    figure.legend(
         handles=[
             Patch(color=_MADE, label="generated"), Patch(color=_TRAINED, label="trained on"),
             Line2D([], [], color="black", linestyle=":", label="goal"),
+            Line2D([], [], color=_OTHERS, linestyle="--", label="its engines alone"),
         ],
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9,
+        loc="outside upper center", ncols=4, frameon=False, fontsize=9,
     )  # fmt: skip
     sizes.set_xscale("log")
+    sizes.xaxis.set_major_formatter("{x:g}")
     megabytes_of = [max(one["bytes_per_version_and_site"], 1.0) / 1e6 for one in rows]
-    sizes.set_xlim(min(megabytes_of) / 3, max(megabytes_of) * 12)
-    sizes.set_xlabel("received for a version and site, MB")
+    sizes.set_xlim(min(megabytes_of) / 3, max(megabytes_of) * 30)
+    sizes.set_xlabel("MB for a version and site")
     ages.set_xlim(0, max(one["staleness_p95"] for one in rows) * 1.2 + 1)
-    ages.set_xlabel("versions behind: median, 95 %")
+    ages.set_xlabel("versions behind, p50 and p95")
     for axes in (shares, sizes, ages):
         axes.grid(alpha=0.25, axis="x")
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What is compared: the regions, the arms, the keys of each arm, and the bytes that a scheme sends.
+"""Regions, arms, the keys of each arm, and the bytes that a scheme sends.
 
 Everything here is a value or a pure function.
 """

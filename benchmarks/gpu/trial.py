@@ -40,12 +40,13 @@ class Part:
 
 PARTS = (
     Part(name="card", share=0.05, title="the card by itself"),
-    Part(name="suite", share=0.2, title="tests"),
-    Part(name="steps", share=0.3, title="a learner's step"),
+    Part(name="suite", share=0.15, title="tests"),
+    Part(name="steps", share=0.25, title="a learner's step"),
     Part(name="ranks", share=0.1, title="FSDP2 and ZeRO with one rank"),
     Part(name="engines", share=0.1, title="engines"),
     Part(name="codec", share=0.1, title="a version of 8 B weights"),
     Part(name="whole", share=0.15, title="a whole run on one card"),
+    Part(name="long_outputs", share=0.1, title="losses at 301 tokens"),
 )
 
 

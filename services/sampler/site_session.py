@@ -156,8 +156,8 @@ class Session:
             except (RemoteError, CorruptData) as error:
                 if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
                     raise
-                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "the heartbeat failed: %s", error)
+                severity = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(severity, "the heartbeat failed: %s", error)
                 commands = ()
             await self._obey(commands)
             await self.clock.sleep(self.heartbeat_s)

@@ -37,11 +37,10 @@ STOPS_S = 30.0
 def run(rows: Rows, place: Place) -> None:
     """Run pieces of the experiment until all are done or the limit is near."""
     try:
+        from heterorl.common.process.config_file import load
         from heterorl_research.lab.config import ExperimentConfig
         from heterorl_research.lab.fast.orders import FAST, Means
         from heterorl_research.lab.run import INTERRUPTED, carry_out, find_experiment
-
-        from heterorl.common.process.config_file import load
     except ImportError as error:
         rows.note("not run", f"{error.name} is not installed")
         return

@@ -68,7 +68,8 @@ class Mark:
     """Counters at an instant; `sites` and `learner` are metrics by name and labels."""
 
     at: float
-    cpu_s: float
+    machine_s: float
+    own_s: float
     status: RunStatus
     sites: dict[str, dict[str, float]]
     learner: dict[str, float]
@@ -201,7 +202,8 @@ class OneRun:
         status = await operator.get_status()
         return Mark(
             at=time.monotonic(),
-            cpu_s=busy_s(),
+            machine_s=machine_s(),
+            own_s=own_s(),
             status=status,
             sites={site: await asyncio.to_thread(self._metrics, site) for site in SITES},
             learner=await asyncio.to_thread(self._metrics, "learner"),
@@ -223,7 +225,17 @@ def stop_all(cluster: Regions) -> None:
         stop_together([children[name] for name in names if name in children])
 
 
-def busy_s() -> float:
+def own_s() -> float:
+    """CPU seconds of the run's processes: no others are in this PID namespace."""
+    used = 0.0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
+
+
+def machine_s() -> float:
     """Seconds in which the machine's cores were busy, since its start."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
@@ -289,7 +301,8 @@ def row_of(run: OneRun, cluster: Regions, begin: Mark, end: Mark) -> dict[str, A
             )
             for site, stats in end.lines.items()
         },
-        "busy_cores": round((end.cpu_s - begin.cpu_s) / seconds, 2),
+        "busy_cores": round((end.machine_s - begin.machine_s) / seconds, 2),
+        "own_cores": round((end.own_s - begin.own_s) / seconds, 2),
         "cores": os.cpu_count(),
     }
 

@@ -14,7 +14,7 @@ SCHEMES = ("full", "sparse", "ours")
 """Bytes of the same versions in each way to send them."""
 MEANS = (
     "tokens_per_s", "trained_tokens_per_s", "learner_waits", "learner_publishes", "swap_s", "staleness_p50",
-    "staleness_p95", "busy_cores",
+    "staleness_p95", "busy_cores", "own_cores",
 )  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
         _, heard = process.communicate()
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     assert process.returncode == 130, heard
     assert "the same command goes on from here" in heard
 

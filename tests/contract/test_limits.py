@@ -72,6 +72,7 @@ def run(tmp_path, text, *words):
         "PYTHONPATH": str(ROOT),
         "HETERORL_TEST_RESULTS": str(tmp_path / "results.json"),
         "COVERAGE_FILE": str(tmp_path / ".coverage"),
+        "HETERORL_TEST_PATIENCE": "1",
     }
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", tmp_path], capture_output=True, text=True, env=environment, check=False

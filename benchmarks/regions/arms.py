@@ -126,7 +126,7 @@ class Lengths:
     outage_s: float
 
 
-START_AND_END_S = 34.0
+START_AND_END_S = 56.0
 """Of a run besides its span: processes that load, the first versions, the end."""
 LONGEST_OUTAGE_S = 200.0
 OUTAGE_SHARE = 0.4

@@ -159,14 +159,14 @@ class OneRun:
         async with CoordinatorClient(cluster.address, tls=tls) as operator:
             async with asyncio.timeout(START_S):
                 await cluster.until(operator, self._is_settled)
-            begin = await self._mark(cluster, operator)
+            begin = await self._mark(operator)
             if self.arm.is_cut:
                 await asyncio.sleep((span_s - self.outage_s) / 4)
                 self._links[CUT].say("down")
                 await asyncio.sleep(self.outage_s)
                 self._heal()
             await asyncio.sleep(max(0.0, begin.at + span_s - time.monotonic()))
-            end = await self._mark(cluster, operator)
+            end = await self._mark(operator)
         for child in cluster.children.values():
             child.check()
         return begin, end
@@ -197,8 +197,7 @@ class OneRun:
         delivered = [site for site in status.sites if site.groups_accepted]
         return len(delivered) == len(SITES) and status.head_version >= SETTLE_VERSIONS
 
-    async def _mark(self, cluster: Regions, operator: CoordinatorClient) -> Mark:
-        del cluster
+    async def _mark(self, operator: CoordinatorClient) -> Mark:
         status = await operator.get_status()
         return Mark(
             at=time.monotonic(),

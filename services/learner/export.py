@@ -441,20 +441,20 @@ def _kept(source: Path | Arena) -> Iterator[Path | Arena]:
     if isinstance(source, Arena):
         yield source
         return
-    is_one = (source / DONE_FILE).exists()
+    held = source
     with ExitStack() as stack:
         try:
-            if is_one:
-                yield stack.enter_context(linked(source))
-            else:
-                yield _newest(source, stack)
-        except FileNotFoundError as error:
-            name = str(error.filename)
-            if not name.startswith(str(source if is_one else source / "checkpoints")):
+            held = stack.enter_context(linked(source)) if (source / DONE_FILE).exists() else _newest(source, stack)
+            yield held
+        except (FileNotFoundError, CorruptStore) as error:
+            # A learner that starts also removes the links, and what lacks DONE counts as corrupt.
+            name = str(error.filename) if isinstance(error, FileNotFoundError) else ""
+            if not name.startswith(str(source)) and (held == source or (held / DONE_FILE).exists()):
                 raise
             raise ConfigError(
-                "checkpoint", f"{name} was removed while it was read", action="run it again, or on a copy of state_dir"
-            ) from error
+                "checkpoint", f"{name or held} was removed while it was read",
+                action="run it again, or on a copy of state_dir",
+            ) from error  # fmt: skip
 
 
 def _newest(state_dir: Path, stack: ExitStack) -> Path:

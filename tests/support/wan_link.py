@@ -1,11 +1,11 @@
 """A long line between two network namespaces: TUN devices, and a process that carries packets late, or not at all.
 
-    python -m tests.support.wan_link FD_A FD_B --delay 0.075 --jitter 0.005 --loss 0.01
+    python -m tests.support.wan_link FD_A FD_B --delay 0.075 --jitter 0.005 --loss 0.01 --rate 0
 
 Carries what comes from either descriptor of a TUN device to the other. Standard input takes `down`, `up` and `stats`;
 the answer to `stats` is a line of JSON with the packets seen and lost since the start. The line keeps the order of
-packets. It has no limit of rate unless `--rate` states bytes a second for each way; then a packet is lost that would
-wait longer than QUEUE_S for its turn. What would wait beyond MAX_WAITING packets is lost too.
+packets. It has a limit of rate if `--rate` is above 0 bytes a second, for each way; then a packet is lost that would wait
+longer than QUEUE_S for its turn. What would wait beyond MAX_WAITING packets is lost too.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Carrier:
     """The loop of the process."""
 
     def __init__(
-        self, ends: tuple[int, int], *, delay_s: float, jitter_s: float, loss: float, bytes_per_s: float = 0.0
+        self, ends: tuple[int, int], *, delay_s: float, jitter_s: float, loss: float, bytes_per_s: float
     ) -> None:
         self._ends = ends
         self._delay_s, self._jitter_s, self._loss = delay_s, jitter_s, loss
@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ends", type=int, nargs=2)
     for name in ("delay", "jitter", "loss", "rate"):
-        parser.add_argument(f"--{name}", type=float, required=name != "rate", default=0.0)
+        parser.add_argument(f"--{name}", type=float, required=True)
     options = parser.parse_args()
     first, second = options.ends
     Carrier(

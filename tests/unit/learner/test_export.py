@@ -186,6 +186,25 @@ def test_export_while_a_learner_removes_the_checkpoint(tmp_path, monkeypatch, ha
     assert not list((tmp_path / "state" / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_export_says_so_when_a_learner_that_starts_removes_the_links(tmp_path, monkeypatch, is_one):
+    base = _write_base(tmp_path / "base")
+    path, _ = _checkpoint(tmp_path / "state", base)
+    read = export.read_checkpoint
+
+    def removed_meanwhile(held):
+        cursor = read(held)
+        reads.append(held)
+        if len(reads) == (1 if is_one else 2):
+            CheckpointStore(path.parent).remove_unfinished()
+        return cursor
+
+    reads = []
+    monkeypatch.setattr(export, "read_checkpoint", removed_meanwhile)
+    with pytest.raises(ConfigError, match="was removed while it was read.*run it again"):
+        export_model(model_dir=base, source=path if is_one else tmp_path / "state", out_dir=tmp_path / "out")
+
+
 def _no_links(_source, _target):
     raise OSError(errno.EPERM, "no links here")
 

@@ -1,7 +1,7 @@
 """The laboratory's experiment with completions of 301 tokens, as many runs as the time allows.
 
-Runs go seed by seed and setting by setting. Finished ones stay in `.cache/heterorl/gpu-trial`, so that a second call
-continues with the others.
+Runs go seed by seed and setting by setting. Finished ones stay in `.cache/heterorl/gpu-trial`, so that a call with
+`--again` continues with the others.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ _SITE_GAUGES = (
     metrics.SITE_AWAY_GROUPS,
     metrics.SITE_PENDING_BYTES,
     metrics.SITE_QUARANTINED,
+    metrics.SITE_CANARY_NATS,
     metrics.SITE_CANARY_KL,
     metrics.SITE_FAILED_GROUPS,
     metrics.SITE_APPLY_SECONDS,
@@ -124,7 +125,10 @@ def _observe_ledger(counts: LedgerCounts) -> None:
 
 
 def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
-    """Set each site's gauges by its incarnation seen last."""
+    """Set each site's gauges by its incarnation seen last.
+
+    A stopped site has none.
+    """
     newest: dict[str, SiteStatus] = {}
     work: defaultdict[str, int] = defaultdict(int)
     away: defaultdict[str, int] = defaultdict(int)
@@ -135,6 +139,7 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         known = newest.get(label)
         if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
             newest[label] = status
+    newest = {label: status for label, status in newest.items() if not status.is_stopped}
     pending: defaultdict[str, int] = defaultdict(int)
     for site, count in bytes_by_site.items():
         pending[metrics.SITES.of(site)] += count

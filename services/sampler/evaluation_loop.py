@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import ring_or_time
+from heterorl.common.process.clock import ends_within, ring_or_time
 from heterorl.common.process.threads import cause_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import (
@@ -100,10 +100,7 @@ class EvaluationLoop:
 
     async def hand_back(self) -> None:
         """Hand prompts back within HAND_BACK_S; after that they expire."""
-        try:
-            async with asyncio.timeout(HAND_BACK_S):
-                await self._give_back()
-        except TimeoutError:
+        if not await ends_within(self._give_back(), clock=self._clock, seconds=HAND_BACK_S):
             _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
     def _may_end(self, version: int) -> bool:

@@ -250,6 +250,7 @@ class Sampler:
         except BaseExceptionGroup as group:
             raise cause_of(group) from group
         self.in_flight.clear()
+        await self.session.say_stopped(self.generation.reported())
         await self._say_end()
 
     async def _say_end(self) -> None:

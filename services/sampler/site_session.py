@@ -26,7 +26,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.clock import Bell, Clock, ends_within
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import ReturnReason
@@ -36,6 +36,8 @@ from heterorl.sampler.trust_record import TrustRecord, check_head
 
 _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
+LAST_REPORT_S = 3.0
+"""Time for the last report of a sampler that stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +139,7 @@ class Session:
         Raises PermissionDenied, Unauthenticated: the coordinator refuses this node for good.
         """
         while True:
-            level = self.outbox.level()
-            state = reported()
-            report = Heartbeat(
-                site=self.registration.site,
-                incarnation=self.registration.incarnation,
-                policy_version=state.policy_version,
-                state_root=state.state_root,
-                tokens_per_s=state.tokens_per_s,
-                outbox_groups=level.num_groups,
-                apply_s=state.apply_s,
-                problem=state.problem,
-            )
+            report = self._report(reported())
             sent = self.clock.monotonic()
             try:
                 commands = await self.api.heartbeat(report)
@@ -161,6 +152,27 @@ class Session:
                 commands = ()
             await self._obey(commands)
             await self.clock.sleep(self.heartbeat_s)
+
+    async def say_stopped(self, reported: Reported) -> None:
+        """Report once that this sampler stops in order.
+
+        A site that stopped does not count as silent.
+        """
+        report = dataclasses.replace(self._report(reported), is_stopped=True)
+        with contextlib.suppress(RemoteError, CorruptData):
+            await ends_within(self.api.heartbeat(report), clock=self.clock, seconds=LAST_REPORT_S)
+
+    def _report(self, state: Reported) -> Heartbeat:
+        return Heartbeat(
+            site=self.registration.site,
+            incarnation=self.registration.incarnation,
+            policy_version=state.policy_version,
+            state_root=state.state_root,
+            tokens_per_s=state.tokens_per_s,
+            outbox_groups=self.outbox.level().num_groups,
+            apply_s=state.apply_s,
+            problem=state.problem,
+        )
 
     async def _obey(self, commands: Sequence[Command]) -> None:
         if Command.STOP in commands:

@@ -191,6 +191,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    IS_STOPPED_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -207,6 +208,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
     problem: builtins.str
     """Why the sampler generates nothing, in at most 300 characters; empty while all is well."""
+    is_stopped: builtins.bool
+    """True in the last report of a sampler that stops in order."""
     def __init__(
         self,
         *,
@@ -218,8 +221,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         outbox_groups: builtins.int = ...,
         apply_s: builtins.float = ...,
         problem: builtins.str = ...,
+        is_stopped: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "is_stopped", b"is_stopped", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -358,6 +362,7 @@ class SiteStatus(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     WORK_AWAY_FIELD_NUMBER: builtins.int
     WORK_AHEAD_S_FIELD_NUMBER: builtins.int
+    IS_STOPPED_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -396,6 +401,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Leased assignments at a silent site: counted for no site, kept for its return."""
     work_ahead_s: builtins.float
     """How far ahead it holds assignments, seconds."""
+    is_stopped: builtins.bool
+    """True if its sampler stopped in order."""
     def __init__(
         self,
         *,
@@ -418,9 +425,10 @@ class SiteStatus(google.protobuf.message.Message):
         problem: builtins.str = ...,
         work_away: builtins.int = ...,
         work_ahead_s: builtins.float = ...,
+        is_stopped: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "variant", b"variant", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "is_stopped", b"is_stopped", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "variant", b"variant", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus

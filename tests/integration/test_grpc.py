@@ -133,6 +133,9 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
         site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1, outbox_groups=0
     )
     assert await client.heartbeat(beat) == ()
+    assert not (await client.get_status()).sites[0].is_stopped
+    await client.heartbeat(dataclasses.replace(beat, is_stopped=True))
+    assert (await client.get_status()).sites[0].is_stopped
     assert (await client.renew_lease(epoch=run.epoch)).rollback_to == -1
     assert await client.rollback(to_version=0, request_id="back") == 1
     assert (await client.renew_lease(epoch=run.epoch)).rollback_to == 0

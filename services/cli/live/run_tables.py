@@ -228,6 +228,8 @@ def _work(site: Folded, head_version: int) -> list[Text]:
     has_none = status.policy_version < 0
     # The status clock is read after the site's last call, so a small negative age means now.
     seen = "never" if status.last_seen_s <= NEVER_S else f"{max(status.last_seen_s, 0.0):.0f} s ago"
+    if status.is_stopped:
+        seen = f"stopped {seen}"
     # Names come from other machines, so markup is off.
     return [
         Text(cell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 
@@ -69,3 +69,21 @@ async def ring_or_time(*tickets: asyncio.Event, clock: Clock, seconds: float | N
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def ends_within(work: Coroutine[Any, Any, Any], *, clock: Clock, seconds: float) -> bool:
+    """Whether `work` ended within `seconds`; else it is cancelled.
+
+    An error of `work` is raised.
+    """
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(clock.sleep(seconds))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        has_ended = tasks[0].done()
+        if has_ended:
+            tasks[0].result()
+        return has_ended
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -65,6 +65,8 @@ class SiteStatus:
     """Part of `work_leased` at a silent site: counted for no site, kept for its return."""
     work_ahead_s: float = 0.0
     """Seconds of work that it holds ahead, as declared and bounded by the coordinator."""
+    is_stopped: bool = False
+    """Its sampler stopped in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,8 @@ class Heartbeat:
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
     problem: str = ""
     """Why the sampler does not generate; empty while all is well."""
+    is_stopped: bool = False
+    """True in the last report of a sampler that stops in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class _Seen:
     canary_difference: float | None = None
     apply_s: float = 0.0
     problem: str = ""
+    is_stopped: bool = False
 
 
 class Sites:
@@ -76,7 +77,7 @@ class Sites:
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         seen = self._noted(site, incarnation, now)
-        seen.at = now
+        seen.at, seen.is_stopped = now, False
         if policy_version is not None:
             seen.policy_version = policy_version
 
@@ -88,6 +89,7 @@ class Sites:
         seen.tokens_per_s = beat.tokens_per_s
         seen.apply_s = beat.apply_s
         seen.problem = beat.problem
+        seen.is_stopped = beat.is_stopped
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
         self._noted(report.site, report.incarnation, now).canary_difference = difference
@@ -203,6 +205,7 @@ class Sites:
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
                     quota_used=max(quotas.used(site, now).values()),
+                    is_stopped=seen is not None and seen.is_stopped,
                 )
             )
         return tuple(statuses)

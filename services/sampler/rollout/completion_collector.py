@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Lost
 from heterorl.common.process import metrics
-from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.clock import Bell, Clock, ends_within, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.outbox import Level, OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -345,15 +345,8 @@ class CompletionCollector:
         """Return assignments within HAND_BACK_S; without an answer they expire."""
         if not self._returned:
             return
-        tasks = [asyncio.ensure_future(self._abandon()), asyncio.ensure_future(self.clock.sleep(HAND_BACK_S))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if not await ends_within(self._abandon(), clock=self.clock, seconds=HAND_BACK_S):
+            _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
 
 
 @dataclass(slots=True)

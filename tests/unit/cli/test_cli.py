@@ -366,8 +366,10 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
         site="us-1", incarnation="old", policy_version=-1, state_root="", last_seen_s=-1.0, groups_accepted=3,
         groups_dropped=1, tokens_per_s=0.0, work_leased=2,
     )  # fmt: skip
-    newest = dataclasses.replace(site, incarnation="new", policy_version=7, last_seen_s=2.0, tokens_per_s=9.0)
-    older = dataclasses.replace(newest, incarnation="mid", policy_version=5, last_seen_s=300.0)
+    newest = dataclasses.replace(
+        site, incarnation="new", policy_version=7, last_seen_s=2.0, tokens_per_s=9.0, is_stopped=True
+    )
+    older = dataclasses.replace(newest, incarnation="mid", policy_version=5, last_seen_s=300.0, is_stopped=False)
     never = dataclasses.replace(site, site="eu-1")
 
     us, eu = fold_incarnations([site, newest, older, never])
@@ -381,6 +383,7 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
     assert text.count("us-1") == 1
     assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
     assert "none yet" in text
+    assert "stopped 2 s ago" in text
 
 
 def test_run_without_a_version_says_what_is_waited_for():

@@ -117,6 +117,23 @@ async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(co
     assert shown("coordinator_site_policy_version", site=SITE) is None
 
 
+async def test_site_that_stopped_in_order_raises_no_alert_until_it_is_back(core, run, clock):
+    beat = Heartbeat(
+        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0, outbox_groups=0
+    )
+    await core.heartbeat(dataclasses.replace(beat, is_stopped=True))
+    clock.advance(200.0)
+    await run_metrics.observe_run(core)
+    assert shown("coordinator_site_silence_seconds", site=SITE) is None
+    assert (await core.get_status()).sites[0].is_stopped
+
+    await run.register()
+    clock.advance(200.0)
+    await run_metrics.observe_run(core)
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 200.0
+    assert not (await core.get_status()).sites[0].is_stopped
+
+
 async def test_assignments_that_left_with_a_silent_site_are_shown(core, run, clock):
     await core.register(run.registration(work_ahead_s=600.0))
     await run.lease(1)

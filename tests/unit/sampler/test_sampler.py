@@ -250,6 +250,32 @@ async def test_stop_does_not_wait_for_a_coordinator_that_is_away(world):
     assert 2.0 < world.clock.monotonic() - began < 5.0
 
 
+async def test_last_report_says_that_the_site_stopped_and_its_next_start_clears_it(world):
+    await generating(world)
+    world.stop.set()
+    await world.end()
+    assert (await world.core.get_status()).sites[0].is_stopped
+
+    await generating(world)
+    reports = world.link.calls["heartbeat"]
+    await world.until(lambda: world.link.calls["heartbeat"] > reports + 1)
+    assert not (await world.core.get_status()).sites[0].is_stopped
+
+
+async def test_stop_does_not_wait_for_an_answer_to_the_last_report(world):
+    await generating(world)
+
+    async def heartbeat(report):
+        await asyncio.Event().wait()
+
+    world.link.replaced["heartbeat"] = heartbeat
+    began = world.clock.monotonic()
+    world.stop.set()
+    await world.end()
+
+    assert 2.0 < world.clock.monotonic() - began < 5.0
+
+
 async def test_first_registration_ends_at_the_stop(world):
     world.link.is_down = True
     world.start()

@@ -200,6 +200,15 @@ class MaxrlConfig(RatioLossConfig, MovedLoss):
     advantage: Advantage = "mean"
 
 
+class TurnGspoConfig(RatioLossConfig, MovedLoss):
+    """GSPO with one ratio for each turn of a trajectory."""
+
+    OPTIONS = ("eps_low", "eps_high")
+    FUNCTION = "turns:loss"
+    LEVEL = "token"
+    kind: Literal["turn_gspo"] = "turn_gspo"
+
+
 MovedLossConfig = Annotated[
     GepoQuantileConfig
     | GepoTemperedConfig
@@ -213,7 +222,8 @@ MovedLossConfig = Annotated[
     | MinproConfig
     | CppoConfig
     | DppoConfig
-    | MaxrlConfig,
+    | MaxrlConfig
+    | TurnGspoConfig,
     Field(discriminator="kind"),
 ]
 LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]

@@ -18,6 +18,14 @@ def _log_weights(batch: LossBatch):
     return (batch.learner_BT.sum(1) / batch.lengths_B - batch.sampler_means_B).clamp(max=batch.max_log_weight)
 
 
+def by_turn(batch: LossBatch) -> LossOutput:
+    """The ratio of each whole turn; a metric shows the turns."""
+    zeros_BK = batch.learner_BT.new_zeros(len(batch.turns_BT), int(batch.turns_BT.max()) + 1)
+    sums_BK = zeros_BK.scatter_add(1, batch.turns_BT, batch.learner_BT - batch.sampler_BT)
+    weights_BT = sums_BK.clamp(max=batch.max_log_weight).exp().gather(1, batch.turns_BT)
+    return LossOutput(losses=-weights_BT * batch.advantages_B[:, None], metrics={"turn": batch.turns_BT.double()})
+
+
 def over_the_sampler(batch: LossBatch) -> LossOutput:
     """Sound, and not a number in padding, where it divides 0 by 0."""
     return LossOutput(losses=batch.learner_BT / batch.sampler_BT * batch.advantages_B[:, None])

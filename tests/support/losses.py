@@ -153,7 +153,7 @@ def run_loss(
             inputs,
             **{
                 name: torch.nn.functional.pad(getattr(inputs, name), (0, extra))
-                for name in ("mask_BT", "sampler_BT", "staleness_BT", "is_selected_BT", "reference_BT")
+                for name in ("mask_BT", "sampler_BT", "staleness_BT", "turns_BT", "is_selected_BT", "reference_BT")
                 if getattr(inputs, name) is not None
             },
         )

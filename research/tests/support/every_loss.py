@@ -13,6 +13,7 @@ from heterorl_research.losses.kinds import (
     PnpoConfig,
     TbaConfig,
     TrmConfig,
+    TurnGspoConfig,
     VcpoConfig,
 )
 
@@ -33,5 +34,6 @@ CONFIGS = {
     "dppo-tv": DppoConfig(divergence="tv", mask_low=0.06, mask_high=0.04, square_coefficient=0.05),
     "dppo-kl": DppoConfig(divergence="kl", mask_low=0.02, mask_high=0.01, square_coefficient=0.05),
     "maxrl": MaxrlConfig(),
+    "turn_gspo": TurnGspoConfig(eps_low=0.05, eps_high=0.05),
 }
 LOSSES = {name: config.learner_loss() for name, config in CONFIGS.items()}

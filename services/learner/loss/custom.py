@@ -64,6 +64,8 @@ class LossBatch:
     """[B], nats: log of sum q^2 / sum q over the whole group, q = e^(mean of log q); GEPO's log denominator."""
     ages_BT: torch.Tensor
     """[B, T], versions: the learner's version minus the version that drew the token."""
+    turns_BT: torch.Tensor
+    """[B, T], int64: the turn of the trajectory that drew the token, from 0."""
     groups_B: torch.Tensor
     """[B], int64: number of the rollout's group in the step; the same for rollouts of one group."""
     rows_B: torch.Tensor
@@ -175,6 +177,7 @@ def batch_of(
     """The input of a custom loss for these rollouts; padding becomes 0."""
     mask_BT, reference_BT, places_B2 = inputs.mask_BT, inputs.reference_BT, inputs.places_B2
     assert places_B2 is not None
+    turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64) if inputs.turns_BT is None else inputs.turns_BT
     return LossBatch(
         learner_BT=torch.where(mask_BT, learner_BT, 0.0),
         sampler_BT=torch.where(mask_BT, inputs.sampler_BT.detach(), 0.0),
@@ -186,6 +189,7 @@ def batch_of(
         sampler_means_B=inputs.log_denominators_B.detach(),
         log_expectations_B=inputs.log_expectations_B.detach(),
         ages_BT=inputs.staleness_BT.detach(),
+        turns_BT=turns_BT,
         groups_B=places_B2[:, 0],
         rows_B=places_B2[:, 1],
         coefficients_BT=coefficients_BT,

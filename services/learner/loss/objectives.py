@@ -53,6 +53,8 @@ class LossInputs:
     """bool, True at tokens that the step's selection keeps."""
     reference_BT: torch.Tensor | None = None
     """log-probs of the reference model, where the loss has one."""
+    turns_BT: torch.Tensor | None = None
+    """int64, the turn that drew each token, from 0; for custom losses."""
     places_B2: torch.Tensor | None = None
     """int64 [B, 2]: group of each rollout, and its row in the step; for custom losses."""
 

@@ -26,7 +26,7 @@ import torch
 
 from heterorl.common.model.router_replay import RoutedTokens
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Group, Rollout, Strip, strips_of
+from heterorl.common.types.rollout import Group, Rollout, Strip, strips_of, turns_of
 from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
 from heterorl.learner.loss.loss_config import LossConfig
@@ -60,6 +60,8 @@ class TrainingSequence:
     """Position of the rollout in the step."""
     staleness: Int32Array | None = None
     """Versions between each token's sampler and the learner; None is 0 for all."""
+    turns: Int32Array | None = None
+    """The turn that drew each token; None is 0 for all."""
     coupling: float = 0.0
     """See `LossInputs`; known after a first pass only."""
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
@@ -181,6 +183,7 @@ def _sequences(group: Group, spec: LossSpec, *, number: int, scale: float, head_
             group=number,
             number=place,
             staleness=_staleness(rollout, head_version) if spec.needs_staleness else None,
+            turns=_turns(rollout) if spec.needs_turns else None,
             routed_experts=rollout.routed_experts,
         )
         for (place, rollout), own, advantage, centred_reward, log_denominator in zip(
@@ -193,6 +196,11 @@ def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
     drawn = [span for span in rollout.spans if span.is_drawn]
     ages = [max(head_version - span.version, 0) for span in drawn]
     return np.repeat(np.array(ages, np.int32), [span.end - span.start for span in drawn])
+
+
+def _turns(rollout: Rollout) -> Int32Array:
+    lengths = [end - start for start, end in turns_of(rollout)]
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
 Batching = Literal["padded", "packed"]
@@ -328,6 +336,7 @@ def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
         staleness_BT=torch.from_numpy(staleness_BT),
         is_selected_BT=torch.from_numpy(is_selected_BT),
         reference_BT=_reference(sequences, longest),
+        turns_BT=_turn_rows(sequences, longest),
         places_B2=torch.tensor([(sequence.group, sequence.row) for sequence in sequences]),
     )
 
@@ -339,6 +348,15 @@ def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Ten
     for row, sequence in enumerate(sequences):
         reference_BT[row, : sequence.num_drawn] = sequence.reference_logprobs
     return torch.from_numpy(reference_BT)
+
+
+def _turn_rows(sequences: Sequence[TrainingSequence], longest: int) -> torch.Tensor | None:
+    if any(sequence.turns is None for sequence in sequences):
+        return None
+    turns_BT = np.zeros((len(sequences), longest), np.int64)
+    for row, sequence in enumerate(sequences):
+        turns_BT[row, : sequence.num_drawn] = sequence.turns
+    return torch.from_numpy(turns_BT)
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.loss.custom import CustomLoss
 from heterorl.learner.loss.loss_config import CustomLossConfig, LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
@@ -109,14 +109,15 @@ def _group(number: int) -> Group:
     version = _HEAD - 3 * number
     members = [
         Rollout(
-            token_ids=np.ones(length, np.int32),
+            token_ids=np.ones(spans[-1].end, np.int32),
             sampler_logprobs=np.array([-2.0 * rng.random() - 0.05 for _ in range(length)], np.float32),
-            spans=(Span(version=version, start=0, end=length),),
+            spans=spans,
             reward=reward,
             reward_parts=(),
             finish_reason=FinishReason.EOS,
         )
         for length, reward in zip(_LENGTHS[number], _REWARDS, strict=True)
+        for spans in [_spans(version, length)]
     ]
     return Group(
         id=GroupId(site=SiteId("trial"), incarnation="trial", sequence=number + 1),
@@ -128,6 +129,14 @@ def _group(number: int) -> Group:
         state_root=Digest("0" * 64),
         generation_s=1.0,
     )
+
+
+def _spans(version: int, length: int) -> tuple[Span, ...]:
+    """Two turns where there are more than two tokens, else one."""
+    if length <= 2:
+        return (Span(version=version, start=0, end=length),)
+    first, given = Span(version=version, start=0, end=2), Span(version=GIVEN, start=2, end=3)
+    return first, given, Span(version=version, start=3, end=length + 1)
 
 
 def _with_reference(batch: Batch, rng: random.Random) -> Batch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span, without_stale
-from heterorl.learner.loss.loss_config import GepoConfig, TisConfig
+from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import build_batch, collate
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
@@ -125,6 +125,31 @@ def test_loss_is_that_of_trajectories_written_out(sequences):
     expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
     _assert_same(expected, _gradients(groups, GepoConfig(clip="none", kl_coefficient=0.0)))
+
+
+BY_TURN = CustomLossConfig(function="tests.support.custom_losses:by_turn")
+
+
+def test_turns_of_a_custom_loss_end_at_given_tokens_and_new_sequences_but_not_at_new_weights():
+    pieces = [
+        ([1, 2], [-0.1, -0.2], None), ([3], [-0.3], None), ([4, 5], None, None), ([6, 7], [-0.4, -0.5], None),
+        ([8], [-0.6], 2),
+    ]  # fmt: skip
+    value = group([_rollout(pieces, 1.0), _rollout([([5], [-1.0], None)], 0.0)])
+    batch = build_batch([value], loss=BY_TURN, head_version=7)
+
+    inputs = collate(batch.sequences, batching="padded").loss_inputs
+    assert inputs.turns_BT.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
+    assert collate(build_batch([value], loss=GepoConfig()).sequences, batching="padded").loss_inputs.turns_BT is None
+
+
+@pytest.mark.parametrize("sequences", ["one", "cut", "mixed"])
+def test_loss_by_turns_does_not_depend_on_the_layout(sequences):
+    groups = _groups(3, sequences=sequences)
+    whole = _gradients(groups, BY_TURN)
+
+    for batching, micro_batch_tokens in (("padded", 33), ("packed", 45)):
+        _assert_same(whole, _gradients(groups, BY_TURN, micro_batch_tokens=micro_batch_tokens, batching=batching))
 
 
 def _aged_group():

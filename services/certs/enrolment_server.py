@@ -99,7 +99,7 @@ class EnrolmentServer:
                 async with asyncio.timeout(ANSWER_S):
                     await self._converse(reader, writer, peer)
         except (TimeoutError, BrokenFrame, OSError) as error:
-            _LOG.debug("node at %s was not answered: %s", peer, error)
+            _LOG.debug("the authority gave the node at %s no answer: %s", peer, error)
         finally:
             self._open[address] -= 1
             if not self._open[address]:
@@ -142,11 +142,11 @@ class EnrolmentServer:
                 certificate = await self._answer(token, csr, peer)
             reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
         except JoinRefused as error:
-            _LOG.warning("node at %s was refused a certificate: %s", peer, error)
+            _LOG.warning("the authority refused a certificate to the node at %s: %s", peer, error)
             reply = bytes([error.reason]) + str(error).encode()[:1024]
         except HeterorlError as error:
             # Only the operator gets the reason.
-            _LOG.error("authority cannot issue a certificate to %s: %s", peer, error)
+            _LOG.error("the authority cannot issue a certificate to %s: %s", peer, error)
             reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"
         writer.write(frame(reply))
         await writer.drain()
@@ -170,7 +170,7 @@ class EnrolmentServer:
         except JoinRefused:
             self._limit.note(peer, number, now=self._wall_time())
             raise
-        _LOG.info("authority issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
+        _LOG.info("the authority issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
         return certificate
 
 

@@ -79,7 +79,7 @@ async def _take_store(
     is_elsewhere = bool(config.payloads.bucket)
     standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
     if page is not None:
-        _LOG.info("run %s: standing by, metrics on port %d", config.run_id, page.stand_by())
+        _LOG.info("the coordinator of run %s stands by, metrics on port %d", config.run_id, page.stand_by())
         notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
     stopping = asyncio.create_task(stop.wait())
@@ -94,7 +94,7 @@ async def _take_store(
             engine.close()
         return None
     if page is not None:
-        _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
+        _LOG.warning("the coordinator of run %s takes over with epoch %d of the store", config.run_id, engine.epoch)
     return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=is_elsewhere)
 
 
@@ -136,7 +136,7 @@ async def _serve(
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
         metrics_port = page.serve()
         await asyncio.to_thread(_announce, config, port)
-        _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
+        _LOG.info("the coordinator of run %s listens on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, server, clock))
@@ -148,7 +148,7 @@ async def _serve(
             for loop in (gauges, merger, collector, direct_uploads):
                 loop.cancel()
     finally:
-        _LOG.info("run %s: stopping", config.run_id)
+        _LOG.info("the coordinator of run %s stops", config.run_id)
         notifier.stopping()
         await core.end_streams()
         await server.stop(config.stop_grace_s)
@@ -164,7 +164,7 @@ def _take_descriptors(wanted: int) -> int:
     if calls < wanted:
         _LOG.warning(
             "%d file descriptors are enough for %d concurrent calls, not for max_concurrent_rpcs = %d:"
-            " allow %d (ulimit -n, LimitNOFILE=) or lower it",
+            " allow %d (ulimit -n, LimitNOFILE=) or lower the key",
             limit, calls, wanted, server_limits.needed_for(wanted),
         )  # fmt: skip
     return calls

@@ -90,7 +90,7 @@ class LearnerLease:
             return decision.epoch, lineage.head_version(connection), reason, other
 
         epoch, head, reason, other = await self._context.change(operation)
-        _LOG.info("learner %s: %s", holder, reason)
+        _LOG.info("learner %s has the lease: %s", holder, reason)
         if other:
             _LOG.warning("learner %s states another configuration; sites with [join] get the first: %s", holder, other)
         return self._grant(epoch, holder, head)

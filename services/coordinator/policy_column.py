@@ -159,7 +159,7 @@ class PolicyColumn:
             raise GroupNotAvailable(why)
         self._context.merger.poke()
         self._context.collector.poke()
-        _LOG.debug("version %d published", version)
+        _LOG.debug("version %d is published", version)
         return version
 
     async def get_step(self, *, step_id: str) -> int | None:

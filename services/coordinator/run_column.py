@@ -136,7 +136,7 @@ class RunColumn:
         self._context.sites.note_canary(report, verdict.difference, self._context.clock.monotonic())
         if is_said and verdict.quarantine:
             _LOG.error(
-                "site %s goes into quarantine: %s; a version that it scores right ends it, or an operator: %s",
+                "site %s goes into quarantine: %s; a version that the site scores right ends it, or an operator: %s",
                 report.site,
                 verdict.quarantine,
                 RELEASE,

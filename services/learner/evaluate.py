@@ -78,7 +78,11 @@ class Evaluator:
                     rewards.append(reward)
                 except RewardError as error:
                     num_errors += 1
-                    _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
+                    _LOG.warning(
+                        "held-out prompt %d could not be scored, it counts as an error and not as wrong: %s",
+                        prompt.index,
+                        error,
+                    )
                 rollouts.append(
                     SampleRollout(
                         completion=text,

@@ -83,9 +83,14 @@ async def _train(
         address=config.metrics_host,
         may_move="metrics_port" not in config.model_fields_set,
     )
-    _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
+    _LOG.info(
+        "the learner of run %s calls coordinator %s, metrics on port %d",
+        config.run_id,
+        config.coordinator,
+        metrics_port,
+    )
     if parts.signer is not None:
-        _LOG.info("versions are signed by %s", parts.signer.public_key)
+        _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
     async with (
         CoordinatorClient(
             config.coordinator,
@@ -112,7 +117,7 @@ async def _train(
         result = await learner.run(stop, on_ready=begin)
     notifier.stopping()
     await in_thread(parts.close)
-    _LOG.info("%s", result)
+    _LOG.info("the learner %s", result)
 
 
 def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:

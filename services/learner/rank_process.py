@@ -60,7 +60,7 @@ def follow(rank_env: RankEnv) -> int:
             try:
                 build_divided(config, rank_group.join(config)).follow()
             except HeterorlError as error:
-                _LOG.warning("rank %d: %s", rank_env.rank, error)
+                _LOG.warning("rank %d waits for rank 0, which has the same error: %s", rank_env.rank, error)
                 # Rank 0 meets the same, and ends or sends a configuration; otherwise it waits for this rank.
                 patience_s = rank_group.rendezvous.timeout_s
     except Exception as error:  # noqa: BLE001 - the others must not wait for this rank

@@ -209,7 +209,7 @@ class SampleNotes:
         # Only the first: a coordinator of an earlier release refuses each.
         _LOG.log(
             logging.DEBUG if self._is_said else logging.WARNING,
-            "sample notes: a sample stays without its text: %s",
+            "the learner leaves a sample without its text, training goes on: %s",
             why,
         )
         self._is_said = True

@@ -218,7 +218,9 @@ class Head:
         went_back = update.version < self.version
         is_new = update.version != self.version
         if went_back:
-            _LOG.warning("the run went back from version %d to %d: its plans are dropped", self.version, update.version)
+            _LOG.warning(
+                "the run went back from version %d to %d: the relay drops its plans", self.version, update.version
+            )
         self._update, self._told_at = update, self._clock.monotonic()
         if is_new:
             self._on_change(went_back)

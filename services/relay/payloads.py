@@ -181,7 +181,7 @@ class Payloads:
             await in_thread(self._cache.adopt, ref.digest)
         except (CorruptData, UnknownPayload) as error:
             if isinstance(error, LimitExceeded):
-                _LOG.error("payload %s is refused: %s", ref.digest[:12], error)
+                _LOG.error("the relay refuses payload %s: %s", ref.digest[:12], error)
             self._cache.discard(ref.digest)
             self._on_gone()
             raise

@@ -94,7 +94,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
             )
             await asyncio.to_thread(_announce, config, port)
             _LOG.info(
-                "relay of %s: listening on port %d, metrics on port %d, %d bytes are kept",
+                "the relay of %s listens on port %d, metrics on port %d; %d bytes are cached",
                 config.coordinator, port, metrics_port, cache.num_bytes,
             )  # fmt: skip
             notifier.ready(f"relay of {config.coordinator}, port {port}")
@@ -106,7 +106,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
             ):
                 await stop.wait()
         finally:
-            _LOG.info("relay of %s: stopping", config.coordinator)
+            _LOG.info("the relay of %s stops", config.coordinator)
             notifier.stopping()
             head.cancel()
             await asyncio.gather(head, return_exceptions=True)

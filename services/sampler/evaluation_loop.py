@@ -179,7 +179,7 @@ class EvaluationLoop:
             if isinstance(error, ConfigError | InvalidRequest | MessageTooLarge):
                 # A second try here would fail again; another site's engine may have more room.
                 self._sets.pop(of.name, None)
-                _LOG.error("set %s is not evaluated here: %s", of.name, error)
+                _LOG.error("this site no longer evaluates set %s, another site may: %s", of.name, error)
             else:
                 _LOG.warning("%d held-out prompts of set %s are handed back: %s", len(self._held), of.name, error)
             self._num_failures += 1

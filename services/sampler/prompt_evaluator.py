@@ -159,7 +159,7 @@ class PromptEvaluator:
             self.refused.pop((of.name, index), None)
         except PromptRefused as error:
             if (of.name, index) not in self.refused:
-                _LOG.warning("held-out prompt %d cannot be drawn: %s", index, error)
+                _LOG.warning("held-out prompt %d cannot be drawn and stays without a score: %s", index, error)
             self.refused[of.name, index] = error
             samples = dict.fromkeys(range(spec.draws.num_samples), _UNSCORED)
         return PromptResult(
@@ -299,7 +299,11 @@ class PromptEvaluator:
         try:
             return text, total_reward(of.task.score(prompt, text))
         except RewardError as error:
-            _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
+            _LOG.warning(
+                "held-out prompt %d could not be scored, it counts as an error and not as wrong: %s",
+                prompt.index,
+                error,
+            )
             return text, None
 
 

@@ -90,7 +90,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
             address=config.metrics_host,
             may_move="metrics_port" not in config.model_fields_set,
         )
-        _LOG.info("site %s: coordinator %s, metrics on port %d", config.site, config.coordinator, port)
+        _LOG.info("site %s calls coordinator %s, metrics on port %d", config.site, config.coordinator, port)
         async with linked(config, clock) as api:
             joined = None
             if config.join is not None:

@@ -106,7 +106,7 @@ class Session:
                 delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
                 # The link logs when the coordinator stops answering, and when it answers again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "registration waits %.1f s: %s", delay_s, error)
+                _LOG.log(level, "the sampler registers again in %.1f s: %s", delay_s, error)
                 await self.clock.sleep(delay_s)
         _LOG.info("the sampler is registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
 
@@ -121,7 +121,7 @@ class Session:
                     reason=ReturnReason.ENGINE_FAILED,
                 )  # fmt: skip
                 _LOG.warning(
-                    "the last process here was killed: its %d prompts in flight wait behind others;"
+                    "the last process of this site was killed: its %d prompts in flight wait behind others;"
                     " after three such ends a prompt is given up",
                     len(lost),
                 )

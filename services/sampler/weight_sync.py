@@ -131,7 +131,7 @@ class WeightSync:
             # Costs no payload, so retried as often as a broken link; logged once.
             if str(error) != self._refusal:
                 self._refusal = str(error)
-                _LOG.error("version %d is refused: %s", target, error)
+                _LOG.error("version %d is refused and asked for again: %s", target, error)
             return self.backoff.delay_s()
         except (DiskFull, OSError) as error:
             # The version is sound, so retried as often as a broken link; logged once.
@@ -140,7 +140,7 @@ class WeightSync:
             self.problem = str(error)
             return self.backoff.delay_s()
         except CorruptData as error:
-            _LOG.error("version %d is not usable: %s", target, error)
+            _LOG.error("version %d is not usable and is pulled again: %s", target, error)
             return self._damage_backoff.delay_s()
         if self.problem:
             _LOG.info("the disk has room again: version %d is here", target)
@@ -196,7 +196,7 @@ class WeightSync:
         )
         if abandoned:
             _LOG.warning(
-                "the learner abandoned versions %d to %d, going on with version %d",
+                "the learner abandoned versions %d to %d, the sampler goes on with version %d",
                 abandoned[0],
                 abandoned[-1],
                 plan.target_version,

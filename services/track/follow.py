@@ -191,7 +191,7 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
             except RemoteError as error:
                 if pace.is_once or not error.is_transient:
                     raise
-                _LOG.warning("coordinator: %s", error)
+                _LOG.warning("the coordinator is asked again in %g s: %s", pace.every_s, error)
                 show(status, str(error), sent)
             await clock.sleep(pace.every_s)
     finally:
@@ -244,11 +244,11 @@ class _Slot:
         if reports:
             newest = mark_of(reports[-1])
             _LOG.info(
-                "%s: wrote %d steps, up to step %d of version %d",
+                "%s took %d steps, up to step %d of version %d",
                 self.sent.name, len(reports), newest.step, newest.version,
             )  # fmt: skip
         for found in ended:
-            _LOG.info("%s: wrote the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
+            _LOG.info("%s took the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
 
     async def close(self) -> None:
         tracker, self._tracker, self._feeds = self._tracker, None, None
@@ -284,7 +284,7 @@ class _Slot:
             raise
         except RemoteError as error:
             # An earlier release keeps no samples.
-            _LOG.debug("coordinator: it keeps no samples: %s", error)
+            _LOG.debug("the coordinator keeps no samples: %s", error)
             return
         if table is not None:
             await _call(tracker.write_table, table)
@@ -305,7 +305,7 @@ async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
     except _TrackerFailed as error:
         if is_once:
             raise error.__cause__ or error from None
-        _LOG.warning("%s: %s", slot.sent.name, error)
+        _LOG.warning("%s failed and is opened again: %s", slot.sent.name, error)
         slot.sent.problem = str(error)
         # The next open reads what the tracker took.
         await slot.close()

@@ -130,7 +130,7 @@ class ViewServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - of the standard library
         """Ignore browsers that disconnect; log every other error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            LOG.error("view: a request failed; reload the page", exc_info=sys.exception())
+            LOG.error("the view failed at a request; reload the page", exc_info=sys.exception())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,4 +186,4 @@ class _Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
-        LOG.debug("request: %s", format % args)
+        LOG.debug("the view answered: %s", format % args)

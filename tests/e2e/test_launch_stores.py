@@ -76,7 +76,7 @@ async def test_run_goes_on_with_the_standby_when_its_coordinator_is_gone_for_goo
             machine.start(unit)
             if unit == "heterorl-coordinator.service":
                 # Whichever takes the lock first serves: here it is to be the one that dies.
-                await first.until_said("coordinator", "listening on")
+                await first.until_said("coordinator", "listens on port")
         addresses = ",".join(f"{host}:{run['coordinator']['port']}" for host in (FIRST, SECOND))
         async with CoordinatorClient(addresses, tls=TlsConfig(**files_in(tree / "operator"))) as client:
             before = await cluster.until(client, lambda status: (status.head_version or 0) >= 2)

@@ -213,8 +213,8 @@ async def test_signed_record_of_a_rollback_is_followed(tmp_path, key, caplog):
             assert (await stopped.reach(6)).manifest.state_root == run.roots[6]
 
     lines = [record.getMessage() for record in caplog.records]
-    assert "the learner abandoned versions 2 to 3, going on with version 4" in lines
-    assert "the learner abandoned versions 2 to 3, going on with version 6" in lines
+    assert "the learner abandoned versions 2 to 3, the sampler goes on with version 4" in lines
+    assert "the learner abandoned versions 2 to 3, the sampler goes on with version 6" in lines
 
 
 async def test_delay_model_does_not_lead_a_restarted_site_back(tmp_path, key):

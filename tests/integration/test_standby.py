@@ -167,7 +167,7 @@ async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss
     try:
         await shown(lambda: "waits for the store: PostgreSQL cannot be reached" in child.log.read_text())
         server.start()
-        await shown(lambda: "listening on port" in child.log.read_text())
+        await shown(lambda: "listens on port" in child.log.read_text())
         server.kill()
         assert await asyncio.to_thread(child.process.wait) == 1
         assert "backup" not in child.log.read_text()
@@ -350,7 +350,7 @@ def shown_by(port, path="/metrics"):
 async def test_standby_shows_that_it_stands_by_and_all_else_once_it_serves(url, tmp_path):
     children = [started(tmp_path, url, "--standby", name="a")]
     try:
-        await shown(lambda: "listening on port" in children[0].log.read_text())
+        await shown(lambda: "listens on port" in children[0].log.read_text())
         children.append(started(tmp_path, url, "--standby", name="b"))
         await shown(lambda: metrics_port(children[1].log) is not None)
         port = metrics_port(children[1].log)

@@ -28,7 +28,7 @@ REMIND_S = 600.0
 """Between two log lines about one wait."""
 _SILENT = "the coordinator does not answer, retrying"
 _WAITS: tuple[tuple[type[Exception], str], ...] = (
-    (LeaseHeld, "waiting for the lease"),
+    (LeaseHeld, "the learner waits for the lease"),
     (StoreFull, "the coordinator cannot write, retrying"),
     (QuotaExceeded, "the coordinator is busy, retrying"),
     (Draining, "the coordinator takes no calls now, retrying"),

@@ -76,7 +76,7 @@ def configure(
             "%s", error or kind.__name__, exc_info=(kind, error, trace)
         )
         threading.excepthook = lambda args: logging.getLogger("python").critical(
-            "in thread %s", args.thread.name if args.thread else "?",
+            "thread %s ended by an exception", args.thread.name if args.thread else "?",
             exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback),
         )  # fmt: skip
     _start(level, style)

@@ -95,7 +95,10 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
         if silent_s < interval_s:
             notifier.alive()
         else:
-            _LOG.error("the watchdog is not fed: the watched thread owes an answer for %.0f s", silent_s)
+            _LOG.error(
+                "the watched thread owes an answer for %.0f s; without one the service manager restarts this process",
+                silent_s,
+            )
         await clock.sleep(interval_s)
 
 

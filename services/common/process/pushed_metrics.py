@@ -187,8 +187,10 @@ async def push_metrics(push: Push, *, registry: CollectorRegistry, interval_s: f
         except HeterorlError as error:
             # A permanent refusal, as of an earlier release, will be repeated.
             kept, problem = isinstance(error, RemoteError) and error.is_transient, str(error)
-            _LOG.debug("metrics were not pushed: %s", error)
+            _LOG.debug("this node's metrics did not reach the coordinator: %s", error)
         if wanted and not kept:
-            _LOG.warning("the coordinator does not take this node's metrics: %s", problem)
+            _LOG.warning(
+                "the coordinator does not take this node's metrics, asked again in %.0f s: %s", UNWANTED_S, problem
+            )
         wanted = kept
         await clock.sleep(interval_s if kept else UNWANTED_S)

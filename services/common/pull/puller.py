@@ -121,7 +121,7 @@ class Puller:
                 if not self._fallback.fail(Failure.DAMAGED):
                     raise
                 way = BELOW[self._fallback.basis]
-                _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
+                _LOG.error("version %d failed its checks and is built again %s: %s", want_version, way, error)
         self._fallback.built()
         # Free the memory of a whole state.
         self._base = None
@@ -160,7 +160,7 @@ class Puller:
                     await admit(plan)
                 _confirm(held, plan.manifests[-1])
             return held
-        _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
+        _LOG.debug("version %d is pulled by this plan: %s", plan.target_version, peer_words(plan.reason))
         if admit is not None:
             await admit(plan)
         judged = plan.manifests[-1]

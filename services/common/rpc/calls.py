@@ -330,7 +330,7 @@ class WeightCalls(Calls):
     def gave_up(self, digest: Digest) -> None:
         """Pause presigned URLs, because a reader of this payload gave up."""
         if self._direct.find(digest) is not None:
-            _LOG.info("payload %s did not come from its address: it comes from the coordinator", digest[:12])
+            _LOG.info("payload %s comes from the coordinator, as its address failed", digest[:12])
             self._direct.pause()
 
     def distrust_address(self, digest: Digest) -> None:

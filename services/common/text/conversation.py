@@ -215,7 +215,7 @@ def try_answers(task: Task) -> None:
             problem = answer_problem_of(task, prompt)
         except RewardError as error:
             # `try_reward` reports the error.
-            _LOG.warning("the check of answers is skipped: %s", error)
+            _LOG.warning("the check of answers is skipped, the trial of the reward follows: %s", error)
             return
         num_tried += 1
         if problem:

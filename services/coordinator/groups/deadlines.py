@@ -133,7 +133,11 @@ class Deadlines:
                 f"UPDATE temp.out_work SET is_away = 1 WHERE {_HOLDER} AND is_away = 0", holder
             ).rowcount
             if gone:
-                _LOG.info("site %s is silent: %d assignments are away and do not count", holder[0], gone)
+                _LOG.info(
+                    "site %s is silent: its %d assignments count against no site and go to others at their deadline",
+                    holder[0],
+                    gone,
+                )
         said = self._said(connection, holder)
         again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
         connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))

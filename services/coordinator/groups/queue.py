@@ -165,7 +165,10 @@ class Queue:
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None or len(data) > self.config.max_group_bytes:
-                    _LOG.critical("group %s is dropped: it fails its digest or exceeds max_message_bytes", key)
+                    _LOG.critical(
+                        "group %s is dropped, its prompt goes out again: wrong digest, or max_message_bytes too low",
+                        key,
+                    )
                     group = None
                 reason = DropReason.INVALID
                 if group is not None and horizon.abandoned_span(connection, group.versions) is not None:

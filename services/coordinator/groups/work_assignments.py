@@ -354,7 +354,7 @@ def say_closed(closed: Sequence[Closed]) -> None:
     """Log closed assignments."""
     for each in closed:
         _LOG.warning(
-            "assignment %d is closed: prompt %d gave no group %d times or more (last site=%s, reason=%s)",
+            "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s)",
             each.assignment, each.prompt_index, MAX_RETURNS, each.site, each.reason.value,
         )  # fmt: skip
 

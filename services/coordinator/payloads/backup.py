@@ -92,7 +92,7 @@ class Backups:
     def _made(self, task: asyncio.Task[Backup]) -> None:
         self._making = None
         if not task.cancelled() and task.exception() is not None:
-            _LOG.warning("the backup failed: %s", task.exception())
+            _LOG.warning("the backup failed, order it again: %s", task.exception())
 
     async def _make(self, name: str) -> Backup:
         try:
@@ -128,7 +128,7 @@ class Backups:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise
-        _LOG.info("backup %s: version %d, %d payloads", backup.path, backup.head_version, len(digests))
+        _LOG.info("backup %s holds version %d and %d payloads", backup.path, backup.head_version, len(digests))
         return backup
 
     async def _bring(self, digest: Digest, target: Path) -> int:

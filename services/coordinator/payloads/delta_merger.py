@@ -127,7 +127,12 @@ class DeltaMerger(BackgroundWorker):
             async with self._cache.at_hand(stored):
                 payload = await self._in_thread(functools.partial(self._compose, choice.job))
         except CorruptData as error:
-            _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
+            _LOG.warning(
+                "versions %d to %d cannot be merged, sites pull single deltas: %s",
+                self._current.start,
+                self._current.stop,
+                error,
+            )
             self._skipped |= {self._current}
             return True
         except OSError as error:
@@ -147,7 +152,9 @@ class DeltaMerger(BackgroundWorker):
     async def _after(self, error: OSError, span: Span) -> bool:
         if await self._merges.forget_missing():
             return True
-        _LOG.warning("versions %d to %d cannot be merged now: %s", span.start, span.stop, error)
+        _LOG.warning(
+            "versions %d to %d cannot be merged now, sites pull single deltas: %s", span.start, span.stop, error
+        )
         if isinstance(error, FileNotFoundError):
             self._skipped |= {span}
             return True

@@ -159,7 +159,11 @@ class GarbageCollector(BackgroundWorker):
             if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
                 return await self._is_proved(work)
         except OSError as error:
-            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
+            _LOG.warning(
+                "version %d cannot be rebuilt now, old payloads stay until it can: %s",
+                work.manifests[-1].version,
+                error,
+            )
             digests = (payload.digest for payload in work.payloads)
             await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:

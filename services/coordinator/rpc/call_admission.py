@@ -300,7 +300,7 @@ async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
     except HeterorlError as error:
         code, message, trailers = to_status(error)
         _observe(method, reason_of(error), started)
-        _LOG.debug("%s refused: %s", method, error)
+        _LOG.debug("the server refused %s: %s", method, error)
         await context.abort(code, message, trailers)
     except Exception:
         # A defect: gRPC answers UNKNOWN, and the call must still be counted.

@@ -141,7 +141,9 @@ class Sites:
             self._seen.pop((registration.site, forgotten), None)
         missing = incarnations.pass_over(connection, *key, lowest=registration.lowest_sequence)
         if missing:
-            _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
+            _LOG.warning(
+                "site %s, incarnation %s, settled %d groups that this store lacks: they are passed over", *key, missing
+            )
         dense, beyond = connection.execute(
             "SELECT watermark, (SELECT max(sequence) FROM beyond_watermark b"
             " WHERE b.site = sites.site AND b.incarnation = sites.incarnation)"

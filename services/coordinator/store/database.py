@@ -113,7 +113,7 @@ class Database:
         """End the store: the outcome of earlier operations is unknown.
         Callable from any thread."""
         self._end = self._end or end
-        _LOG.critical("the store %s: %s", "has gone" if end is StoreLost else "failed", problem)
+        _LOG.critical("the store %s, the coordinator ends: %s", "has gone" if end is StoreLost else "failed", problem)
         self._tell(self.on_fatal, None, None)
 
     def silent_s(self) -> float:

@@ -160,7 +160,7 @@ class Canary:
                 logprobs_N, _ = learner_logprobs(self._model, batch, temperature=self._temperature)
         except torch.OutOfMemoryError:
             _LOG.warning(
-                "canary skipped: published weights and model do not fit into memory; no site is judged by this version"
+                "the canary is skipped: published weights and model do not fit into memory; this version judges no site"
             )
             return ()
         return tuple(logprobs_N.float().cpu().tolist())

@@ -109,7 +109,7 @@ class RecentVersions:
             puller = self._pullers.get(variant) or self._add_puller(variant)
             pulled = await puller.pull(version, held=held)
             self._kept[key] = pulled
-            _LOG.debug("verifier pulled version %d%s", version, f" in variant {variant}" if variant else "")
+            _LOG.debug("the verifier pulled version %d%s", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)
         while len(self._kept) > self.num_kept:
             self._kept.popitem(last=False)
@@ -258,7 +258,7 @@ class Verifier:
             key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
         elif group.id.site not in self.unseeded:
             self.unseeded.add(group.id.site)
-            _LOG.warning("site %s: draws cannot be repeated, only log-probs are checked", group.id.site)
+            _LOG.warning("draws of site %s cannot be repeated, the learner checks only log-probs", group.id.site)
         replays: list[Replay] = []
         versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
         if len(versions) > config.max_versions:

@@ -244,7 +244,7 @@ class Variants:
             return None
 
     async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
-        _LOG.info("variant %s: pulling version %d", name, version)
+        _LOG.info("variant %s is pulled at version %d", name, version)
         puller = TrustedPuller(
             api=self._api,
             spool=self._directory / name / "incoming",

@@ -89,7 +89,7 @@ def read_rows(path: Path) -> list[dict[str, int]]:
         if isinstance(row, dict):
             rows.append(row)
         else:
-            _LOG.warning("training log %s: dropped a damaged line: %.40r", path, line)
+            _LOG.warning("training log %s loses a damaged line, no weights depend on it: %.40r", path, line)
     return rows
 
 

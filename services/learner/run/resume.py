@@ -125,7 +125,7 @@ class Restorer:
             try:
                 return await in_thread(read_checkpoint, path)
             except CorruptStore as error:
-                _LOG.warning("%s", error)
+                _LOG.warning("a damaged checkpoint is passed over: %s", error)
                 return None
             except OSError as error:
                 problem = error
@@ -272,13 +272,15 @@ class Resumption:
             committed_version=committed,
             is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
         )
-        _LOG.info("checkpoint %s: %s, %s", path.name, plan.value, reason)
+        _LOG.info("checkpoint %s leads to plan %s: %s", path.name, plan.value, reason)
         if plan is ResumePlan.SKIP:
             return None
         try:
             arena = await self.restorer.restore(path, cursor)
         except (CorruptData, OSError) as error:
-            _LOG.error("checkpoint %s cannot be restored and is left as it is: %s", path, error)
+            _LOG.error(
+                "checkpoint %s cannot be restored and is left as it is; the one before it is tried: %s", path, error
+            )
             self.store.keep_unreadable(path)
             return None
         if plan is ResumePlan.REPUBLISH:
@@ -333,15 +335,15 @@ class Resumption:
                 arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
             )
         except GroupNotAvailable as error:
-            _LOG.warning("checkpoint %s is discarded: %s", path.name, error)
+            _LOG.warning("checkpoint %s is discarded, the one before it is tried: %s", path.name, error)
             await in_thread(self.store.discard, path)
             return None
         return cursor.step
 
     async def _roll_back(self, cursor: Cursor, arena: Weights, committed: int, head: int) -> int:
         _LOG.warning(
-            "ROLLING BACK from version %d to version %d, the newest that has a usable checkpoint: versions %d to %d are"
-            " abandoned and their groups handed out again",
+            "THE LEARNER ROLLS BACK from version %d to version %d, the newest that has a usable checkpoint: versions"
+            " %d to %d are abandoned and their groups handed out again",
             head,
             committed,
             committed + 1,
@@ -392,7 +394,7 @@ class Resumption:
                 " set adopt_without_optimizer = true for one start",
             )
         _LOG.warning(
-            "NO USABLE CHECKPOINT for version %d: its published weights become the masters; the optimizer is new", head
+            "VERSION %d HAS NO USABLE CHECKPOINT: its published weights become the masters; the optimizer is new", head
         )
         arena = await self.published.rebuild(data)
         await in_thread(self.backend.load_published, arena)

@@ -79,13 +79,13 @@ class Rollback:
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
             _LOG.error(
-                "rollback: cannot go back to version %d; training continues: %s (see `heterorl rollback --list`)",
+                "the learner cannot go back to version %d and trains on: %s (see `heterorl rollback --list`)",
                 version,
                 error,
             )
             return None
         _LOG.warning(
-            "GOING BACK by order: version %d has the weights of version %d; the optimizer is new",
+            "THE LEARNER GOES BACK by order: version %d has the weights of version %d; the optimizer is new",
             position.head_version + 1,
             version,
         )
@@ -178,10 +178,14 @@ async def undo(parts: Resumption) -> int:
             try:
                 await restorer.restore(path, cursor)
             except (CorruptData, OSError) as error:
-                _LOG.error("checkpoint %s cannot be restored: %s", path, error)
+                _LOG.error("checkpoint %s cannot be restored, published weights take its place: %s", path, error)
                 keep_optimizer, why = False, "has no checkpoint that can be restored"
             else:
-                _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
+                _LOG.info(
+                    "the learner is back at version %d: checkpoint %s, any later step is gone",
+                    cursor.version,
+                    path.name,
+                )
                 return cursor.step
     _LOG.warning(
         "version %d %s: its published weights become the masters, any later step is gone, the optimizer %s",

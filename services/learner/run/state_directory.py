@@ -156,7 +156,7 @@ def write_run_file(config: LearnerConfig) -> None:
     """
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
-        _LOG.warning("configuration changed since the last start: %s", line)
+        _LOG.warning("the configuration changed since the last start: %s", line)
     with replacing(path, is_durable=False) as file:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 

@@ -110,7 +110,7 @@ class TrainingRun:
                 statement=self.statement,
             )
         )
-        _LOG.info("lease of epoch %d is held, head is version %d", grant.epoch, grant.head_version)
+        _LOG.info("the learner holds the lease of epoch %d, the head is version %d", grant.epoch, grant.head_version)
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:
@@ -198,7 +198,7 @@ class TrainingRun:
             finally:
                 self._note(term.publisher, loop)
         reason = f"step {loop.step} of {self.config.max_steps} is reached"
-        _LOG.info("%s", reason)
+        _LOG.info("the learner drains the run: %s", reason)
         await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 
     async def _run_loop(self, loop: TrainingLoop) -> Outcome:
@@ -247,7 +247,7 @@ class TrainingRun:
                 await self.api.release_lease(epoch=grant.epoch)
         except (RemoteError, TimeoutError) as error:
             problem = str(error) or f"no answer in {RELEASE_TIMEOUT_S:g} s"
-            _LOG.warning("lease of epoch %d: could not release it; it will expire: %s", grant.epoch, problem)
+            _LOG.warning("the lease of epoch %d could not be released, it will expire: %s", grant.epoch, problem)
 
 
 def is_superseded(error: BaseException) -> bool:

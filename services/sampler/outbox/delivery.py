@@ -101,7 +101,7 @@ class Delivery:
                 await self._forget(settled)
             except DiskFull as error:
                 # The coordinator recognises their next push, and they are deleted then.
-                _LOG.error("the outbox cannot delete delivered groups: %s", error)
+                _LOG.error("the outbox cannot delete delivered groups and tries again: %s", error)
                 await self._clock.sleep(self._backoff.delay_s())
                 return
             dropped = sum(outcome.status is PushStatus.DROPPED for _, outcome in answered)
@@ -155,7 +155,7 @@ def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
     for reason, count in refused.items():
         example = first[reason]
         _LOG.warning(
-            "%d of %d groups were not taken (%s), the first is group %d: %s",
+            "the coordinator dropped %d of %d groups (%s), the first is group %d: %s",
             count, len(outcomes), reason, example.id.sequence, peer_words(example.message),
         )  # fmt: skip
     return settled, asked_s

@@ -262,7 +262,7 @@ class CompletionCollector:
                 lost = draft.completions[member].finish_reason
                 error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
                 self._scorer.failures.failed(error)
-                _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
+                _LOG.warning("assignment %d gives no group and is returned: %s", draft.assignment.id, error)
                 self.log.note_failed()
                 self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])
@@ -375,8 +375,8 @@ class WorkLog:
         reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"
         failed = f", {self._num_failed} without a reward" if self._num_failed else ""
         _LOG.info(
-            "%d groups, %d rollouts%s, %s tokens/s, mean reward %s; version %d, %d behind the head; %d assignments "
-            "ahead; outbox %d groups, %s",
+            "the sampler made %d groups, %d rollouts%s, %s tokens/s, mean reward %s; version %d, %d behind the head; "
+            "%d assignments ahead; outbox %d groups, %s",
             self._num_groups, self._num_rollouts, failed, f"{tokens_per_s:,.0f}", reward, version,
             max(0, head - version), num_ahead, level.num_groups, decimal(level.num_bytes),
         )  # fmt: skip

@@ -251,7 +251,9 @@ class EpisodeRunner:
             reason = FinishReason.REWARD_FAILED
         self._num_lost += 1
         if self._num_lost <= MAX_LINES:
-            _LOG.warning("prompt %d, member %d is lost, %s: %s", draft.prompt.index, number, reason.value, error)
+            _LOG.warning(
+                "prompt %d lost member %d (%s), the others go on: %s", draft.prompt.index, number, reason.value, error
+            )
         member = self._members.get((draft.key, number)) or _Member(draft)
         return self._ended(draft, number, member, reason)
 

@@ -239,7 +239,7 @@ class Refusals(FailureStreak):
         index = assignment.prompt_index
         if index not in self._named and len(self._named) < MAX_LINES:
             self._named.add(index)
-            _LOG.warning("prompt %d gives no group (assignment %d): %s", index, assignment.id, error)
+            _LOG.warning("prompt %d gives no group (assignment %d is returned): %s", index, assignment.id, error)
             if len(self._named) == MAX_LINES:
-                _LOG.warning("%d prompts are refused; further ones are not named", MAX_LINES)
+                _LOG.warning("%d prompts are refused; this log names no further ones", MAX_LINES)
         return reason

@@ -169,8 +169,8 @@ class WeightSwap:
         if verdict.quarantine:
             self.on_quarantine()
             _LOG.error(
-                "this site is in quarantine and gets no work: %s; a version that it scores right ends that, or an"
-                " operator: %s",
+                "this site is in quarantine and gets no work: %s; a version that it scores right ends the quarantine,"
+                " or an operator: %s",
                 peer_words(verdict.quarantine),
                 RELEASE,
             )

@@ -248,7 +248,7 @@ class VllmEngine:
         ]
         expected = self.source.expected(arena, sequences, [prompt.size for prompt in prompts])
         self.canary_difference = weight_canary.check(computed, expected, version=version, tolerance=self._tolerance)
-        _LOG.debug("version %d: the canary differs by %.2g", version, self.canary_difference)
+        _LOG.debug("the canary of version %d differs by %.2g", version, self.canary_difference)
 
     def _alive(self) -> VllmProcess:
         if self._process is None:

@@ -202,7 +202,7 @@ def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
     assert {request.prompt.tobytes() for request in engine.requests} == {
         Bytes().encode_prompt(Prompt(index=0, text=f"p{n}", answer="")).tobytes() for n in (0, 1, 2, 4)
     }
-    assert "held-out prompt 3 cannot be drawn: task.match: '3': cannot be read" in caplog.text
+    assert "held-out prompt 3 cannot be drawn and stays without a score: task.match: '3': cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("num_samples", [1, 8, 64])

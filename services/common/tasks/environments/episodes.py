@@ -105,7 +105,7 @@ class Episodes:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         if "num_files" in facts:
-            _LOG.info("environment %s: loaded %d files of %s", name, facts["num_files"], facts["place"])
+            _LOG.info("environment %s has loaded %d files of %s", name, facts["num_files"], facts["place"])
 
     @property
     def max_live(self) -> int:
@@ -206,7 +206,7 @@ class Episode:
             except ToolLost:
                 pass
             except EnvironmentFailed as error:
-                _LOG.warning("%s", error)
+                _LOG.warning("an episode ended, but its close failed: %s", error)
                 if not self._episodes.shares_process:
                     self._place.worker.close()
         self._is_closed = True

@@ -213,7 +213,7 @@ def own_reward(
     except ConfigError:
         reward.close()
         raise
-    _LOG.info("reward %s: loaded %d files of %s", path, reward.num_files, reward.place)
+    _LOG.info("reward %s has loaded %d files of %s", path, reward.num_files, reward.place)
     return reward
 
 

@@ -117,7 +117,7 @@ def log_held_out(num: int, *, wanted: int, different: int) -> None:
     """Log if fewer prompts than configured are held out."""
     if num < wanted:
         _LOG.info(
-            "task.evaluation_size = %d, and %d of %d different prompts are held out: at most half of them",
+            "task.evaluation_size is %d, but %d of %d different prompts are held out, at most half",
             wanted, num, different,
         )  # fmt: skip
 

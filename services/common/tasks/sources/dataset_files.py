@@ -243,7 +243,7 @@ def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> st
     # One small file: the name of its cache directory is the commit.
     commit = download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
     _LOG.warning(
-        "%s: %s of %s is commit %s from now on; %s says so on every node",
+        "%s: %s of %s is commit %s from now on; write %s on every node",
         key, name.revision, name.place, commit, name.at(commit),
     )  # fmt: skip
     if notes is not None:

@@ -179,7 +179,7 @@ class BucketUploads(DirectUploads):
         try:
             await self._objects.delete_pieces(await self._objects.pieces(digest))
         except Busy as error:
-            _LOG.info("payload %s: deletion of its pieces is postponed: %s", digest[:12], error)
+            _LOG.info("payload %s keeps its pieces until the next sweep: %s", digest[:12], error)
 
     async def sweep(self) -> None:
         """Delete expired pieces; the rest counts as open.

@@ -350,7 +350,7 @@ class Writing:
             self.wait()
         except Exception as error:  # noqa: BLE001 - of a thread that has ended
             if not is_heard:
-                _LOG.warning("rank %d: a checkpoint was not written: %s", self._ranks.rank, error)
+                _LOG.warning("rank %d did not write its checkpoint, the one before stays: %s", self._ranks.rank, error)
 
     def _run(self) -> None:
         try:

@@ -52,9 +52,7 @@ class Watchdog:
         if self._library is not None and self._library.timer_create(
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
         ):
-            _LOG.warning(
-                "watchdog: no timer from the kernel, so a stopped process of the learner will not end; end it by hand"
-            )
+            _LOG.warning("the watchdog got no timer from the kernel: end a stopped process of the learner by hand")
             self._library = None
         self.postpone()
 
@@ -199,7 +197,7 @@ class Heartbeats:
         try:
             self._store.set(_ENDED, reason)
         except (RuntimeError, OSError):
-            _LOG.debug("heartbeats: the store of the ranks is gone")
+            _LOG.debug("rank 0 cannot tell the other ranks its end: their store is gone")
 
     def _end(self, error: OperatorError) -> None:
         if self._once.acquire(blocking=False) and not self._closing.is_set():

@@ -182,7 +182,7 @@ class ShardedBackend:
                     # Rank 0 may be inside an operation that waits for this rank.
                     raise
                 # Rank 0 has met the same and has raised it to its caller.
-                _LOG.warning("rank %d: %s", self._ranks.rank, error)
+                _LOG.warning("rank %d goes on, rank 0 has the same error and decides: %s", self._ranks.rank, error)
 
     def _tell(self, command: Command) -> Command:
         data = command_to_bytes(command)

@@ -52,7 +52,14 @@ def test_each_line_of_ours_is_one_object_with_who_says_it_and_others_pass():
     said = {entry["message"]: entry for entry in entries}
     # Each once, though two of the libraries would print with handlers of their own.
     assert len(said) == len(entries)
-    expected = {"hello world", "from transformers", "from the hub", "of a rank", "in thread worker", "the end"}
+    expected = {
+        "hello world",
+        "from transformers",
+        "from the hub",
+        "of a rank",
+        "thread worker ended by an exception",
+        "the end",
+    }
     assert expected <= set(said), set(said)
     assert any("UserWarning: odd" in text for text in said)
     assert len(said) == len(expected) + 1
@@ -62,7 +69,7 @@ def test_each_line_of_ours_is_one_object_with_who_says_it_and_others_pass():
         moment = datetime.datetime.fromisoformat(entry["time"])
         assert entry["time"].endswith("Z")
         assert abs(moment - datetime.datetime.now(datetime.UTC)) < datetime.timedelta(minutes=2)
-    assert "ZeroDivisionError" in said["in thread worker"]["exception"]
+    assert "ZeroDivisionError" in said["thread worker ended by an exception"]["exception"]
     assert "RuntimeError: the end" in said["the end"]["exception"]
 
 

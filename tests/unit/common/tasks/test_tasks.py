@@ -140,9 +140,7 @@ def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path, caplog):
         assert caplog.messages == []
         assert build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=12)).num_evaluation_prompts == 6
 
-    assert caplog.messages == [
-        "task.evaluation_size = 12, and 6 of 12 different prompts are held out: at most half of them"
-    ]
+    assert caplog.messages == ["task.evaluation_size is 12, but 6 of 12 different prompts are held out, at most half"]
 
 
 def test_jsonl_gives_a_reward_lists_and_objects_as_json(tmp_path):

@@ -137,7 +137,10 @@ def test_only_what_waiting_can_change_is_repeated(error, expected):
         (TimeoutError(), "the coordinator does not answer, retrying: TimeoutError"),
         (StoreFull("the coordinator's disk is full", retry_after_s=5.0), "the coordinator cannot write"),
         (Draining("the coordinator is stopping"), "the coordinator takes no calls now"),
-        (LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9), "waiting for the lease: other holds"),
+        (
+            LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9),
+            "the learner waits for the lease: other holds",
+        ),
         (QuotaExceeded("too many calls", retry_after_s=1.0), "the coordinator is busy"),
         (Unauthenticated("no certificate", retry_after_s=1.0), "the coordinator asks for a later call"),
     ],

@@ -263,7 +263,9 @@ def test_words_of_the_coordinator_are_one_line(caplog, tmp_path):
     settle([PushOutcome(id=i, status=PushStatus.DROPPED, reason=DropReason.INVALID, message=text) for i in ids])
 
     (record,) = caplog.records
-    assert record.getMessage().startswith("2 of 2 groups were not taken (invalid), the first is group 1: no 2026")
+    assert record.getMessage().startswith(
+        "the coordinator dropped 2 of 2 groups (invalid), the first is group 1: no 2026"
+    )
     assert "\n" not in record.getMessage()
     assert "\x1b" not in record.getMessage()
     assert len(record.getMessage()) < 500

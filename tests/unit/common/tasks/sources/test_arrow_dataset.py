@@ -304,7 +304,7 @@ def test_a_branch_is_the_commit_that_it_stood_at_when_the_node_first_started(pla
     first = read_offline(place, "hf:acme/sums@main[train]", notes)
 
     assert first.returncode == 0, first.stderr
-    assert f"main of acme/sums is commit {COMMIT} from now on; hf:acme/sums@{COMMIT}[train]" in first.stderr
+    assert f"main of acme/sums is commit {COMMIT} from now on; write hf:acme/sums@{COMMIT}[train]" in first.stderr
     assert json.loads(notes.read_text()) == {"acme/sums@main": COMMIT}
     # The branch moves; the node does not, and a node that names the commit reads the same.
     shutil.copytree(cache / "snapshots" / COMMIT, cache / "snapshots" / ("f" * 40))

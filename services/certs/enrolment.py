@@ -1,7 +1,7 @@
 """Join tokens, and the certificates that nodes get for them.
 
-A token gives exactly one certificate, also under concurrent requests and crashes: key and serial number are written to
-its row (tokens/NUMBER.json, the fields of `Kept`) before anything is signed, and the same key gets the same certificate
+A token gives exactly one certificate, also under concurrent requests and crashes. Key and serial number are written to
+its row (tokens/NUMBER.json, the fields of `Kept`) before anything is signed. The same key gets the same certificate
 again. Only the secret's digest is on disk.
 """
 

@@ -272,8 +272,8 @@ class _Round:
 class Beats:
     """Answers all waiting heartbeats by one store operation.
 
-    With 1000 sites on PostgreSQL, one operation each starved the learner: it got 0 of 220 groups in 14 s, batched 500
-    of 780 in 22 s.
+    With 1000 sites on PostgreSQL, one operation each starved the learner: it got 0 of 220 groups in 14 s. With batched
+    heartbeats it got 500 of 780 in 22 s.
     """
 
     def __init__(self, database: Database, config: CoordinatorConfig) -> None:

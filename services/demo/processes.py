@@ -1,7 +1,7 @@
 """The demo's processes: their start and stop, and signals.
 
-A signal is never lost and never breaks the stopping of processes: it raises before processes run, cancels while they
-are watched, and is only noted otherwise.
+A signal is never lost and never breaks the stopping of processes. It raises before processes run and cancels while they
+are watched. Otherwise it is only noted.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ checkpoint    each rank writes its masters and moments, 14 bytes a parameter wit
               rank 0 reads all of it for the digests of the checkpoint, and on several machines masters and moments
               once more, to compare them with what the ranks wrote
 
-A delta has one entry for each changed element: its position, which costs the binary entropy of the share that changes,
-and its step, in units in the last place.
+A delta has one entry for each changed element: its position and its step. The position costs the binary entropy of the
+share that changes. The step is in units in the last place.
 
 A decoding step reads the weights once, and the keys and values of every sequence in it; its products are smaller. A
 sequence has half of its tokens on average. Weights that do not fit on one GPU are divided among several.

@@ -3,8 +3,8 @@
 The prompts are for the engine's version.
 
 While the site holds prompts, the engine keeps their version and rollouts go on; newer weights wait at most
-`evaluation_hold_s`. A drained site waits as long for the last version. Only the evaluated version draws what is
-delivered, a prompt without a result is handed back, and a set that this site cannot draw is not asked for again.
+`evaluation_hold_s`. A drained site waits as long for the last version. Only the evaluated version draws results. A
+prompt without a result is handed back. The site does not ask again for a set that it cannot draw.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ cut off, and its version is verified again. Rows of earlier releases lack digest
 
 A version may follow only if it descends from the version used last, or names that one as abandoned. A manifest names
 its parent by digest, so the manifests from the new version back to the recorded one form a chain. Numbers are dense and
-never reused: version v with parent p < v - 1 states that versions p + 1 to v - 1 are abandoned, and the signature of
-the new version covers that statement.
+never reused. Version v with parent p < v - 1 states that versions p + 1 to v - 1 are abandoned. The signature of the
+new version covers that statement.
 """
 
 from __future__ import annotations

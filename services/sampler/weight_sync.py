@@ -1,9 +1,10 @@
 """Weight sync: watches the head, pulls and verifies versions during generation.
 
-`take` returns only a version that is verified and recorded. The sync stages the target of the delay model, or the next
-version of the lineage if the learner abandoned the target, and never an older version than the newest one used. It
-refuses a version without a trusted signature or the right ancestry before it fetches a byte. After any other failure
-generation continues with the version it has; only a run that contradicts the record (RunReplaced) ends the process.
+`take` returns only a version that is verified and recorded. The sync stages the target of the delay model. If the
+learner abandoned the target, the sync stages the next version of the lineage. It never stages an older version than the
+newest one used. It refuses a version without a trusted signature or the right ancestry before it fetches a byte. After
+any other failure generation continues with the version it has. Only a run that contradicts the record (RunReplaced)
+ends the process.
 This module must never touch the engine.
 """
 

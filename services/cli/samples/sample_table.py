@@ -2,8 +2,8 @@
 
 A model wrote the texts, so control characters are escaped.
 
-If the learner stated log-ratios, tokens are coloured: red if it finds a token less likely than the sampler did by more
-than COLOURED nats, green if more likely. Tokens of the environment are dim.
+If the learner stated log-ratios, tokens are coloured. Red tokens are less likely to the learner than to the sampler by
+more than COLOURED nats, green ones more likely. Tokens of the environment are dim.
 """
 
 from __future__ import annotations

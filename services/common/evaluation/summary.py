@@ -126,8 +126,8 @@ _EQUAL = 1e-9
 def pass_at(k: int, *, num: int, num_right: int) -> float:
     """Chance that k of `num` completions, without replacement, include a right one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (Chen et al., 2021, arXiv 2107.03374, equation 1), as
-    the product of 1 - k / i for i from n - c + 1 to n.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (Chen et al., 2021, arXiv 2107.03374, equation 1). It is
+    computed as the product of 1 - k / i for i from n - c + 1 to n.
     """
     if not 1 <= k <= num or not 0 <= num_right <= num:
         raise ValueError(f"pass@{k} of {num} completions, {num_right} of them right")

@@ -9,8 +9,8 @@ token. A result depends on seed and weights only, not on other requests. No comp
 another version. A completion that runs during a swap keeps its keys and values; its spans name the version whose logits
 each token and log-prob come from.
 
-The canary finds a sampler with other weights, temperature or kernels than it states, whose text would still look
-plausible: learner and samplers compare log-probs of the answers of the first held-out prompts.
+The canary finds a sampler with other weights, temperature or kernels than it states. The text of such a sampler may
+look plausible, so learner and samplers compare log-probs of the answers of the first held-out prompts.
 """
 
 from __future__ import annotations

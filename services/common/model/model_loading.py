@@ -11,8 +11,8 @@ transformers chooses some rotary positions by the longest position of a pass:
     longrope    short or long factors, depending on whether the pass exceeds the window of the first training
     dynamic     a base that grows with the longest position, and stays as an earlier pass needed it
 
-So a text's log-probs would depend on the other texts of its pass, and a completion that leaves the window would have
-keys of two kinds. Within the window both equal a model without such positions.
+So a text's log-probs would depend on the other texts of its pass. A completion that leaves the window would have keys
+of two kinds. Within the window both equal a model without such positions.
 
 Guarantees: after `hold_positions` every length has the positions of the window; a prompt without room for a completion
 is refused before generation.
@@ -167,9 +167,9 @@ BUILDING = threading.RLock()
 def choose_kernels() -> None:
     """Disable two CUDA features in this process: TF32 products and cuDNN attention.
 
-    TF32, which some images preset, keeps 10 bits of fp32 factors. cuDNN plans attention again for each new length: on
-    an H100 with half a billion weights, engine hf drew 3,200 tokens/s with it and 10,200 without, and a step of new
-    lengths took 410 ms instead of 325.
+    TF32, which some images preset, keeps 10 bits of fp32 factors. cuDNN plans attention again for each new length. On
+    an H100 with half a billion weights, engine hf drew 3,200 tokens/s with it and 10,200 without. A step of new lengths
+    took 410 ms with it and 325 without.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,12 +1,12 @@
 """Router replay: experts of drawn tokens, recorded and reused in training.
 
 R3 (arXiv 2510.11370): a token near a tie of two experts may go to one in the sampler's engine and to the other in the
-learner's pass, so the same weights give other log-probs. With replay the learner's pass takes the sampler's experts;
-their gate weights come from its own router, through which the gradient flows: softmax(logits) of the recorded experts,
-divided by their sum where the model does so.
+learner's pass. Then the same weights give other log-probs. With replay the learner's pass takes the sampler's experts.
+Their gate weights come from the learner's own router, through which the gradient flows. They are softmax(logits) of the
+recorded experts, divided by their sum where the model does so.
 
-A record has `RoutingShape.token_bytes` for each token that was read: for each routed layer, in order, the ids of its
-experts, one byte each, or two (little-endian) with more than 256 experts.
+A record has `RoutingShape.token_bytes` for each token that was read. It lists the ids of the experts of each routed
+layer, in order. An id has one byte, or two (little-endian) with more than 256 experts.
 """
 
 from __future__ import annotations

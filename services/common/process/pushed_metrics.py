@@ -66,9 +66,9 @@ def series_of(registry: CollectorRegistry) -> list[Series]:
 def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, str]) -> dict[str, str]:
     """Lines of the text format by name, with the labels `added`.
 
-    Names and labels of another release are left out: a number needs exactly the labels that its metric declares, in the
-    order of their names, so that equal labels are equal texts. Raises InvalidRequest if the series are not a node's own
-    measurements: drop all of them.
+    Names and labels of another release are left out. A number needs exactly the labels that its metric declares. They
+    are in the order of their names, so that equal labels are equal texts. Raises InvalidRequest if the series are not a
+    node's own measurements: drop all of them.
     """
     limit = LIMITS[service]
     num_lines = sum(len(one.values) for one in series)

@@ -73,9 +73,9 @@ class MessagePool:
       largest site ends. The last read of a caller ends only every `last_s`, since a push may crawl over a slow line.
 
     A caller that uses all its room waits only for itself; one site never takes a whole pool; a read without bytes ends;
-    a cancelled wait gives up its room. `of_caller` is the number of messages of `message_bytes` that one caller may
-    have, `longest` the longest accepted message in bytes, `limit_s` the longest time for one message, `patience_s` the
-    silence after which a read may end.
+    a cancelled wait gives up its room. One caller may have `of_caller` messages of `message_bytes`. `longest` is the
+    longest accepted message in bytes, `limit_s` the longest time for one message. After a silence of `patience_s` a
+    read may end.
     """
 
     def __init__(

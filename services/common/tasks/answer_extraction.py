@@ -1,8 +1,8 @@
 """Answer of a completion without thoughts, and its last block of Python.
 
 Blocks are fenced as in CommonMark, and as models write them. A fence is three or more back-ticks or tildes at the end
-of a line, perhaps followed by a word; tildes start their line. A block ends at the start of a line with at least as
-many of the same sign, or behind the code of its last line. A fence with a word inside a block opens the next block.
+of a line, perhaps followed by a word; tildes start their line. As many of the same sign, or more, end a block: at the
+start of a line, or behind the code of its last line. A fence with a word inside a block opens the next block.
 Other back-ticks may be code, as in a string: they end a block only where it has no other end. A block without an end
 goes to the end of the text. Code that is indented as a whole loses the indent; in a quote it loses the quote signs.
 

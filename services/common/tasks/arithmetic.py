@@ -67,8 +67,8 @@ class ProgressionTask(NumberPairs):
     """Progressions of N-digit numbers; implements Task.
 
     "12+34=" with 3 terms has the answer "640841": 46, 80, 14 modulo 100, reversed. The reward is the share of terms
-    before the first wrong one. An answer longer than the right one gets 0, or with `prefix_counts` the reward of its
-    first terms, for a model that has not learned to stop.
+    before the first wrong one. An answer longer than the right one gets 0. With `prefix_counts` it gets the reward of
+    its first terms, for a model that has not learned to stop.
     """
 
     def __init__(self, *, digits: int, terms: int, seed: int = 0, prefix_counts: bool = False) -> None:

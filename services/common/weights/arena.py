@@ -77,8 +77,8 @@ class Layout:
         """Sort, check and place tensors.
 
         All chunks but the last of a width have `chunk_elements` elements, at least 1; half of it for 4-byte elements.
-        Raises ValueError if a name is repeated, a dtype is unknown, a size is impossible, or an alias names a missing,
-        aliased or differently shaped tensor.
+        Raises ValueError if a name is repeated, a dtype is unknown or a size is impossible. It is also raised if an
+        alias names a missing, aliased or differently shaped tensor.
         """
         if chunk_elements < 1:
             raise ValueError(f"a chunk cannot have {chunk_elements} elements")

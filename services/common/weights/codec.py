@@ -12,7 +12,7 @@ No bit is read as a float.
 
 The encoder chooses by the share of changed elements: SAME, GAPULP up to DENSE_SHARE, DENSE8 above; steps that save less
 than half are compared with the state itself. A step is the integer difference, wrapping in the element's width (1, 2 or
-4 bytes), so steps add up without the state they start from. Method 6 appears only in composed deltas, where the state
+4 bytes). So steps add up without the state they start from. Method 6 appears only in composed deltas, where the state
 is not there for method 5.
 
 Equal inputs give equal bytes. Decoding checks every size before it allocates and every position before it writes; a

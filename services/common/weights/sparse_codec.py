@@ -57,9 +57,9 @@ def compress(data: bytes | memoryview) -> bytes:
 def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
     """Undo `compress`, allocating at most `num_bytes` and a window.
 
-    The library bounds only frames that state their size: a frame without one grows with its blocks (64 KiB can become 2
-    GiB in one call), a stated size is allocated unchecked, and a second frame is dropped silently. So a frame must
-    state exactly `num_bytes`, which the caller has checked, ask for no large window, and be the only one.
+    The library bounds only frames that state their size. A frame without one grows with its blocks: 64 KiB can become 2
+    GiB in one call. A stated size is allocated unchecked, and a second frame is dropped silently. So a frame must state
+    exactly `num_bytes`, which the caller has checked, ask for no large window, and be the only one.
 
     Raises:
         LimitExceeded: the frame states another size, none, or too large a window.

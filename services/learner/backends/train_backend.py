@@ -54,8 +54,8 @@ class TrainBackend(Protocol):
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write them into `arena`.
 
-        `arena` may be `published` itself. A backend with a dead band keeps elements near enough to `published`, the
-        last version, so that storing again on top of the result gives equal bits.
+        `arena` may be `published` itself, the last version. A backend with a dead band keeps elements near enough to
+        `published`. So storing again on top of the result gives equal bits.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 The loss of a step is sum_it c_it l_it over the drawn tokens of all its rollouts. The function returns l; c are
 `LossBatch.coefficients_BT`, made by `loss.aggregation` from the counts of the whole step. l of a rollout may depend on
-that rollout, on constants of its group in the batch, and on `step`, but not on other rollouts of the pass. Then any
-micro-batches, padding, packing and ranks give the same sum. The learner adds masks, KL penalty and reference penalty.
+that rollout, on constants of its group in the batch, and on `step`. It must not depend on other rollouts of the pass.
+Then any micro-batches, padding, packing and ranks give the same sum. The learner adds masks, KL penalty and reference
+penalty.
 
 Suffixes: B sequences, T completion tokens.
 """

@@ -131,9 +131,10 @@ def has_not_drifted(
 def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor, *, budget: float) -> torch.Tensor:
     """M2PO's token selection over a whole step; bool [N].
 
-    Source: arXiv 2510.01161 section 4. Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the
-    largest (log r)^2 down until the mean of (log r)^2 over those that remain is at most the budget; all others stay.
-    The selection is exact, so it needs all of the step's tokens. The earlier token of two equal squares stays.
+    Source: arXiv 2510.01161 section 4. Harmful tokens have A > 0 with r > 1, or A < 0 with r < 1. They are left out
+    from the largest (log r)^2 down. That ends when the mean of (log r)^2 over the remaining ones is at most the budget.
+    All others stay. The selection is exact, so it needs all of the step's tokens. The earlier token of two equal
+    squares stays.
     """
     assert log_ratios_N.dim() == 1
     assert log_ratios_N.shape == advantages_N.shape

@@ -14,8 +14,8 @@
 A checkpoint that the disk does not give, or that restores to another state than it published, is skipped too.
 
 A fresh start and a restart after any crash take the same path. Afterwards the backend holds the weights of the head,
-the publisher's position is the coordinator's, and its shadow is what samplers have: a restored checkpoint whose state
-root is the head's, or rebuilt from the coordinator.
+and the publisher's position is the coordinator's. Its shadow is the state that samplers have. It is a restored
+checkpoint whose state root is the head's, or rebuilt from the coordinator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Configuration of the backends: optimizer, step size, precision, devices, micro-batches, processes.
 
-A step's size depends on the configuration and two counts that outlive every process: steps of the run, which a version
-states, and steps of the optimizer, which a checkpoint holds. A new optimizer warms up again and goes on with the decay.
+A step's size depends on the configuration and two counts that outlive every process. A version states the steps of the
+run, a checkpoint holds the steps of the optimizer. A new optimizer warms up again and goes on with the decay.
 """
 
 from __future__ import annotations

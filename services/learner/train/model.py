@@ -4,7 +4,7 @@ Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits'
 trained or published; from the learner's own directory it computes exactly what the learner computed before its first
 step. A missing kernel is refused, never left out silently.
 
-Samplers draw from the published rounding, which is another policy than the fp32 masters: after a few steps log-probs of
+Samplers draw from the published rounding, which is another policy than the fp32 masters. After a few steps log-probs of
 the two differ by a tenth of a nat per token. Gradients of a pass with other weights arrive at the parameters (straight
 through); afterwards the model has its own tensors, bit for bit, also after an error.
 """
@@ -323,8 +323,8 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
 def compile_block(block: nn.Module, config: BackendConfig) -> None:
     """Let torch compile one block at its first pass, if configured.
 
-    Blocks of one class share the compiled code. The whole model is not compiled: on an H100 a model of two layers took
-    89 s whole and 17 s by block, because an operation on the CPU makes torch build C++ programs.
+    Blocks of one class share the compiled code. The whole model is not compiled: an operation on the CPU makes torch
+    build C++ programs. On an H100 a model of two layers took 89 s whole and 17 s by block.
 
     Only the forward method is compiled: hooks around the call gather the block's weights.
     """

@@ -1,7 +1,7 @@
 """The canary of a swap: engine log-probs against a float32 forward.
 
 A partial swap raises no error in an engine; it shows in its log-probs. The reference is the Hugging Face model in
-float32. It takes one module's weights at a time from the arena, so it needs no copy of the model and reads each weight
+float32. It takes one module's weights at a time from the arena. So it needs no copy of the model and reads each weight
 once a swap.
 
 Agreement proves that every weight took part in the log-probs of some 50 tokens, given and drawn. It does not show

@@ -1,7 +1,7 @@
 """Several tasks as one, each with its share of the prompts.
 
-A run takes every position once a pass, in its own order, so positions are divided by weight: the source that is
-scarcest for its weight has one position for each prompt, and the others repeat theirs to keep the shares.
+A run takes every position once a pass, in its own order, so positions are divided by weight. The source that is
+scarcest for its weight has one position for each prompt. The others repeat theirs to keep the shares.
 """
 
 from __future__ import annotations

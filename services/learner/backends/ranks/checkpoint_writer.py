@@ -1,6 +1,6 @@
 """A checkpoint of sharded state, written by all ranks together.
 
-A piece of a tensor is a run of bytes of its file, so all ranks write into the files of one process
+A piece of a tensor is a run of bytes of its file. So all ranks write into the files of one process
 (`backends.optimizer_state`), byte for byte.
 Memory: a block of a piece.
 

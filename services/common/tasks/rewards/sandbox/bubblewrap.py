@@ -12,9 +12,10 @@ Never show it a directory that holds secrets. Limits are per process, except the
 bound of the whole belongs into a cgroup (MemoryMax of a unit, the limit of a container).
 
 The filter is a seccomp program in classic BPF. It refuses calls that outlive their process and have no namespace (keys,
-addresses of vsock, turns at the disk), that no limit counts (memory of memfd), or that open much of the kernel
-(namespaces, io_uring, bpf). It refuses every call of another architecture's numbering, so no call is reached by another
-name. clone3 is unknown (ENOSYS), since a filter cannot read its flags: the C library then falls back to clone.
+addresses of vsock, turns at the disk). It refuses calls that no limit counts (memory of memfd), or that open much of
+the kernel (namespaces, io_uring, bpf). It refuses every call of another architecture's numbering, so no call is reached
+by another name. clone3 is unknown (ENOSYS), since a filter cannot read its flags. The C library then falls back to
+clone.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _START = {
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
     "services/sampler/sampler_app.py": "the sampler's loops, and what each of them waits for",
     "services/learner/run/training_loop.py": "the learner's loop: groups in, a step, a version out",
-    "services/learner/loss/loss_spec.py": "a loss as a value of parts, and the table of all algorithms",
+    "services/learner/loss/loss_spec.py": "a loss as a value of parts, and how a kind becomes it",
 }
 _FOLDERS_HEAD = """
 Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group).
@@ -49,7 +49,7 @@ _BESIDE = """
 | folder | what it holds |
 |---|---|
 | `protos/` | messages and services of the wire, the maker of stubs, the baseline for `buf` |
-| `tests/unit/` | one folder for each folder of `services/` |
+| `tests/unit/` | the folders of `services/`; tests of a folder without its own are in the folder above |
 | `tests/contract/` | rules of the repository: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/`, `tests/e2e/` | real servers in one process; whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |

@@ -1,14 +1,15 @@
 """Configuration of the loss: a union on `kind`.
 
-`loss_spec_of` turns any kind into the same parts. Shared keys come first, so "GEPO with the sequence mask of OPSM" is
-`kind = "gepo"` with `opsm_threshold`; then losses with one ratio per rollout, with one per token, with a constant
-weight, and custom losses. All kinds share the KL penalty's default, so that algorithms differ by what their names say.
-GPO in some sources is GEPO, written with a blackboard-bold E that renderers drop.
+A kind is its keys and the parts that it fixes; `loss_spec_of` turns any kind into the same parts. Shared keys come
+first, so "GEPO with the sequence mask of OPSM" is `kind = "gepo"` with `opsm_threshold`; then losses with one ratio per
+rollout, with one per token, with a constant weight, and custom losses. All kinds share the KL penalty's default, so
+that algorithms differ by what their names say. GPO in some sources is GEPO, written with a blackboard-bold E that
+renderers drop.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -23,6 +24,8 @@ Aggregation = Literal["sequence_mean", "token_mean", "max_length", "sequence_sum
 class LossOptions(Config):
     """Keys of every loss."""
 
+    PARTS: ClassVar[dict[str, Any]] = {}
+    """Fields of `LossSpec` that the kind fixes."""
     kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
     """Weight of KL(q || p); 0: off."""
     aggregation: Aggregation = "sequence_mean"
@@ -72,6 +75,7 @@ class RatioLossConfig(LossOptions):
 class SequenceLossConfig(RatioLossConfig):
     """Keys of losses with one weight per rollout."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"level": "sequence"}
     clip: Literal["zero", "preserve", "none"] = "zero"
     """Beyond the clip range: no gradient (`zero`), the bound's gradient (`preserve`) or no clip (`none`)."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
@@ -141,6 +145,7 @@ class EqpConfig(RatioLossConfig):
     """GEPO's variant that averages learner probabilities: D = sum_j q^_j p_j.
     The gradient goes through D."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"level": "sequence", "denominator": "expected_learner"}
     kind: Literal["eqp"] = "eqp"
     advantage: Advantage = "mean"
 
@@ -169,6 +174,7 @@ class DsGspoConfig(SequenceLossConfig):
 class GmpoConfig(LossOptions):
     """Geometric-mean policy optimization, arXiv 2507.20673: token log ratios are clipped, then averaged."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"level": "sequence", "clip": "token_log"}
     kind: Literal["gmpo"] = "gmpo"
     eps_log: float = Field(default=0.4, gt=0.0)
     """Clip range of token log ratios, nats."""
@@ -227,6 +233,7 @@ class M2poConfig(LossOptions):
     """M2PO, arXiv 2510.01161: token ratios without clip.
     Harmful tokens are left out to bound the second moment."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "none"}
     kind: Literal["m2po"] = "m2po"
     aggregation: Aggregation = "token_mean"
     m2_budget: float = Field(default=0.04, gt=0.0)
@@ -262,6 +269,7 @@ class MoisConfig(RatioLossConfig):
 class ReinforceConfig(LossOptions):
     """The uncorrected policy gradient A log p, for any sampler (Williams 1992)."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"}
     kind: Literal["reinforce"] = "reinforce"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
@@ -271,6 +279,13 @@ class ToprConfig(LossOptions):
     """TOPR, arXiv 2503.14286: good rollouts by likelihood, bad ones by ratio.
     The ratio is the sequence's, truncated to [0, 1]."""
 
+    PARTS: ClassVar[dict[str, Any]] = {
+        "level": "sequence",
+        "normalisation": "raw",
+        "clip": "truncate",
+        "high": 1.0,
+        "positive_weight": "one",
+    }
     kind: Literal["topr"] = "topr"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "sequence_sum"
@@ -280,6 +295,7 @@ class CispoConfig(LossOptions):
     """CISPO, arXiv 2506.13585: truncated token weights multiply the likelihood's gradient.
     No token loses it."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "truncate"}
     kind: Literal["cispo"] = "cispo"
     aggregation: Aggregation = "token_mean"
     eps_low: float = Field(default=1.0, ge=0.0, le=1.0)
@@ -294,6 +310,7 @@ class TisConfig(LossOptions):
     `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO, without its baseline.
     """
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "truncate"}
     kind: Literal["tis"] = "tis"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
@@ -306,6 +323,7 @@ class TisConfig(LossOptions):
 class MisConfig(LossOptions):
     """Masked importance sampling: weights outside [floor, cap] count 0."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "drop"}
     kind: Literal["mis"] = "mis"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
@@ -327,6 +345,7 @@ class ImpalaConfig(LossOptions):
     """V-trace, arXiv 1802.01561, with the reward at the last token.
     The value of every state is the group's mean."""
 
+    PARTS: ClassVar[dict[str, Any]] = {"clip": "truncate"}
     kind: Literal["impala"] = "impala"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"

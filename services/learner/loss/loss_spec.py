@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from heterorl.learner.loss.loss_config import Advantage, Aggregation, CustomLossConfig, Denominator, LossConfig
 
@@ -112,32 +112,11 @@ class LossSpec:
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "gepo": {"level": "sequence"},
-    "gepo_1s": {"level": "sequence"},
-    "gepo_product": {"level": "sequence"},
-    "gepo_whole": {"level": "sequence"},
-    "gepo_plus": {"level": "sequence"},
-    "eqp": {"level": "sequence", "denominator": "expected_learner"},
-    "gspo": {"level": "sequence"},
-    "ds_gspo": {"level": "sequence"},
-    "gmpo": {"level": "sequence", "clip": "token_log"},
-    "grpo": {},
-    "dr_grpo": {},
-    "dapo": {},
-    "bnpo": {},
-    "delta_l": {},
-    "opsm": {},
-    "decoupled_ppo": {},
-    "m2po": {"clip": "none"},
-    "mois": {},
-    "reinforce": {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"},
-    "topr": {"level": "sequence", "normalisation": "raw", "clip": "truncate", "high": 1.0, "positive_weight": "one"},
-    "cispo": {"clip": "truncate"},
-    "tis": {"clip": "truncate"},
-    "mis": {"clip": "drop"},
-    "impala": {"clip": "truncate"},
+    each.model_fields["kind"].default: each.PARTS
+    for each in get_args(get_args(LossConfig)[0])
+    if each is not CustomLossConfig
 }
-"""Parts that each algorithm fixes; others come from its configuration or the defaults of `LossSpec`."""
+"""Parts that each kind fixes, from its class; others come from its keys or the defaults of `LossSpec`."""
 
 LEVELS: dict[str, dict[str, Any]] = {
     "token": {"level": "token"},
@@ -163,7 +142,7 @@ def loss_spec_of(config: LossConfig) -> LossSpec:
         ConfigError: a custom function cannot be loaded, or takes other options.
     """
     keys: dict[str, Any] = dict(config)
-    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS.get(config.kind, {})
+    parts = {name: value for name, value in keys.items() if name in _PARTS} | config.PARTS
     if isinstance(config, CustomLossConfig):
         # Here, so that a configuration is read without torch.
         from heterorl.learner.loss.custom import load_loss

@@ -38,7 +38,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "ARCHITECTURE.md": 3400,
     "CHANGELOG.md": 500,
-    "CONTRIBUTING.md": 860,
+    "CONTRIBUTING.md": 1060,
     "DECISIONS.md": 1700,
     "README.md": 780,
     "SECURITY.md": 400,
@@ -190,13 +190,18 @@ def test_a_page_keeps_the_language(name):
 
 def test_pages_keep_their_budgets():
     counts = {name: words(path.read_text(encoding="utf-8")) for name, path in PAGES.items()}
+    budgets = {name: BUDGETS.get(name, MOST_WORDS_OF_A_PAGE) for name in counts}
 
-    assert {name: count for name, count in counts.items() if count > BUDGETS.get(name, MOST_WORDS_OF_A_PAGE)} == {}
+    long = [f"{name}: {count} words of {budgets[name]}" for name, count in counts.items() if count > budgets[name]]
+    assert long == [], f"shorten them, or raise BUDGETS for a new subject: {'; '.join(long)}"
     assert BUDGETS.keys() - counts.keys() == set()
 
 
 def test_docstrings_and_help_texts_keep_the_language():
-    assert problems_of_folders() == {}
+    found = [problem for folder in problems_of_folders().values() for problem in folder]
+
+    # pytest shows a message whole, and of a comparison only the beginning.
+    assert found == [], "\n".join(found)
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "campaigns"])

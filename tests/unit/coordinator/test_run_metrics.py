@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 
+from heterorl.common.process import metrics
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.process.pushed_metrics import series_of
 from heterorl.common.types.common import SiteId
@@ -115,6 +116,18 @@ async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(co
 
     assert shown("coordinator_site_silence_seconds", site=SITE) is None
     assert shown("coordinator_site_policy_version", site=SITE) is None
+
+
+def test_every_gauge_of_a_site_leaves_with_it():
+    staying = [
+        name
+        for name, metric in vars(metrics).items()
+        if getattr(metric, "_labelnames", None) == ("site",)
+        and (metric._type, metric._name.startswith("heterorl_coordinator_site_")) == ("gauge", True)
+        and metric not in run_metrics._SITE_GAUGES
+    ]
+
+    assert staying == [], "add them to _SITE_GAUGES in coordinator/run_metrics.py"
 
 
 async def test_site_that_stopped_in_order_raises_no_alert_until_it_is_back(core, run, clock):

@@ -25,6 +25,7 @@ TRAINED_LABEL = "trained"
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION,
     metrics.SITE_SILENCE_SECONDS,
+    metrics.SITE_STOPPED,
     metrics.SITE_WORK_GROUPS,
     metrics.SITE_AWAY_GROUPS,
     metrics.SITE_PENDING_BYTES,
@@ -127,7 +128,7 @@ def _observe_ledger(counts: LedgerCounts) -> None:
 def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
     """Set each site's gauges by its incarnation seen last.
 
-    A stopped site has none.
+    A stopped site has one, which says so.
     """
     newest: dict[str, SiteStatus] = {}
     work: defaultdict[str, int] = defaultdict(int)
@@ -139,17 +140,22 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         known = newest.get(label)
         if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
             newest[label] = status
-    newest = {label: status for label, status in newest.items() if not status.is_stopped}
+    stopped = [label for label, status in newest.items() if status.is_stopped]
+    for label in stopped:
+        del newest[label]
     pending: defaultdict[str, int] = defaultdict(int)
     for site, count in bytes_by_site.items():
         pending[metrics.SITES.of(site)] += count
     for label in work.keys() - newest.keys():
         for gauge in _SITE_GAUGES:
             gauge.remove(label)
+    for label in stopped:
+        metrics.SITE_STOPPED.labels(label).set(1)
     metrics.SITE_VARIANT.clear()
     for label, status in newest.items():
         metrics.SITE_VARIANT.labels(label, status.variant or TRAINED_LABEL).set(1)
         metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
+        metrics.SITE_STOPPED.labels(label).set(0)
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_AWAY_GROUPS.labels(label).set(away[label])

@@ -122,6 +122,7 @@ LOST_MEMBERS = _counter("coordinator_lost_members_total", "Members of groups tha
 # coordinator: sites
 SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a site generates with.", "site")
 SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a site's last sign of life.", "site")
+SITE_STOPPED = _gauge("coordinator_site_stopped", "1 if a site's sampler stopped in order.", "site")
 SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
 SITE_AWAY_GROUPS = _gauge("coordinator_site_away_groups", "Those that left with a site that fell silent.", "site")
 SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")

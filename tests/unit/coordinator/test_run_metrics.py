@@ -138,12 +138,14 @@ async def test_site_that_stopped_in_order_raises_no_alert_until_it_is_back(core,
     clock.advance(200.0)
     await run_metrics.observe_run(core)
     assert shown("coordinator_site_silence_seconds", site=SITE) is None
+    assert shown("coordinator_site_stopped", site=SITE) == 1
     assert (await core.get_status()).sites[0].is_stopped
 
     await run.register()
     clock.advance(200.0)
     await run_metrics.observe_run(core)
     assert shown("coordinator_site_silence_seconds", site=SITE) == 200.0
+    assert shown("coordinator_site_stopped", site=SITE) == 0
     assert not (await core.get_status()).sites[0].is_stopped
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import processes
+from tests.support import limits, processes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -132,3 +132,26 @@ def test_threads_may_start_at_once_under_coverage_since_no_hook_watches_them(tmp
     code, said, _ = run(tmp_path, STARTING, "--cov", "--cov-report=")
 
     assert code == 0, said
+
+
+def test_limit_is_longer_where_other_processes_want_the_cores(monkeypatch):
+    monkeypatch.delenv("HETERORL_TEST_PATIENCE", raising=False)
+    loads = {0.5: 1.0, 3.0: 3.0 / limits._CORES, 1000.0: limits.MOST_PATIENCE}
+    for load, times in loads.items():
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 5000.0))
+        assert limits.patience() == max(1.0, times)
+    monkeypatch.setenv("HETERORL_TEST_PATIENCE", "2.5")
+    assert limits.patience() == 2.5
+
+
+def test_limit_is_set_when_the_test_begins(tmp_path):
+    text = (
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('times', [3, 5])\n"
+        "def test_it(request, times):\n"
+        "    os.environ['HETERORL_TEST_PATIENCE'] = '5'\n"
+        "    assert request.node.get_closest_marker('timeout').args[0] == 60.0 * (times if times == 5 else 1)\n"
+    )
+    code, said, _ = run(tmp_path, text, "-n", "0", "-p", "no:randomly")
+
+    assert (code, "2 passed" in said) == (0, True), said

@@ -1,7 +1,7 @@
 """A plugin of pytest: each test ends within its limit, however it hangs, and none of them ends the whole run.
 
-A test's limit is its mark `timeout`, else 60 s, or 240 s with the mark `process` or `slow`; HETERORL_TEST_PATIENCE multiplies all.
-Three guards, each for tests that the one before does not end:
+A test's limit is its mark `timeout`, else 60 s, or 240 s with the mark `process` or `slow`. It is for a quiet machine:
+`patience` multiplies it where other processes take the cores. Three guards, each for tests that the one before does not end:
 
 - a coroutine is cancelled at its limit: asyncio keeps an exception that a signal raises in another task;
 - any other test gets pytest-timeout's signal, a coroutine a quarter later;
@@ -25,13 +25,27 @@ from xdist.workermanage import WorkerController
 
 LIMIT_S = 60.0
 PROCESS_LIMIT_S = 240.0
-PATIENCE = float(os.environ.get("HETERORL_TEST_PATIENCE", "1"))
+MOST_PATIENCE = 10.0
+_CORES = len(os.sched_getaffinity(0))
+
+
+def patience() -> float:
+    """HETERORL_TEST_PATIENCE, else by how many processes want each core now, from 1 to MOST_PATIENCE."""
+    if stated := os.environ.get("HETERORL_TEST_PATIENCE"):
+        return float(stated)
+    return min(max(1.0, max(os.getloadavg()[:2]) / _CORES), MOST_PATIENCE)
+
+
+PATIENCE = patience()
+"""At the start of this process."""
 WAIT_S = 30.0 * PATIENCE
 """Longest wait of a thread, a remote call or a fixture, which none of the guards ends."""
 _LATER = 1.25
 _STOP = 1.5
 _stderr = pytest.StashKey[int]()
+_usual_s = pytest.StashKey[float]()
 _limit_s = pytest.StashKey[float]()
+_is_coroutine = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,16 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")
         usual = PROCESS_LIMIT_S if is_long else LIMIT_S
-        limit_s = item.stash[_limit_s] = PATIENCE * (float(marker.args[0]) if marker else usual)
-        is_coroutine = isinstance(item, pytest.Function) and _bound(item, limit_s)
-        seconds = limit_s * (_LATER if is_coroutine else 1)
-        # Only while the test itself runs: raised while pytest writes its report, it would end the whole run.
-        item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
+        item.stash[_usual_s] = float(marker.args[0]) if marker else usual
+        item.stash[_is_coroutine] = isinstance(item, pytest.Function) and _bound(item)
+        _set_limit(item)
+
+
+def _set_limit(item: pytest.Item) -> float:
+    limit_s = item.stash[_limit_s] = patience() * item.stash[_usual_s]
+    seconds = limit_s * (_LATER if item.stash[_is_coroutine] else 1)
+    # Only while the test itself runs: raised while pytest writes its report, it would end the whole run.
+    item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
+    return limit_s
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    faulthandler.dump_traceback_later(_STOP * item.stash[_limit_s] + 1, exit=True, file=item.config.stash[_stderr])
+    faulthandler.dump_traceback_later(_STOP * _set_limit(item) + 1, exit=True, file=item.config.stash[_stderr])
     try:
         return (yield)
     finally:
@@ -96,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def _bound(item: pytest.Function, limit_s: float) -> bool:
+def _bound(item: pytest.Function) -> bool:
     """Give a coroutine test its limit; whether it is one."""
     holder, name = (item.obj.hypothesis, "inner_test") if hasattr(item.obj, "hypothesis") else (item, "obj")
     test = getattr(holder, name)
@@ -105,6 +125,7 @@ def _bound(item: pytest.Function, limit_s: float) -> bool:
 
     @functools.wraps(test)
     async def within(*args: Any, **kwargs: Any) -> None:
+        limit_s = item.stash[_limit_s]
         # The outer handle: a TimeoutError of the test's own is the test's.
         try:
             async with asyncio.timeout(limit_s) as limit:

@@ -243,7 +243,7 @@ def main() -> None:
     local = LocalRanks(int(sys.argv[1])) if place is None else None
     rank_group = RankGroup(place or local.rank_env, timeout_s=float(sys.argv[2]))
     for line in sys.stdin:
-        table, operations = json.loads(line)
+        number, table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
         rank_group.rendezvous.say(config.model_dump_json())
         try:
@@ -253,7 +253,7 @@ def main() -> None:
         else:
             answer = run_job(backend, operations)
             backend.stop()
-        sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
+        sys.stdout.write(f"ANSWER {number} {json.dumps(answer)}\n")
         sys.stdout.flush()
     rank_group.rendezvous.end()
     rank_group.leave()

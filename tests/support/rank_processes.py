@@ -35,6 +35,7 @@ class Ranks:
             timeout_s: how long a rank may be silent.
         """
         self.num_ranks = num_ranks
+        self._asked = 0
         path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         own = ["-m", "tests.support.rank_jobs", str(num_ranks), str(timeout_s), *filter(None, [compiler])]
@@ -56,11 +57,13 @@ class Ranks:
     def ask(self, config: LearnerConfig, operations: list[list[Any]]) -> Any:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps([config.model_dump(mode="json"), operations]) + "\n")
+        self._asked += 1
+        self.process.stdin.write(json.dumps([self._asked, config.model_dump(mode="json"), operations]) + "\n")
         self.process.stdin.flush()
         while line := self.process.stdout.readline():
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
+            # A test that was ended left its answer unread.
+            if line.startswith(own := f"ANSWER {self._asked} "):
+                return json.loads(line.removeprefix(own))
         raise AssertionError(f"the ranks ended with code {self.process.wait()}")
 
     def close(self) -> int:

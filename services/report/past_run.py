@@ -144,7 +144,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
     return PastRun(
         run_id="" if meta is None else str(meta[0]),
         sources=(directory,) if journal is None else (directory, journal),
-        reports=reports if own is None or not own.reports else own.reports,
+        reports=reports if own is None else _joined(reports, own.reports),
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
         evaluations=() if own is None else own.evaluations,
         config={} if own is None else own.config,
@@ -197,6 +197,12 @@ def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
     """Each step's last applied and last unapplied report, in order."""
     applied = {(report.step, report.is_applied): report for report in reports}
     return tuple(applied[key] for key in sorted(applied))
+
+
+def _joined(stored: Sequence[StepReport], own: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """The coordinator's steps and a journal's; of a step in both, the newer version's.
+    The journal of a learner that adopted the run lacks the steps before."""
+    return _newest(sorted([*stored, *own], key=lambda report: report.version))
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:
@@ -257,7 +263,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     return dataclasses.replace(
         run,
         sources=(*run.sources, journal),
-        reports=own.reports or run.reports,
+        reports=_joined(run.reports, own.reports),
         versions=own.versions,
         evaluations=own.evaluations,
         config=own.config,

@@ -99,6 +99,20 @@ async def test_learners_journal_adds_what_only_it_knows(tmp_path):
     assert "accuracy" not in page
 
 
+async def test_steps_of_the_learner_before_stay_when_another_went_on(tmp_path):
+    """It began with an empty state_dir, so that its journal has no earlier step; the newer version of a step counts."""
+    await past(tmp_path / "data")
+    journal(tmp_path / "learner", steps=0)
+    own = [dataclasses.replace(REPORT, step=step, version=version) for step, version in ((2, 7), (3, 8))]
+    own.append(dataclasses.replace(REPORT, step=4, version=9, is_applied=False))
+    rows = "".join(json.dumps(dataclasses.asdict(report)) + "\n" for report in own)
+    (tmp_path / "learner" / "steps.jsonl").write_text(rows)
+
+    found = [(report.step, report.version, report.is_applied) for report in read_run(tmp_path).reports]
+
+    assert found == [(1, 1, True), (2, 7, True), (3, 8, True), (4, 9, False)]
+
+
 def test_learners_journal_alone_says_what_is_missing(tmp_path):
     journal(tmp_path / "learner")
     with (tmp_path / "learner" / "steps.jsonl").open("a") as file:

@@ -144,9 +144,11 @@ def _numbers(run: PastRun, applied: Sequence[StepReport]) -> list[tuple[str, str
     last = applied[-1]
     tail = applied[-max(1, len(applied) // 10) :]
     scored = [row["accuracy"] for row in run.evaluations if row["accuracy"] is not None]
+    # Versions are dense from 0; a running coordinator or a later learner's journal lists not all of them.
+    newest = max([*(row["version"] for row in run.versions), *(report.version for report in applied)])
     numbers = [
         ("optimizer steps", f"{last.step:,}"),
-        ("versions published", f"{len(run.versions):,}"),
+        ("versions published", f"{newest + 1:,}"),
         ("groups trained", f"{sum(report.num_groups for report in applied):,}"),
         ("tokens trained", f"{sum(report.num_tokens for report in applied):,}"),
         ("mean reward, first and last tenth of the steps", f"{_mean(applied[: len(tail)])} and {_mean(tail)}"),

@@ -125,6 +125,14 @@ def test_learners_journal_alone_says_what_is_missing(tmp_path):
     assert set(pngs) == set(figures.PICTURES)
 
 
+def test_versions_are_counted_where_they_are_not_listed(tmp_path):
+    """A running coordinator is asked for steps only."""
+    journal(tmp_path / "learner")
+    run = dataclasses.replace(read_run(tmp_path), versions=())
+
+    assert dict(page_of._numbers(run, run.reports))["versions published"] == "5"
+
+
 def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
     numbers = CompletionNumbers(
         length_mean=5.0, length_p95=7.5, length_max=8, truncated_fraction=0.25, uniform_fraction=0.5,

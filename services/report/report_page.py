@@ -128,9 +128,13 @@ def _remarks(run: PastRun) -> list[str]:
         remarks.append("The coordinator's store is missing, so queue, sites and times are unknown.")
     elif not run.ledger.is_balanced:
         remarks.append("The ledger does not balance: groups were lost or counted twice.")
-    rejected = sum(not report.is_applied for report in run.reports)
-    if rejected:
+    unapplied = [report for report in run.reports if not report.is_applied]
+    empty = sum(report.num_tokens == 0 for report in unapplied)
+    if empty < len(unapplied):
+        rejected = len(unapplied) - empty
         remarks.append(f"{rejected} steps changed nothing, because their loss or gradient was not finite.")
+    if empty:
+        remarks.append(f"{empty} steps changed nothing, because the rewards of each of their groups were equal.")
     if changed_steps(run.facts):
         remarks.append(
             "A restart changed the configuration: dotted lines mark the step, the facts below say what changed."

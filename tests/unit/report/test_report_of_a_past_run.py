@@ -133,6 +133,18 @@ def test_versions_are_counted_where_they_are_not_listed(tmp_path):
     assert dict(page_of._numbers(run, run.reports))["versions published"] == "5"
 
 
+def test_steps_without_a_signal_are_not_called_infinite(tmp_path):
+    """The loss dropped their groups, whose rewards were equal."""
+    empty = dataclasses.replace(REPORT, step=5, is_applied=False, num_tokens=0)
+    broken = dataclasses.replace(REPORT, step=6, is_applied=False)
+    journal(tmp_path / "learner", extra=map(dataclasses.asdict, (empty, broken)))
+
+    remarks = " ".join(page_of._remarks(read_run(tmp_path)))
+
+    assert "1 steps changed nothing, because their loss or gradient was not finite." in remarks
+    assert "1 steps changed nothing, because the rewards of each of their groups were equal." in remarks
+
+
 def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
     numbers = CompletionNumbers(
         length_mean=5.0, length_p95=7.5, length_max=8, truncated_fraction=0.25, uniform_fraction=0.5,

@@ -301,8 +301,15 @@ def export_model(
         CorruptStore: there is no valid checkpoint.
         StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
+    # A rename would take the place of a link, not of its directory.
+    out_dir = out_dir.resolve()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError("out", f"{out_dir} is not empty", action="name a new directory")
+    if out_dir.is_mount() or out_dir == Path.cwd():
+        kind = "is mounted" if out_dir.is_mount() else "is the working directory"
+        raise ConfigError(
+            "out", f"{out_dir} {kind}: no other directory can take its place", action="name a new directory in it"
+        )
     with _kept(source) as path:
         lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
         if adapter_only and not lora.rank:

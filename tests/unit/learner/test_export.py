@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +140,28 @@ def test_export_refuses_a_directory_in_use(tmp_path):
 
     with pytest.raises(ConfigError, match="not empty"):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=base)
+
+
+def test_export_goes_where_a_link_leads(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _, published = _checkpoint(tmp_path / "state", base)
+    (tmp_path / "large").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large")
+
+    export_model(model_dir=base, source=published, out_dir=tmp_path / "link")
+
+    assert (tmp_path / "large" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["is mounted", "is the working directory"])
+def test_export_refuses_a_directory_that_cannot_be_replaced_before_any_work(tmp_path, monkeypatch, kind):
+    """The finished directory takes the place of `out` by a rename."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.setattr(Path, "is_mount", lambda path: kind == "is mounted" and path == tmp_path / "out")
+
+    with pytest.raises(ConfigError, match=f"{kind}.*name a new directory in it"):
+        export_model(model_dir=tmp_path / "none", source=tmp_path / "none", out_dir=Path())
 
 
 def test_export_refuses_another_model(tmp_path):

@@ -26,7 +26,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
-from heterorl.common.process.files import sync_directory
+from heterorl.common.process.files import appearing
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import (
@@ -296,15 +296,20 @@ def export_model(
         report: called with the bytes of weights that are written, and their total.
 
     Raises:
-        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write, `max_shard_size`
-            is not a size, a value is not finite in `dtype`, or a learner removed the checkpoint.
+        ConfigError: `out_dir` is in use or cannot be made, `model_dir` is another model, there are no adapters to
+            write, `max_shard_size` is not a size, a value is not finite in `dtype`, or the checkpoint may not be read
+            or was removed by a learner.
         CorruptStore: there is no valid checkpoint.
+        DiskFull: there is no room for the files.
         StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
     # A rename would take the place of a link, not of its directory.
     out_dir = out_dir.resolve()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError("out", f"{out_dir} is not empty", action="name a new directory")
+    place = next(parent for parent in out_dir.parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError("out", f"{place} is no directory that this user can write", action="name another place")
     if out_dir.is_mount() or out_dir == Path.cwd():
         kind = "is mounted" if out_dir.is_mount() else "is the working directory"
         raise ConfigError(
@@ -325,7 +330,7 @@ def export_model(
             read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
         dtype = dtype or tensors.main_type(layout)
         out_dtype = tensors.TORCH_DTYPE[dtype]
-        with _appearing(out_dir) as directory:
+        with appearing(out_dir) as directory:
             if adapter_only:
                 _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
             else:
@@ -390,27 +395,6 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
     return model, layout
 
 
-@contextmanager
-def _appearing(out_dir: Path) -> Iterator[Path]:
-    """A directory that gets its name when all in it is durable.
-    It is removed when the body fails."""
-    temporary = out_dir.with_name(f"{out_dir.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(temporary)
-        # Takes the place of an empty directory too.
-        temporary.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_directory(out_dir.parent)
-
-
 def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, model_dir: str) -> None:
     from transformers import GenerationConfig
 
@@ -453,6 +437,10 @@ def _kept(source: Path | Arena) -> Iterator[Path | Arena]:
         try:
             held = stack.enter_context(linked(source)) if (source / DONE_FILE).exists() else _newest(source, stack)
             yield held
+        except PermissionError as error:
+            # safetensors writes files for their owner only.
+            action = "run it as the learner's user, or on a copy of state_dir"
+            raise ConfigError("checkpoint", f"{error.filename} may not be read", action=action) from error
         except (FileNotFoundError, CorruptStore) as error:
             # A learner that starts also removes the links, and what lacks DONE counts as corrupt.
             name = str(error.filename) if isinstance(error, FileNotFoundError) else ""

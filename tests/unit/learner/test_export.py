@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
+from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.contract import LoraConfig
@@ -162,6 +162,34 @@ def test_export_refuses_a_directory_that_cannot_be_replaced_before_any_work(tmp_
 
     with pytest.raises(ConfigError, match=f"{kind}.*name a new directory in it"):
         export_model(model_dir=tmp_path / "none", source=tmp_path / "none", out_dir=Path())
+
+
+def test_export_names_a_full_disk_and_a_directory_that_cannot_be_made(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _, published = _checkpoint(tmp_path / "state", base)
+
+    def fill(_, __):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFull):
+        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", report=fill)
+    with pytest.raises(ConfigError, match="out: .*no directory that this user can write"):
+        export_model(model_dir=base, source=published, out_dir=base / "config.json" / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_export_by_a_user_who_may_not_read_the_checkpoint(tmp_path, monkeypatch):
+    """safetensors writes files that only the learner's user may read."""
+    base = _write_base(tmp_path / "base")
+    _checkpoint(tmp_path / "state", base)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("heterorl.learner.publish.checkpoint_store.file_digest", refuse)
+
+    with pytest.raises(ConfigError, match="checkpoint: .*may not be read.*as the learner's user"):
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
 
 
 def test_export_refuses_another_model(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,9 @@ def evaluate(
     from heterorl.common.process import logs
 
     silence_grpc()
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        # Before hours of drawing.
+        raise ConfigError("--out", f"cannot write {out}", action="name a file that this user can write")
     logs.configure(style="console", fields={"role": "evaluate"})
     overrides = [*(set_ or ()), *(_in_place_of_the_files(task) if task else ())]
     loaded: SamplerConfig = load_service("sampler", config, overrides)

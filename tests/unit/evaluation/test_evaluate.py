@@ -182,6 +182,11 @@ def test_a_wrong_option_is_named(model_dir, sets, arguments, words):
         run(model_dir, "-c", sets, *arguments)
 
 
+def test_a_file_that_cannot_be_written_is_named_before_any_work(tmp_path):
+    with pytest.raises(ConfigError, match="--out: cannot write"):
+        run("no-such/model", "--out", tmp_path / "missing" / "all.json")
+
+
 def test_a_set_twice_is_refused(model_dir, tmp_path):
     path = tmp_path / "sampler.toml"
     path.write_text('[[evaluation]]\nname = "a"\n[[evaluation]]\nname = "a"\n')

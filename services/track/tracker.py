@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from heterorl.common.api import SamplesApi
 from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample, Unreachable
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, peer_words
 from heterorl.common.types.evaluation import Estimate, Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleKind, SamplePage, SampleRollout
@@ -232,13 +233,18 @@ class Kind(enum.Enum):
     TRACKIO = "trackio"
 
 
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _CLASSES = {Kind.WANDB: "WandB", Kind.MLFLOW: "Mlflow", Kind.TENSORBOARD: "TensorBoard", Kind.TRACKIO: "Trackio"}
 
 
 def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
     """Open or create a run in a tracker, and import its package.
-    An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made; DependencyMissing;
-    Unreachable: the tracker does not answer, or its files cannot be written."""
+    An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made, or that id is no name;
+    DependencyMissing; Unreachable: the tracker does not answer, or its files cannot be written."""
+    name = run or status.run_id
+    if not run and (not _RUN_ID.fullmatch(name) or set(name) == {"."}):
+        # It is a coordinator's word, and becomes a directory.
+        raise ConfigError("--run", f"{peer_words(name)!r}, the coordinator's run_id, is no name", action="give one")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -249,6 +255,6 @@ def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, direc
         module = importlib.import_module(f"heterorl.track.to_{kind.value}")
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or kind.value, f"track-{kind.value}") from None
-    place = Place(project=project, run=run or status.run_id, directory=directory, facts=status.facts)
+    place = Place(project=project, run=name, directory=directory, facts=status.facts)
     opened: Tracker = getattr(module, _CLASSES[kind])(place)
     return opened

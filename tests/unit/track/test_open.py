@@ -1,5 +1,6 @@
 """Opening a tracker: what is not installed or cannot be written is said with what to do."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -28,3 +29,11 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match="--dir.*file/track.*name another one"):
         open_tracker(Kind.TENSORBOARD, STATUS, project="p", run="", directory=tmp_path / "file" / "track")
+
+
+@pytest.mark.parametrize("run_id", ["../../elsewhere", "/elsewhere", "..", ""])
+def test_a_coordinators_run_id_is_no_path(run_id, tmp_path):
+    status = dataclasses.replace(STATUS, run_id=run_id)
+
+    with pytest.raises(ConfigError, match="--run: .*is no name"):
+        open_tracker(Kind.TENSORBOARD, status, project="p", run="", directory=tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.api import OperatorApi
-from heterorl.common.errors import CorruptStore, OperatorError, RemoteError
+from heterorl.common.errors import CorruptStore, OperatorError, RemoteError, lacks
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
@@ -231,10 +231,12 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     if not any(report.is_applied for report in reports):
         raise OperatorError(f"{address}: the run took no step yet", action="run the report after the first step")
     known: list[Evaluation] = []
-    with contextlib.suppress(RemoteError):
-        # A coordinator of an earlier release has none.
+    try:
         while page := await api.list_evaluations(after_version=known[-1].version if known else -1):
             known += page
+    except RemoteError as error:
+        if not lacks(error):
+            raise
     by_step = {report.step: report for report in reports}
     sites = tuple(
         SiteTotals(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from heterorl.common.api import OperatorApi
-from heterorl.common.errors import OperatorError, RemoteError, Unreachable
+from heterorl.common.errors import OperatorError, RemoteError, Unreachable, lacks
 from heterorl.common.evaluation.summary import UNDER_WAY
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import StepReport
@@ -108,10 +108,9 @@ class EvaluationFeed:
         while True:
             try:
                 page = await self._api.list_evaluations(after_version=cursor, limit=PAGE)
-            except Unreachable:
-                raise
-            except RemoteError:
-                # A coordinator of an earlier release has none.
+            except RemoteError as error:
+                if not lacks(error):
+                    raise
                 return []
             if not page:
                 return found
@@ -280,9 +279,9 @@ class _Slot:
             return
         try:
             table = await read_table(self._api, version=head, most=self._pace.samples)
-        except Unreachable:
-            raise
         except RemoteError as error:
+            if not lacks(error):
+                raise
             # An earlier release keeps no samples.
             _LOG.debug("the coordinator keeps no samples: %s", error)
             return

@@ -7,13 +7,14 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli.main import app
-from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.errors import CorruptStore, Draining, OperatorError, QuotaExceeded, RemoteError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import CompletionNumbers, PartMean, StepTimes
 from heterorl.common.types.run import changed_steps
@@ -242,6 +243,24 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
     assert [site.site for site in run.sites] == ["eu-1"]
     # The learner's journal beside it knows more.
     assert (len(whole.reports), len(whole.versions)) == (4, 5)
+
+
+async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation_left_out():
+    class Api:
+        async def get_status(self):
+            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={})
+
+        async def list_steps(self, *, after_step, limit):
+            return (REPORT,)
+
+        async def list_evaluations(self, *, after_version):
+            raise error
+
+    for error in (Draining("stopping"), QuotaExceeded("too many calls", retry_after_s=1.0)):
+        with pytest.raises(type(error)):
+            await ask_run(Api(), address="a:1")
+    error = RemoteError("an earlier release has no such rpc")
+    assert (await ask_run(Api(), address="a:1")).sets == ()
 
 
 def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):

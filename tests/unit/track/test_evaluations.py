@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.errors import RemoteError, Unreachable
+from heterorl.common.errors import Draining, QuotaExceeded, RemoteError, Unreachable
 from heterorl.common.types.evaluation import Estimate, EvaluationState
 from heterorl.track import follow as module
 from heterorl.track.follow import EvaluationFeed
@@ -64,8 +64,9 @@ async def test_a_coordinator_without_evaluations_has_none_and_one_that_is_away_i
             raise self.found[0]
 
     assert await read(EvaluationFeed(Failing(RemoteError("unknown rpc")), after={})) == []
-    with pytest.raises(Unreachable):
-        await read(EvaluationFeed(Failing(Unreachable("away")), after={}))
+    for error in (Unreachable("away"), Draining("stopping"), QuotaExceeded("too many calls", retry_after_s=1.0)):
+        with pytest.raises(type(error)):
+            await read(EvaluationFeed(Failing(error), after={}))
 
 
 def test_row_has_every_number_under_its_set():

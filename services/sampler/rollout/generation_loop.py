@@ -143,17 +143,21 @@ class GenerationLoop:
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
         left, self._journal.left = self._journal.left, ()
-        num_turns = 0
+        resumed = []
         for group in left:
             draft = await asyncio.to_thread(self.builder.resume, group, begun_at=self._journal.begun_at(group))
             if draft is None:
                 _LOG.warning("assignment %d is returned: its prompt has changed", group.first.assignment)
                 self.collector.give_back([group.first.assignment])
                 continue
-            num_turns += len(group.turns)
+            resumed.append((draft, group))
+        # Only now: live episodes could hold the processes in which a prompt's own episode begins, and their next turns
+        # would wait for this loop.
+        for draft, group in resumed:
             self.collector.resume(draft, group, tasks)
-        if num_turns:
-            _LOG.info("%d groups of an earlier process go on after %d turns", len(self._drafts), num_turns)
+        if resumed:
+            num_turns = sum(len(group.turns) for _, group in resumed)
+            _LOG.info("%d groups of an earlier process go on after %d turns", len(resumed), num_turns)
 
     @property
     def num_in_flight(self) -> int:

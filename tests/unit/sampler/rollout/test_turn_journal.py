@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import sqlite3
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +50,14 @@ async def killed_in(world, games, *, turns=2):
 def seed_of(world, assignment, member, turn):
     name = f"heterorl-turn-1/{world.seeds[assignment]}/{member}/{turn}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def until(condition, *, seconds):
+    """Whether a condition comes to hold while a thread waits."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    return condition()
 
 
 async def begun(play, games, **settings):
@@ -234,3 +244,26 @@ async def test_group_whose_prompt_changed_goes_back(play, monkeypatch, caplog):
 
     assert caplog.text.count("its prompt has changed") == len(mine)
     assert not mine & {assignment for assignment, _ in kept(world)}
+
+
+async def test_groups_that_go_on_hold_no_process_that_a_prompt_needs(play, monkeypatch):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    world.conversations = again = free()
+    # Fewer processes than before; a prompt's own episode waits until one is free, as real environments do.
+    again.max_live = SIZE
+    real, waits = world.task.prompt, []
+
+    def prompt(index):
+        if waits:
+            until(lambda: len(again.opened) - again.closed == SIZE, seconds=0.3)
+        waits.append(until(lambda: len(again.opened) - again.closed < SIZE, seconds=3.0))
+        return real(index)
+
+    monkeypatch.setattr(world.task, "prompt", prompt)
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    assert all(waits[:2])

@@ -27,7 +27,10 @@ class Games:
         self.opened, self.closed = [], 0
         self.go = threading.Event()
         self.go.set()
-        self.spec = self
+        self.spec = self.episodes = self
+
+    def at(self, index):
+        return self
 
     def of(self, prompt):
         return self

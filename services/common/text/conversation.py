@@ -19,11 +19,12 @@ from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentSpec,
+    environment_at,
     environment_of,
     environment_problem,
     environments_of,
 )
-from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
@@ -111,6 +112,10 @@ class Conversations:
             parser=self._parsers[spec.episodes.name],
             end_token_ids=self._end_token_ids,
         )
+
+    def at(self, index: int) -> Episodes | None:
+        """The environment of a training prompt, without the prompt."""
+        return environment_at(self._task, index)
 
     def try_episodes(self) -> None:
         """Step and score an episode of each environment; raise ConfigError for failures."""

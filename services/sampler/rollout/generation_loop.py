@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from heterorl.common.generation.inference_engine import Engine, Request, ScoredT
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
-from heterorl.common.types.rollout import FinishReason
+from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.outbox.outbox import Outbox, OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.completion_collector import CompletionCollector
@@ -287,7 +288,7 @@ class GenerationLoop:
             await self.prefetch.ask(self.swap.version, count)
             if not len(self.prefetch):
                 return True
-        work = self.prefetch.look(count)
+        work = self._playable(self.prefetch.look(count))
         if not work:
             return False
         version = self.swap.version
@@ -306,15 +307,27 @@ class GenerationLoop:
         rows, size = self.engine.max_running, self.builder.group_size
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
-        wanted = (
-            max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.evaluation_requests.num_running)
-            // size
-        )
-        if self.builder.conversations is not None:
-            # While tools run rows are free, but a new member would wait for a place among the live episodes.
-            num_playing = sum(draft.conversation is not None for draft in self._drafts)
-            wanted = min(wanted, max(1, self.builder.conversations.max_live // size) - num_playing)
-        return max(0, wanted)
+        num_running = self._drafts.num_running + self.evaluation_requests.num_running
+        return max(0, rows + max(size, rows // 4) - num_running) // size
+
+    def _playable(self, work: list[WorkAssignment]) -> list[WorkAssignment]:
+        """The first of these whose environments have room for their members.
+
+        While tools run rows are free, but a new member would wait for a place among the live episodes. A prompt, which
+        may begin an episode, would wait too, and the live episodes' next turns would wait for this loop.
+        """
+        conversations = self.builder.conversations
+        if conversations is None or not self.config.work_ahead_s:
+            return work
+        playing = Counter(draft.conversation.spec.episodes for draft in self._drafts if draft.conversation is not None)
+        for place, assignment in enumerate(work):
+            episodes = conversations.at(assignment.prompt_index)
+            if episodes is None:
+                continue
+            if playing[episodes] >= max(1, episodes.max_live // self.builder.group_size):
+                return work[:place]
+            playing[episodes] += 1
+        return work
 
     def _ask_wait_s(self) -> float | None:
         """Seconds until this loop may ask for work; None: it may not."""

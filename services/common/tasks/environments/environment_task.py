@@ -97,6 +97,13 @@ def environments_of(task: object) -> tuple[Episodes, ...]:
     return tuple(getattr(task, "environments", ()))
 
 
+def environment_at(task: object, index: int) -> Episodes | None:
+    """The environment of a training prompt, without the prompt, which may begin an episode; None without one."""
+    find: Any = getattr(task, "environment_at", None)
+    found: Episodes | None = next(iter(environments_of(task)), None) if find is None else find(index)
+    return found
+
+
 def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
     """32-bit seed of a prompt's episodes; held-out prompts share none with training."""
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF

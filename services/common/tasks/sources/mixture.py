@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_of, environments_of
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_at, environment_of, environments_of
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
@@ -98,6 +98,9 @@ class MixtureTask:
     @property
     def environments(self) -> tuple[Episodes, ...]:
         return tuple(each for task in self.tasks for each in environments_of(task))
+
+    def environment_at(self, index: int) -> Episodes | None:
+        return environment_at(self.sources[self._number(index)].task, index)
 
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec | None:
         return environment_of(*self._asked(prompt))

@@ -1,6 +1,7 @@
 """Members in their environments: turns go on, end, and are lost alone; groups that lost members are pushed."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -204,6 +205,25 @@ async def test_no_more_groups_begin_than_can_play(play):
 
     assert world.sampler.generation.num_in_flight == 2
     games.go.set()
+    await world.until_acknowledged(6)
+
+
+async def test_group_waits_for_room_in_its_own_environment(play):
+    narrow, wide = Games(length=2), Games(length=2)
+    narrow.max_live, wide.max_live = SIZE, 64
+    both = SimpleNamespace(at=lambda index: (narrow, wide)[index % 2], go=narrow.go)
+    both.of = lambda prompt: both.at(prompt.index)
+    narrow.go.clear()
+    wide.go = narrow.go
+    world = await play(both, max_live=SIZE + 64, work_ahead_s=10.0)
+    world.engine.max_running = 64 * SIZE
+    await world.until(lambda: len(narrow.opened) >= SIZE)
+    await world.passed(5.0)
+    numbers = [draft.prompt.index % 2 for draft in world.sampler.generation.collector.drafts]
+
+    # The prompt of a second one could begin an episode, and no process is free.
+    assert numbers.count(0) == 1
+    narrow.go.set()
     await world.until_acknowledged(6)
 
 

@@ -136,6 +136,8 @@ class PromptEvaluator:
         prompter = self.builder.prompter
         raw = functools.partial(prompter.decode, keeps_special=True)
         self._texts = TokenTexts(decode=prompter.decode, decode_given=raw)
+        # One thread: a prompt may begin an episode, and wait until a live one ends.
+        self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._runners: dict[tuple[str, int], EpisodeRunner] = {}
 
@@ -147,7 +149,7 @@ class PromptEvaluator:
             EngineError: the engine lost a completion, or drew with another version.
         """
         index = assignment.prompt_index
-        prompt = of.task.evaluation_prompt(index)
+        prompt = await asyncio.get_running_loop().run_in_executor(self._prompts, of.task.evaluation_prompt, index)
         samples: dict[int, ScoredSample] = {}
         try:
             draft = await asyncio.to_thread(self._draft, spec, of, prompt, assignment)
@@ -171,8 +173,8 @@ class PromptEvaluator:
         )
 
     def close(self) -> None:
-        """Stop waiting for rewards and environments."""
-        for threads in self._threads.values():
+        """Stop waiting for prompts, rewards and environments."""
+        for threads in (self._prompts, *self._threads.values()):
             threads.shutdown(wait=False, cancel_futures=True)
         for runner in self._runners.values():
             runner.close()

@@ -1,6 +1,8 @@
 """A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
 nothing."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -402,3 +404,21 @@ async def test_a_turn_that_the_engine_has_no_room_for_ends_its_completion_with_t
     done = await until_done(world)
 
     assert (done.summary.average.mean, done.summary.num_truncated) == (1.0, 12 * 16)
+
+
+async def test_prompt_that_takes_long_to_begin_does_not_hold_the_event_loop(world):
+    class Slow(Held):
+        """Each prompt begins an episode for its first messages."""
+
+        def evaluation_prompt(self, index):
+            readers.add(threading.current_thread())
+            return super().evaluation_prompt(index)
+
+    readers = set()
+    world.sets = (SiteSet(name="held", task=Slow()),)
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+
+    assert len(readers) == 1
+    assert threading.main_thread() not in readers

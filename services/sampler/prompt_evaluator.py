@@ -200,6 +200,8 @@ class PromptEvaluator:
         self, spec: EvaluationSpec, of: SiteSet, draft: GroupDraft, block: range, samples: dict[int, ScoredSample]
     ) -> None:
         key, index = next(self.builder.keys), draft.assignment.prompt_index
+        # Its episodes have their own time: the blocks before it had the rows of the engine.
+        draft = replace(draft, begun_at=math.inf)
         request = Request(
             key=key,
             prompt=draft.prompt_token_ids,

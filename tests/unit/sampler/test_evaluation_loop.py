@@ -2,6 +2,7 @@
 nothing."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -422,3 +423,30 @@ async def test_prompt_that_takes_long_to_begin_does_not_hold_the_event_loop(worl
 
     assert len(readers) == 1
     assert threading.main_thread() not in readers
+
+
+async def test_time_of_an_episode_counts_from_its_own_request(world, played, monkeypatch):
+    monkeypatch.setattr(Held, "num_evaluation_prompts", 1)
+    counted = set()
+
+    def reached(*, num_turns, seconds):
+        counted.add(round(world.clock.monotonic() - seconds, 3))
+
+    played.limits = SimpleNamespace(reached=reached)
+    await world.run.publish()
+    world.start()
+    requests, begun = world.sampler.generation.evaluation_requests, set()
+    real = requests.begin
+
+    def begin(key, count, on_end):
+        if count > 1:
+            begun.add(round(world.clock.monotonic(), 3))
+        real(key, count, on_end)
+
+    requests.begin = begin
+    world.engine.is_paced = True
+    await until_done(world)
+
+    # The two blocks of a prompt are drawn one after another.
+    assert len(begun) == 2
+    assert counted == begun

@@ -184,9 +184,9 @@ class Prefetch:
         grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
         if grant is None or not grant.assignments:
             return 0
-        # An expired assignment whose group goes on, as over a restart, may be granted again.
-        begun = set(self.in_flight())
-        self._waiting += [assignment for assignment in grant.assignments if assignment.id not in begun]
+        # An expired assignment that waits, or whose group goes on, as over a restart, may be granted again.
+        held = {*self.in_flight(), *(assignment.id for assignment in self._waiting)}
+        self._waiting += [assignment for assignment in grant.assignments if assignment.id not in held]
         self.news.ring()
         return len(grant.assignments)
 

@@ -1,0 +1,39 @@
+"""Work leased ahead of need."""
+
+import pytest
+
+from tests.support.sampler_world import World
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = await World.open(tmp_path, max_work_ahead_s=3600.0, work_lease_s=5.0)
+    world.settings = {"work_ahead_s": 10.0}
+    await world.run.publish()
+    yield world
+    await world.close()
+
+
+async def test_assignment_that_ran_out_and_is_given_again_waits_once(world):
+    world.start()
+    generation = world.sampler.generation
+    await world.passed(0.5)
+    world.engine.proceed.clear()
+    await world.passed(0.5)
+    held = {each.id for each in generation.prefetch.look(1000)}
+    # The leases run out while the site cannot work.
+    await world.passed(30.0, step_s=1.0)
+    real, again = generation.prefetch.ask, set()
+
+    async def ask(*given):
+        count = await real(*given)
+        numbers = [each.id for each in generation.prefetch.look(1000)]
+        again.update(number for number in numbers if numbers.count(number) > 1)
+        return count
+
+    generation.prefetch.ask = ask
+    world.engine.proceed.set()
+    await world.until(lambda: not held & {each.id for each in generation.prefetch.look(1000)})
+
+    assert len(held) > 10
+    assert not again

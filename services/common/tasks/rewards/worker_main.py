@@ -218,6 +218,8 @@ class Calling:
         self._is_batch = "completions" in named
         self._num_in_order = 0 if self._is_batch or "completion" in named else num_in_order
         own: tuple[str, ...] = _OF_TRL if self._is_batch else _NAMES
+        # Columns of the same names as parameters in order stay out, also where the function takes all others.
+        self._taken = (*_NAMES, *list(named)[: self._num_in_order])
         if self._num_in_order:
             named = dict(list(named.items())[self._num_in_order :])
             own = _NAMES[_IN_ORDER:]
@@ -242,7 +244,7 @@ class Calling:
         """
         if self._is_batch:
             return {"reward": _number(self._of_batch(request))}
-        columns = {name: value for name, value in request.get("columns", {}).items() if name not in _NAMES}
+        columns = {name: value for name, value in request.get("columns", {}).items() if name not in self._taken}
         named = {name: request[name] for name in self._own} | columns
         value = self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named)
         parts = value if isinstance(value, dict) else {"reward": value}

@@ -369,6 +369,9 @@ def by_name(completion, level, answer=None, tags=(), **more):
 def in_order(a, b, c, *, level):
     return float(level) + float((a, b, c) == ("q1", "seven", "1"))
 
+def named_as_columns(level, text, note, **more):
+    return float((level, text, note) == ("q1", "seven", "1")) + float(sorted(more) == ["messages", "tags", "whole"])
+
 def two(prompt, completion):
     return float((prompt, completion) == ("q1", "seven"))
 
@@ -427,6 +430,7 @@ def q1(task):
     [
         ("by_name", {"level": 1.0, "tags": 2.0, "more": 1.0, "answer": 1.0}),
         ("in_order", {"reward": 2.0}),
+        ("named_as_columns", {"reward": 2.0}),
         ("two", {"reward": 1.0}),
         ("thinking", {"rest": 1.0, "whole": 1.0, "asked": 1.0}),
         ("trl", {"reward": 2.0}),

@@ -23,6 +23,8 @@ from heterorl.common.wire.common_messages import bytes_digest
 
 MAX_POSITIONS = 1 << 48
 """More positions come from a wrong weight."""
+MAX_HELD_OUT = 1 << 23
+"""Held-out prompts of one source, the first ones; arithmetic with more digits holds out billions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,8 @@ class MixtureTask:
         counts = [max(size, round(share * whole)) for size, share in zip(sizes, shares, strict=True)]
         self._ends = np.cumsum(np.array(counts, np.int64))
         self.num_prompts = int(self._ends[-1])
-        self._held_out = _interleaved([source.task.num_evaluation_prompts for source in sources], shares)
+        held_out = [min(source.task.num_evaluation_prompts, MAX_HELD_OUT) for source in sources]
+        self._held_out = _interleaved(held_out, shares)
         self.num_evaluation_prompts = len(self._held_out)
         self.num_workers = sum(int(getattr(source.task, "num_workers", 0)) for source in sources)
         words = ["mixture 1", *((source.task.digest, count) for source, count in zip(sources, counts, strict=True))]

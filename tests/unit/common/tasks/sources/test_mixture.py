@@ -16,6 +16,7 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.rewards.worker_pool import NearLimit
+from heterorl.common.tasks.sources import mixture as mixture_module
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import Doubts, close_task, source_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
@@ -54,6 +55,14 @@ def test_each_prompt_is_scored_by_its_own_task():
         assert part.name == {"small": "correct", "long": "right_terms"}[source_of(task, index)]
     held_out = task.evaluation_prompt(0)
     assert task.score(held_out, held_out.answer)[0].value == 1.0
+
+
+def test_source_that_holds_out_billions_fits_into_memory(monkeypatch):
+    monkeypatch.setattr(mixture_module, "MAX_HELD_OUT", 100)
+    task = MixtureTask([Source(label=f"{n}", weight=1, task=ArithmeticTask(digits=n)) for n in (1, 7)])
+
+    assert task.num_evaluation_prompts == 5 + 100
+    assert len({task.evaluation_prompt(index).text for index in range(105)}) == 105
 
 
 def test_the_first_held_out_prompts_have_the_shares():

@@ -251,6 +251,9 @@ _CONTRACT = {
     "group_size": "set group_size as the learner does",
     "sampling": "copy the learner's [sampling]",
     "lora": "copy the learner's [lora]",
+    "task": "copy the learner's [task]",
+    "trajectory_s": "set task.trajectory_s as the learner does",
+    "routed_token_bytes": "set sampling.router_replay as the learner does",
 }
 
 

@@ -248,6 +248,16 @@ def test_base_weights_of_adapters_are_the_runs_own_matter():
 
 
 @pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(CONTRACT) if type(getattr(CONTRACT, field.name)) in (int, float)]
+)
+def test_each_number_of_a_contract_has_a_remedy(name):
+    check = contract(**{name: getattr(CONTRACT, name) + 1})
+
+    assert check.level is Level.FAIL
+    assert check.remedy
+
+
+@pytest.mark.parametrize(
     ("loss", "tokens", "level", "finding", "remedy"),
     [
         ({"kind": "gepo_whole"}, 300, Level.OK, "x 300 tokens = 0.3 nats a completion: 85% of", ""),

@@ -146,9 +146,11 @@ class EpisodeRunner:
         return await self._go_on(member, number) if turns else self._turn(draft, number)
 
     async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
-        """Score a member, also one that a limit ended."""
+        """Score a member, also one that a limit ended; one that took no step is lost."""
         member = self._members[draft.key, number]
-        assert member.episode is not None, "it took a step"
+        if member.episode is None:
+            # Of an earlier process, whose engine had more room.
+            return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
         try:
             parts = await self._call(member.episode.score)
             total_reward(parts)

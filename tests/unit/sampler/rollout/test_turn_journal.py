@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from heterorl.common.errors import EnvironmentFailed
+from heterorl.common.errors import EnvironmentFailed, PromptTooLong
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.outbox.turn_store import MAX_RESUMED
 from tests.support.games import SIZE, TURNS, Games, collected
@@ -267,3 +267,27 @@ async def test_groups_that_go_on_hold_no_process_that_a_prompt_needs(play, monke
 
     assert {group.assignment for group in groups} == mine
     assert all(waits[:2])
+
+
+async def test_member_whose_first_turn_finds_no_room_any_more_is_lost_alone(play, monkeypatch):
+    games = held(1)
+    world = await begun(play, games)
+    mine = await killed_in(world, games, turns=1)
+    with sqlite3.connect(world.directory / "site" / "outbox.sqlite") as file:
+        file.execute("DELETE FROM turns WHERE member = 1")
+    file.close()
+    world.conversations = free()
+    world.start()
+    real = world.engine.submit
+
+    def submit(request):
+        if request.num_completions == 1 and request.prompt.tolist() == [2, 3]:
+            raise PromptTooLong("engine.max_model_len", "8 tokens")
+        real(request)
+
+    world.engine.submit = submit
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    assert {tuple(one.is_trainable for one in group.rollouts) for group in groups} == {(True, False)}
+    assert {group.rollouts[1].finish_reason for group in groups} == {FinishReason.ENGINE_FAILED}

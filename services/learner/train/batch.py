@@ -351,11 +351,12 @@ def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Ten
 
 
 def _turn_rows(sequences: Sequence[TrainingSequence], longest: int) -> torch.Tensor | None:
-    if any(sequence.turns is None for sequence in sequences):
+    turns = [sequence.turns for sequence in sequences if sequence.turns is not None]
+    if len(turns) < len(sequences):
         return None
     turns_BT = np.zeros((len(sequences), longest), np.int64)
-    for row, sequence in enumerate(sequences):
-        turns_BT[row, : sequence.num_drawn] = sequence.turns
+    for row, own in enumerate(turns):
+        turns_BT[row, : own.size] = own
     return torch.from_numpy(turns_BT)
 
 

@@ -248,7 +248,8 @@ def test_base_weights_of_adapters_are_the_runs_own_matter():
 
 
 @pytest.mark.parametrize(
-    "name", [field.name for field in dataclasses.fields(CONTRACT) if type(getattr(CONTRACT, field.name)) in (int, float)]
+    "name",
+    [field.name for field in dataclasses.fields(CONTRACT) if type(getattr(CONTRACT, field.name)) in (int, float)],
 )
 def test_each_number_of_a_contract_has_a_remedy(name):
     check = contract(**{name: getattr(CONTRACT, name) + 1})

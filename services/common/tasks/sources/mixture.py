@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_at, environment_of, environments_of
+from heterorl.common.tasks.environments.environment_task import (
+    EnvironmentSpec,
+    environment_at,
+    environment_of,
+    environments_of,
+)
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Container
 from pathlib import Path
@@ -52,7 +53,7 @@ class CacheDirectory:
 
     def _index(self) -> None:
         found = [(path, path.stat()) for path in self._payloads.iterdir() if is_digest(path.name)]
-        for path, stat in sorted(found, key=lambda entry: entry[1].st_mtime_ns):
+        for path, stat in sorted(found, key=lambda entry: entry[1].st_atime_ns):
             self._sizes[Digest(path.name)] = stat.st_size
         for path in self.incoming.iterdir():
             if not is_digest(path.name) or path.name in self._sizes:
@@ -73,8 +74,8 @@ class CacheDirectory:
         self._sizes.move_to_end(digest)
         path = self._payloads / file_name(digest)
         with contextlib.suppress(OSError):
-            # So that the order outlives this process.
-            os.utime(path)
+            # So that the order outlives this process. The time of change stays: a new one would ask for a new proof.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
 
     def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:

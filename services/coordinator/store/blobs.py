@@ -6,7 +6,8 @@
 
 A name exists only when all its bytes are durable and right: verify, fsync file, rename, fsync directory. A file whose
 fsync failed is removed, because a second fsync would not tell its content. A publication holds its payloads, so that
-none is deleted between check and commit.
+none is deleted between check and commit. A cancelled call, such as an upload over a broken line, ends its thread first:
+its file stays open so long, and the bytes are counted as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weakref import WeakValueDictionary
 from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.process.threads import opened_in_thread
+from heterorl.common.process.threads import in_thread, opened_in_thread
 from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.payload_files import (
@@ -141,7 +142,7 @@ class BlobStore:
             with self._settled(digest, num_bytes):
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
-                    await asyncio.to_thread(self._complete, digest)
+                    await in_thread(self._complete, digest)
             if written == num_bytes:
                 await self._storage.keep(digest, self.path(digest))
             return written
@@ -153,7 +154,7 @@ class BlobStore:
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 with self._settled(digest, num_bytes):
-                    await asyncio.to_thread(self._complete, digest)
+                    await in_thread(self._complete, digest)
             if self.size(digest) != num_bytes:
                 return False
             await self._storage.keep(digest, self.path(digest))
@@ -178,7 +179,7 @@ class BlobStore:
             else:
                 await self._reserve(num_bytes)
                 with self._settled(digest, num_bytes):
-                    await asyncio.to_thread(name_file, path, self.path(digest))
+                    await in_thread(name_file, path, self.path(digest))
             await self._storage.keep(digest, self.path(digest))
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
@@ -200,17 +201,18 @@ class BlobStore:
         freed = 0
         for path in paths:
             if (size := file_size(path)) is not None:
-                await asyncio.to_thread(remove_file, path)
-                self.count(-size)
+                with self._released(path, size):
+                    await in_thread(remove_file, path)
                 freed += size
         return freed
 
     async def set_aside(self, digest: Digest) -> None:
         async with self._locks[digest]:
             await self._storage.set_aside(digest)
-            if (size := file_size(self.path(digest))) is not None:
-                await asyncio.to_thread(name_file, self.path(digest), self._damaged / digest)
-                self.count(-size)
+            path = self.path(digest)
+            if (size := file_size(path)) is not None:
+                with self._released(path, size):
+                    await in_thread(name_file, path, self._damaged / digest)
 
     def stored(self) -> frozenset[Digest]:
         """All payloads and uploads, except those in use."""
@@ -252,12 +254,12 @@ class BlobStore:
             async for frame in frames:
                 if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
-                await asyncio.to_thread(write_all, file, frame)
+                await in_thread(write_all, file, frame)
                 position += len(frame)
             return position
         finally:
             # After a broken link too: the sender resumes behind the durable bytes.
-            await asyncio.to_thread(sync_and_close, file, path, is_new=is_new)
+            await in_thread(sync_and_close, file, path, is_new=is_new)
 
     def _complete(self, digest: Digest) -> None:
         partial, target = self._partial / digest, self.path(digest)
@@ -281,6 +283,16 @@ class BlobStore:
 
     def _partial_size(self, digest: Digest) -> int:
         return file_size(self._partial / digest) or 0
+
+    @contextmanager
+    def _released(self, path: Path, num_bytes: int) -> Iterator[None]:
+        """Count the bytes of a file that is gone as free."""
+        try:
+            yield
+        finally:
+            with suppress(Busy):
+                if file_size(path) is None:
+                    self.count(-num_bytes)
 
     @contextmanager
     def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import blake3
@@ -17,10 +18,12 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store import blobs as blobs_module
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.payload_storage import PayloadStorage
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
+from tests.support.limits import WAIT_S
 from tests.support.run import Run, frames
 
 MAX_BYTES = 1 << 20
@@ -309,3 +312,60 @@ async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_d
     assert not home.kept
     await attempt()
     assert home.kept == [digest_of(data)]
+
+
+class Held:
+    """A file operation that waits in its thread until it may go on."""
+
+    def __init__(self, monkeypatch, name):
+        self._began, self._may_go, self._real = threading.Event(), threading.Event(), getattr(blobs_module, name)
+        self.arguments = ()
+        self.failures = []
+        monkeypatch.setattr(blobs_module, name, self._held)
+
+    def _held(self, *arguments):
+        self.arguments = arguments
+        self._began.set()
+        self._may_go.wait(WAIT_S)
+        try:
+            self._real(*arguments)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+
+    async def cancel(self, call):
+        """Cancel the call while the operation runs, which then goes on."""
+        task = asyncio.ensure_future(call)
+        await asyncio.to_thread(self._began.wait, WAIT_S)
+        task.cancel()
+        # The call must not end before its operation.
+        await asyncio.wait([task], timeout=0.2)
+        self._may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_upload_over_a_line_that_breaks_closes_its_file_after_the_running_write(tmp_path, monkeypatch):
+    blobs, data = store(tmp_path), bytes(50)
+    write = Held(monkeypatch, "write_all")
+
+    await write.cancel(blobs.append(digest=digest_of(data), num_bytes=50, offset=0, frames=frames(data, 50)))
+
+    assert write.failures == []
+    assert write.arguments[0].closed
+    assert (blobs.query(digest_of(data)), blobs.used_bytes) == (50, 50)
+
+
+@pytest.mark.parametrize("name", ["remove_file", "name_file"])
+async def test_deletion_whose_caller_is_cancelled_is_counted(tmp_path, monkeypatch, name):
+    blobs, data = store(tmp_path), bytes(50)
+    digest = digest_of(data)
+    await append(blobs, data)
+
+    async def never():
+        return False
+
+    calls = {"remove_file": lambda: blobs.remove(digest, is_needed=never), "name_file": lambda: blobs.set_aside(digest)}
+    await Held(monkeypatch, name).cancel(calls[name]())
+
+    assert (blobs.size(digest), blobs.used_bytes) == (None, 0)

@@ -128,6 +128,26 @@ async def test_directory_that_is_no_backup_is_left_alone(tmp_path):
     await core.close()
 
 
+async def test_two_runs_share_a_directory_of_backups(tmp_path):
+    # The one run's backup is in progress when the other one begins its own.
+    going_on = tmp_path / "all" / ".other.partial"
+    going_on.mkdir(parents=True)
+    core, _ = await begun(tmp_path / "a", backup_dir=tmp_path / "all")
+    config = CoordinatorConfig(data_dir=tmp_path / "b" / "data", backup_dir=tmp_path / "all", run_id="other")
+    other = await Coordinator.open(config, ManualClock())
+
+    made = await core.backups.make("nightly")
+    assert going_on.is_dir()
+    assert await core.backups.make("nightly") == made
+    with pytest.raises(InvalidRequest, match="is a backup of run run"):
+        await other.backups.make("nightly")
+    assert (await other.backups.make("second")).path == str(tmp_path / "all" / "second")
+
+    await core.close()
+    await other.close()
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["nightly", "second"]
+
+
 async def test_restored_run_goes_on_and_the_first_one_is_untouched(tmp_path):
     core, run = await begun(tmp_path)
     await run.publish(consumed=await run.push(1))
@@ -202,7 +222,7 @@ async def test_another_disk_gets_copies(tmp_path, monkeypatch):
 
 async def test_one_backup_at_a_time_and_what_a_crash_left_goes(tmp_path):
     core, _ = await begun(tmp_path)
-    left = tmp_path / "data" / "backups" / "old.partial"
+    left = tmp_path / "data" / "backups" / ".run.partial"
     left.mkdir(parents=True)
     first = asyncio.create_task(core.backups.make("one"))
     same = asyncio.create_task(core.backups.make("one"))

@@ -1,7 +1,7 @@
 """Backups of a running coordinator: one store snapshot and its payloads.
 
-    backups/<name>.partial    in progress; the next backup removes it
-    backups/<name>            complete and durable: a data_dir from which a coordinator starts with payloads as files
+    backups/.<run_id>.partial    in progress; the run's next backup removes it
+    backups/<name>               complete and durable: a data_dir from which a coordinator starts, payloads as files
 
 The store's thread copies SQLite between two transactions. PostgreSQL is read from one snapshot in a session of its own,
 into a SQLite file with the same tables. Deletion waits until the payloads are linked, or copied to another disk. A link
@@ -96,12 +96,14 @@ class Backups:
 
     async def _make(self, name: str) -> Backup:
         try:
-            return await asyncio.to_thread(_read_note, self._directory / name) or await self._write(name)
+            known = await asyncio.to_thread(_read_note, self._directory / name, self._run_id)
+            return known or await self._write(name)
         except OSError as error:
             raise typed_error(error) from error
 
     async def _write(self, name: str) -> Backup:
-        partial = self._directory / f"{name}{_PARTIAL}"
+        # Its own name: several runs may have one backup_dir.
+        partial = self._directory / f".{self._run_id}{_PARTIAL}"
         await asyncio.to_thread(_begin, self._directory, partial)
         try:
             async with self._collector.undisturbed():
@@ -200,8 +202,7 @@ def _of_copy(error: sqlite3.Error) -> HeterorlError:
 
 def _begin(directory: Path, partial: Path) -> None:
     make_directory(directory, mode=0o700)
-    for left in directory.glob(f"*{_PARTIAL}"):
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     make_directory(partial, mode=0o700)
     make_directory(partial / "blobs")
 
@@ -250,11 +251,14 @@ def _finish(partial: Path, target: Path, backup: Backup, run_id: str) -> None:
     sync_directory(target.parent)
 
 
-def _read_note(directory: Path) -> Backup | None:
+def _read_note(directory: Path, run_id: str) -> Backup | None:
     if not directory.is_dir():
         return None
     try:
         note = json.loads((directory / NOTE).read_text(encoding="utf-8"))
-        return Backup(**{name: note[name] for name in Backup.__slots__})
+        found, owner = Backup(**{name: note[name] for name in Backup.__slots__}), note["run_id"]
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"name: {directory} exists and is not a backup", action="choose another name") from error
+    if owner != run_id:
+        raise InvalidRequest(f"name: {directory} is a backup of run {owner}", action="choose another name")
+    return found

@@ -8,6 +8,7 @@ cached is passed on: a complete one may come from the bucket, a range comes from
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -36,6 +37,8 @@ MAX_KNOWN = 1 << 14
 """Payloads whose sizes are remembered, those that were planned last."""
 HIT, JOINED, FETCHED, PASSED, DAMAGED = "hit", "joined", "fetched", "passed", "damaged"
 """How a read was answered; the last one is a kept payload that was thrown away."""
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+"""The system lacks something for now; the file may be right."""
 LOOK_S = 0.2
 """A frame that was received is in the file a moment later; a look costs one system call."""
 
@@ -122,6 +125,8 @@ class Payloads:
             async for frame in self._reader.read(digest, path, offset=offset, stop=stop):
                 yield frame
         except (DamagedFile, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _SHORT:
+                raise Busy(f"the relay cannot read a payload now: {error.strerror}", retry_after_s=1.0) from error
             RELAY_READS.labels(DAMAGED).inc()
             _LOG.error("cached payload %s is dropped and fetched again: %s", digest[:12], error)
             self._cache.remove(digest)

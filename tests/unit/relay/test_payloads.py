@@ -1,10 +1,13 @@
-"""Reads of what a relay keeps: verified once."""
+"""Reads of what a relay keeps: verified once, dropped only if it is damaged."""
 
 import asyncio
+import errno
+import os
 
 import blake3
 import pytest
 
+from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull import payload_reader
 from heterorl.common.types.common import Digest
@@ -46,3 +49,29 @@ async def test_a_kept_payload_is_verified_once_for_all_its_readers(payloads, mon
     assert await read(payloads) == DATA
 
     assert len(proofs) == 1
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+async def test_a_relay_without_descriptors_or_memory_keeps_what_it_has(payloads, cache, monkeypatch, code):
+    def refuses(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_reader.FileIdentity, "of", refuses)
+        with pytest.raises(Busy, match=os.strerror(code)):
+            await read(payloads)
+
+    assert cache.num_bytes == len(DATA)
+    assert await read(payloads) == DATA
+
+
+async def test_a_kept_payload_that_the_disk_does_not_give_is_dropped(payloads, cache, monkeypatch):
+    def fails(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(payload_reader.FileIdentity, "of", fails)
+    # It is not planned here, so it cannot be fetched again.
+    with pytest.raises(UnknownPayload):
+        await read(payloads)
+
+    assert cache.num_bytes == 0

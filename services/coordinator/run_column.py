@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
-from heterorl.common.types.policy import NO_VERSION, PullPlan, stated_version, version_or_none
+from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
 from heterorl.common.types.run import (
     RELEASE,
     CanaryReport,
@@ -51,8 +51,6 @@ class RunColumn:
         self._context = context
         self._beats = Beats(context.database, context.config)
         self._is_idle = False
-        self._told: dict[tuple[SiteId, bool], int] = {}
-        """Newest version that began or ended a site's quarantine by its canary; see `report_canary`."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         bound = self._context.config.max_staleness_versions
@@ -120,10 +118,9 @@ class RunColumn:
             variant = self._context.sites.variant(connection, report.site, report.incarnation)
             threshold = self._context.config.canary_threshold
             verdict = quarantine.compare_canary(connection, report, threshold=threshold, variant=variant)
-            change = (report.site, bool(verdict.quarantine))
-            is_said = bool(before) != change[1] and report.version > self._told.get(change, NO_VERSION)
+            is_off = bool(verdict.quarantine)
+            is_said = bool(before) != is_off and quarantine.is_news(connection, report, is_off=is_off)
             if is_said:
-                self._told[change] = report.version
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self._context.clock.wall())

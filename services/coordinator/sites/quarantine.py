@@ -12,6 +12,7 @@ lost       lost_shares: site, share of lost members, decayed over WINDOW_GROUPS.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,13 @@ import numpy as np
 
 from heterorl.common.errors import InvalidRequest, Quarantined
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.policy import PublishRequest
+from heterorl.common.types.policy import NO_VERSION, PublishRequest
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import CanaryReport, CanaryVerdict
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 
 MAX_LOGPROBS = 4096
@@ -111,6 +113,22 @@ def compare_canary(
     return CanaryVerdict(
         difference=judgement.difference, quarantine=read_canary_reasons(connection).get(report.site, "")
     )
+
+
+def is_news(connection: Connection, report: CanaryReport, *, is_off: bool) -> bool:
+    """Whether a quarantine changed with a newer version than before.
+    Notes the version until an operator releases the site."""
+    key = _news_key(report.site)
+    newest = json.loads(get_meta(connection, key) or f"[{NO_VERSION}, {NO_VERSION}]")
+    if report.version <= newest[is_off]:
+        return False
+    newest[is_off] = report.version
+    set_meta(connection, key, json.dumps(newest))
+    return True
+
+
+def _news_key(site: str) -> str:
+    return f"canary/{site}"
 
 
 def read_canary_reasons(connection: Connection) -> dict[str, str]:
@@ -225,6 +243,7 @@ def release(connection: Connection, site: SiteId, *, reason: str, now: float) ->
     before = read_reasons(connection).get(site, "")
     for table in ("convictions", "failures", "quarantines", "lost_shares"):
         connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))
+    connection.execute("DELETE FROM meta WHERE key = ?", (_news_key(site),))
     was = f"it was there because {before}" if before else "it was not in quarantine"
     audit.append(connection, AuditKind.RELEASE, subject=site, detail=f"{reason}; {was}", now=now)
     return before

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+import sqlite3
 from collections import Counter
 
 import pytest
 
-from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined, StoreFull
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import PushStatus
 from heterorl.common.types.run import CanaryReport
@@ -179,4 +180,44 @@ async def test_site_that_flaps_has_one_row_each_way_for_a_version_and_is_judged_
     run.head = await core.publish_version(dataclasses.replace(await run.prepare(), canary=STATED))
     await core.report_canary(report(right, version=run.head))
     assert await kinds() == {"quarantine": 1, "quarantine_ended": 2}
+    await core.close()
+
+
+async def test_site_that_is_off_again_after_its_release_is_in_the_audit_log_again(config, tmp_path, caplog):
+    core = await Coordinator.open(config, ManualClock())
+    run = await _run(core, tmp_path / "a")
+    wrong = report((-9.0,) * 4, version=run.head)
+    await core.report_canary(wrong)
+    await core.release_site(site=SITE, reason="its engine is repaired")
+    caplog.clear()
+
+    await core.report_canary(wrong)
+
+    rows = [row.kind for row in await core.database.run(audit.read) if row.subject == SITE]
+    assert rows == ["quarantine", "release", "quarantine"]
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    await core.close()
+
+
+@pytest.mark.sqlite
+async def test_quarantine_that_the_full_disk_undid_is_in_the_audit_log_at_the_next_report(
+    config, tmp_path, monkeypatch
+):
+    core = await Coordinator.open(config, ManualClock())
+    run = await _run(core, tmp_path / "a")
+    wrong = report((-9.0,) * 4, version=run.head)
+
+    def refuses():
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.database._engine, "commit", refuses)
+        with pytest.raises(StoreFull):
+            await core.report_canary(wrong)
+    assert (await core.report_canary(wrong)).quarantine
+
+    rows = [row.kind for row in await core.database.run(audit.read) if row.subject == SITE]
+    assert rows == ["quarantine"]
     await core.close()

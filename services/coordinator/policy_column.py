@@ -41,7 +41,7 @@ from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage, published_variants, pull_plans, rollback_order
-from heterorl.coordinator.versions.chain import Chain
+from heterorl.coordinator.versions.chain import MAX_MANIFEST_BYTES, Chain
 
 _LOG = logging.getLogger(__name__)
 
@@ -182,8 +182,11 @@ class PolicyColumn:
         return await self._context.database.run(lambda connection: Chain(connection, variant).signed_manifest(version))
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
+        most = min(MAX_MANIFEST_BYTES, self._context.config.max_group_bytes)
         return await self._context.database.run(
-            lambda connection: Chain(connection, variant).manifests(first=first_version, last=last_version)
+            lambda connection: Chain(connection, variant).manifests(
+                first=first_version, last=last_version, max_bytes=most
+            )
         )
 
     async def plan_pull(

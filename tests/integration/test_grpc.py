@@ -99,6 +99,17 @@ async def stream(client, run, count, *, held=()):
     return groups
 
 
+async def test_manifests_of_many_versions_fit_the_smallest_message(served, run):
+    for _ in range(5):
+        await run.publish()
+    # As large as of a model of 130e9 elements.
+    await served.core.database.run(lambda c: c.execute("UPDATE versions SET manifest = zeroblob(600000)"))
+
+    listed = await served.client.list_manifests(first_version=0, last_version=5)
+
+    assert [len(each) for each in listed] == [600_000] * 3
+
+
 async def test_whole_life_of_a_group_over_the_wire(served, run):
     client = served.client
     ids = await run.push(4)

@@ -56,6 +56,8 @@ REOPENED = frozenset(
 the same prompt and seed would fail again."""
 MAX_HOLDERS = 3
 """Sites that may answer an assignment: the holder and the two before it."""
+MAX_EVALUATORS = 64
+"""The same of a held-out prompt: a refusal would end the evaluation of a slow site, and the first answer counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +270,8 @@ def _lease(
 ) -> list[Handed]:
     holder = _holder(*to)
     for assignment, _, _, holders in rows:
-        names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
+        most = MAX_EVALUATORS if assignment >= HELD_OUT else MAX_HOLDERS
+        names = [*(name for name in json.loads(holders) if name != holder), holder][-most:]
         connection.execute(
             "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
             " WHERE assignment = ?",

@@ -446,6 +446,22 @@ async def test_prompts_that_are_given_back_go_to_others_and_are_never_closed(wor
     assert prompts(await world.ask(site=B)) == [0, 1]
 
 
+async def test_a_slow_site_may_answer_after_three_others_had_its_prompt(tmp_path):
+    world = await World(tmp_path, evaluation=[{"name": "math", "num_prompts": 1}]).open(tmp_path)
+    sites = (SITE, B, "us-2", "us-3")
+    grants = []
+    for site in sites:
+        await world.run.register(site)
+        grants.append(await world.ask(site=site))
+        # Its lease ends, so the next one gets the prompt.
+        world.clock.advance(200.0)
+
+    assert [prompts(grant) for grant in grants] == [[0]] * 4
+    assert [await world.answer(grant, site) for grant, site in zip(grants, sites, strict=True)] == [1, 0, 0, 0]
+    assert (await world.of(0)).state is EvaluationState.DONE
+    await world.core.close()
+
+
 async def test_a_list_goes_on_behind_whole_versions(tmp_path):
     sets = [{"name": name, "num_prompts": 1} for name in ("a", "b")]
     world = await World(tmp_path, evaluation=sets).open(tmp_path)

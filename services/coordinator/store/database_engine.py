@@ -93,7 +93,7 @@ OLDEST_OF_EACH_SITE = (
 """For each site with pending groups: their oldest version, and its first arrival."""
 IN_POSTGRES = {
     SET_META: (
-        # The column holds texts, and one setting that is bytes.
+        # The column holds texts, and two settings that are bytes.
         "INSERT INTO meta VALUES (?, convert_to(CAST(? AS TEXT), 'UTF8'))"
         " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
     ),

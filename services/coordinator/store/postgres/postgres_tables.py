@@ -166,7 +166,7 @@ WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _TALLIE
 
 
 _TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
-_BYTES = ("contract",)
+_BYTES = ("contract", "statement")
 """Settings that are bytes; the others are texts, in the same column of bytes."""
 
 

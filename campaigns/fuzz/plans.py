@@ -16,7 +16,8 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.common import Digest
-from heterorl.common.wire.policy_messages import plan_from_pb
+from heterorl.common.types.policy import PullPlan
+from heterorl.common.wire.common_messages import to_value
 from heterorl.v1 import policy_pb2
 
 MAX_BYTES = 4096
@@ -51,7 +52,7 @@ class _Source:
 
 
 class FetchTarget:
-    """plan_from_pb and Fetcher: only files of the spool within size limits, or a typed error."""
+    """A plan and Fetcher: only files of the spool within size limits, or a typed error."""
 
     def __init__(self) -> None:
         self._root = scratch(self)
@@ -93,7 +94,7 @@ class FetchTarget:
 
     async def _fetch(self, message: policy_pb2.PlanPullResponse, frames: list[bytes]) -> None:
         asyncio.get_running_loop().set_default_executor(_Inline(max_workers=1))
-        plan = plan_from_pb(message)
+        plan = to_value(PullPlan, message)
         api = cast("CoordinatorApi", _Source(frames))
         fetcher = Fetcher(api=api, spool=self._root / "spool", clock=SystemClock(), max_bytes=MAX_BYTES)
         fetcher.keep_only(plan.payloads)

@@ -29,7 +29,8 @@ from heterorl.common.rpc.channel import CoordinatorChannel
 from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
-from heterorl.common.wire.policy_messages import frame_checksum, plan_to_pb
+from heterorl.common.wire.common_messages import to_message
+from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.node_admission import Node, NodeAdmission
 from heterorl.v1 import (
@@ -159,7 +160,7 @@ class Router(grpc.GenericRpcHandler):
             base_root=request.base_root,
             variant=request.variant,
         )
-        yield plan_to_pb(plan).SerializeToString()
+        yield to_message(policy_pb2.PlanPullResponse, plan).SerializeToString()
 
     async def _read_payload(self, data: bytes) -> AsyncIterator[bytes]:
         request = _parse(policy_pb2.ReadPayloadRequest, data)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,15 +73,13 @@ from heterorl.common.wire.common_messages import (
     contract_from_pb,
     contract_to_bytes,
     progress_from_pb,
-    report_from_pb,
-    report_to_pb,
+    to_message,
+    to_value,
 )
 from heterorl.common.wire.policy_messages import (
     manifest_digest,
     manifest_from_bytes,
     manifest_to_bytes,
-    plan_from_pb,
-    plan_to_pb,
     publish_from_pb,
     publish_to_pb,
 )
@@ -89,29 +88,21 @@ from heterorl.common.wire.rollout_messages import (
     evaluation_to_pb,
     leased_to_pb,
     outcome_from_pb,
-    outcome_to_pb,
     queued_from_pb,
-    work_grant_from_pb,
-    work_grant_to_pb,
 )
 from heterorl.common.wire.run_messages import (
-    canary_from_pb,
-    canary_to_pb,
     commands_from_pb,
     commands_to_pb,
     heartbeat_from_pb,
     heartbeat_to_pb,
     register_answer_from_pb,
-    register_answer_to_pb,
     registration_from_pb,
     registration_to_pb,
     status_from_pb,
     status_to_pb,
-    verdict_from_pb,
-    verdict_to_pb,
 )
 from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
-from heterorl.v1 import common_pb2, rollout_pb2
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.support.groups import GROUPS, group_to_bytes
 
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)
@@ -290,7 +281,7 @@ draws = st.builds(
 )  # fmt: skip
 estimates = st.builds(Estimate, mean=real, low=real, high=real, num_prompts=small)
 CASES = [
-    (reports, report_to_pb, report_from_pb),
+    (reports, partial(to_message, common_pb2.StepReport), partial(to_value, StepReport)),
     (
         st.builds(
             PublishRequest,
@@ -326,8 +317,8 @@ CASES = [
             manifests=st.lists(st.binary(max_size=9), max_size=2).map(tuple),
             reason=text,
         ),
-        plan_to_pb,
-        plan_from_pb,
+        partial(to_message, policy_pb2.PlanPullResponse),
+        partial(to_value, PullPlan),
     ),
     (
         st.builds(
@@ -341,8 +332,8 @@ CASES = [
             evaluation=st.none()
             | st.builds(EvaluationSpec, task_set=text, version=version, state_root=digest, draws=draws),
         ),
-        work_grant_to_pb,
-        work_grant_from_pb,
+        partial(to_message, rollout_pb2.LeaseWorkResponse),
+        partial(to_value, WorkGrant),
     ),
     (
         st.builds(
@@ -372,7 +363,7 @@ CASES = [
             max_message_bytes=uint,
             work_ahead_s=real,
         ),
-        register_answer_to_pb,
+        partial(to_message, run_pb2.RegisterResponse),
         register_answer_from_pb,
     ),
     (
@@ -392,13 +383,13 @@ CASES = [
     ),
     (
         st.builds(CanaryReport, site=text, incarnation=text, version=version, logprobs=st.lists(single).map(tuple)),
-        canary_to_pb,
-        canary_from_pb,
+        partial(to_message, run_pb2.ReportCanaryRequest),
+        partial(to_value, CanaryReport),
     ),
     (
         st.builds(CanaryVerdict, difference=st.none() | real, quarantine=text),
-        verdict_to_pb,
-        verdict_from_pb,
+        partial(to_message, run_pb2.ReportCanaryResponse),
+        partial(to_value, CanaryVerdict),
     ),
     (st.lists(st.sampled_from(Command)).map(tuple), commands_to_pb, commands_from_pb),
     (
@@ -410,7 +401,7 @@ CASES = [
             message=text,
             retry_after_s=real,
         ),
-        outcome_to_pb,
+        partial(to_message, rollout_pb2.GroupOutcome),
         outcome_from_pb,
     ),
     (
@@ -500,7 +491,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=[case[1].__name__ for case in CASES])
+@pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=str)
 @given(data=st.data())
 def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
     value = data.draw(strategy)
@@ -521,9 +512,7 @@ def test_values_that_nothing_can_hold_are_refused_with_their_field():
     with pytest.raises(MalformedPayload):
         manifest_from_bytes(b"\xff\xff")
     with pytest.raises(InvalidRequest, match="kind"):
-        plan_from_pb(
-            type(plan_to_pb(PullPlan(kind=PlanKind.SAME, target_version=0, payloads=(), manifests=(), reason="")))()
-        )
+        to_value(PullPlan, policy_pb2.PlanPullResponse())
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "../" * 22, "A" * 64, "g" * 64])
@@ -548,7 +537,7 @@ def test_report_survives_the_rows_of_stores_and_journals(report):
 
 def test_what_an_earlier_learner_does_not_state_is_absent_and_not_0():
     message = common_pb2.StepReport(step=3, reward_mean=0.5)
-    report = report_from_pb(common_pb2.StepReport.FromString(message.SerializeToString()))
+    report = to_value(StepReport, common_pb2.StepReport.FromString(message.SerializeToString()))
     row = dataclasses.asdict(report)
     del row["completions"], row["times"]
 

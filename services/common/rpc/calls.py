@@ -29,7 +29,8 @@ from heterorl.common.rpc.presigned import Allowed, PresignedReads, Slow, UrlClie
 from heterorl.common.rpc.transport_options import BandwidthConfig, TokenBucket
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import HeadUpdate, PullPlan, SignedManifest
-from heterorl.common.wire.policy_messages import frame_checksum, plan_from_pb
+from heterorl.common.wire.common_messages import to_value
+from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.v1 import policy_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -297,7 +298,7 @@ class WeightCalls(Calls):
         )
         answer = await self._call("PlanPull", request)
         try:
-            plan = plan_from_pb(answer)
+            plan = to_value(PullPlan, answer)
         except InvalidRequest as error:
             # The peer's answer breaks the format, not this node's request.
             raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error

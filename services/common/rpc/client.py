@@ -38,29 +38,24 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
-from heterorl.common.wire.common_messages import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
+from heterorl.common.wire.common_messages import contract_to_pb, series_to_pb, to_message, to_value
 from heterorl.common.wire.policy_messages import frame_checksum, grant_from_pb, publish_to_pb
 from heterorl.common.wire.rollout_messages import (
+    REASONS,
+    RETURN_REASONS,
     evaluation_from_pb,
-    group_id_to_pb,
     outcomes_from_pb,
     pushes_to_pb,
     queued_from_pb,
-    reason_to_pb,
     rejections_to_pb,
     results_to_pb,
-    return_reason_to_pb,
-    sets_to_pb,
-    work_grant_from_pb,
 )
 from heterorl.common.wire.run_messages import (
-    canary_to_pb,
     commands_from_pb,
     heartbeat_to_pb,
     register_answer_from_pb,
     registration_to_pb,
     status_from_pb,
-    verdict_from_pb,
 )
 from heterorl.common.wire.sample_messages import (
     evaluation_to_pb,
@@ -70,7 +65,7 @@ from heterorl.common.wire.sample_messages import (
     sample_from_pb,
 )
 from heterorl.common.wire.sealed_groups import sealed
-from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import common_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0
 """Deadline of a push of evaluations; one of groups has the time of its bytes on top."""
@@ -116,7 +111,8 @@ class CoordinatorClient(WeightCalls):
         return grant_from_pb(await self._call("AcquireLease", request))
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=progress_to_pb(progress))
+        stated = None if progress is None else to_message(common_pb2.LearnerProgress, progress)
+        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=stated)
         return grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:
@@ -131,9 +127,9 @@ class CoordinatorClient(WeightCalls):
     ) -> None:
         request = rollout_pb2.AbandonGroupsRequest(
             epoch=epoch,
-            ids=[group_id_to_pb(group_id) for group_id in ids],
+            ids=[to_message(common_pb2.GroupId, group_id) for group_id in ids],
             reason=peer_words(reason),
-            counted_as=reason_to_pb(counted_as),
+            counted_as=REASONS[counted_as],
         )
         await self._call("AbandonGroups", request)
 
@@ -230,17 +226,18 @@ class CoordinatorClient(WeightCalls):
             max_groups=max_groups,
             policy_version=policy_version,
             request_id=request_id or secrets.token_hex(8),
-            sets=sets_to_pb(sets),
+            sets=[to_message(evaluation_pb2.EvaluationSet, each) for each in sets],
         )
-        return work_grant_from_pb(await self._call("LeaseWork", request))
+        return to_value(WorkGrant, await self._call("LeaseWork", request))
 
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
+        number = None if reason is None else RETURN_REASONS[reason]
         for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
             some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
             request = rollout_pb2.AbandonWorkRequest(
-                site=site, incarnation=incarnation, assignments=list(some), reason=return_reason_to_pb(reason)
+                site=site, incarnation=incarnation, assignments=list(some), reason=number
             )
             await self._call("AbandonWork", request)
 
@@ -288,7 +285,9 @@ class CoordinatorClient(WeightCalls):
     ) -> AsyncIterator[QueuedGroup]:
 
         async def requests() -> AsyncIterator[rollout_pb2.StreamGroupsRequest]:
-            yield rollout_pb2.StreamGroupsRequest(epoch=epoch, held=[group_id_to_pb(group_id) for group_id in held])
+            yield rollout_pb2.StreamGroupsRequest(
+                epoch=epoch, held=[to_message(common_pb2.GroupId, group_id) for group_id in held]
+            )
             async for credit in credits:
                 yield rollout_pb2.StreamGroupsRequest(epoch=epoch, credits=credit)
 
@@ -309,7 +308,8 @@ class CoordinatorClient(WeightCalls):
         return commands_from_pb(await self._call("Heartbeat", request))
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        return verdict_from_pb(await self._call("ReportCanary", canary_to_pb(report)))
+        request = to_message(run_pb2.ReportCanaryRequest, report)
+        return to_value(CanaryVerdict, await self._call("ReportCanary", request))
 
     async def push_sampler_metrics(self, *, site: SiteId, series: Sequence[Series]) -> bool:
         """Send this sampler's metrics once; returns whether the coordinator keeps them."""
@@ -322,7 +322,7 @@ class CoordinatorClient(WeightCalls):
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         request = run_pb2.ListStepsRequest(after_step=after_step, limit=limit)
         answer = await self._call("ListSteps", request)
-        return tuple(report_from_pb(report) for report in answer.reports)
+        return tuple(to_value(StepReport, report) for report in answer.reports)
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         await self._call("Drain", run_pb2.DrainRequest(reason=reason, epoch=epoch))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Contract
-from heterorl.common.wire.common_messages import contract_from_pb, contract_to_pb, to_message, to_value
+from heterorl.common.wire.common_messages import contract_to_pb, to_message, to_value
 from heterorl.v1 import backup_pb2, diagnosis_pb2
 
 OVERHEAD_BYTES = 4096
@@ -58,8 +58,7 @@ def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.
 
 def diagnosis_from_pb(message: diagnosis_pb2.DiagnoseResponse) -> Diagnosis:
     """Message -> diagnosis."""
-    contract = contract_from_pb(message.contract) if message.HasField("contract") else None
-    return to_value(Diagnosis, message, server_time=message.server_time_s, contract=contract)
+    return to_value(Diagnosis, message, server_time=message.server_time_s)
 
 
 BACKUP_TIMEOUT_S = 3600.0

@@ -3,83 +3,188 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
-from collections.abc import Container, Iterable, Sequence
+import typing
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 import blake3
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import (
     NO_LORA,
-    CompletionNumbers,
     Contract,
     Digest,
     LearnerPhase,
     LearnerProgress,
-    LogprobMode,
     LoraSettings,
-    PartMean,
-    SamplingSemantics,
     Series,
-    SiteTokens,
-    SourceReport,
-    StepReport,
-    StepTimes,
+    SiteId,
+    digest_field,
 )
-from heterorl.v1 import common_pb2, metrics_pb2
+from heterorl.common.types.evaluation import EvaluationDraws
+from heterorl.common.types.policy import PayloadRef
+from heterorl.common.types.rollout import GroupId
+from heterorl.v1 import common_pb2, evaluation_pb2, metrics_pb2, policy_pb2
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 MAX_RUN_ID = 256
 ValueT = TypeVar("ValueT")
+EnumT = TypeVar("EnumT", bound=enum.Enum)
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
-    """A dataclass's message: fields of one name copied, others from `changed`.
+_READERS: dict[type, Callable[[Any], Any]] = {}
 
-    None leaves a field unset. Raises ValueError: a defect: the message lacks a field of the value, and `without` does
-    not name it.
+
+def reads(kind: type[ValueT]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Let a function read each message of this kind inside another one, because it checks or changes what came.
+
+    All such functions are in this module, so that no process reads such a message without them.
+    """
+
+    def registered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        _READERS[kind] = read
+        return read
+
+    return registered
+
+
+def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
+    """A dataclass's message: fields of one name converted, others from `changed`.
+
+    A dataclass inside becomes a message too, a member of an enumeration its number. None leaves a field unset. Raises
+    ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
     """
     names = [name for name in _names(type(value)) if name not in changed and name not in without]
-    return kind(**{name: getattr(value, name) for name in names}, **changed)
+    return kind(**{name: _written(kind.DESCRIPTOR, name, getattr(value, name)) for name in names}, **changed)
 
 
 def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
-    """A message's dataclass: fields of one name copied, others from `changed`.
+    """A message's dataclass: fields of one name converted, others from `changed`.
 
-    A repeated field becomes a tuple, an unset optional one None. The caller checks foreign values and passes them
-    in `changed`.
+    A repeated field becomes a tuple, an unset optional one None. Messages inside are read by the function of `reads`,
+    else in this way. Other foreign values are checked by the caller, who passes them in `changed`. A number that no
+    member of an enumeration has becomes None where the dataclass allows it.
 
     Raises:
+        InvalidRequest: such a number, where there must be a member.
         KeyError: the message has no such field.
-        TypeError: a defect: the field holds a message, and `changed` does not set it.
     """
     copied = [name for name in _names(kind) if name not in changed]
-    return kind(**{name: _read(message, name) for name in copied}, **changed)
+    return kind(**{name: _read(kind, message, name) for name in copied}, **changed)
 
 
 def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _read(message: Message, name: str) -> Any:
-    if _is_optional(message.DESCRIPTOR, name) and not message.HasField(name):
-        return None
-    value = getattr(message, name)
-    return value if isinstance(value, int | float | str | bytes) else tuple(value)
+def _written(descriptor: Descriptor, name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list) and _is_nested(descriptor, name):
+        return [_written(descriptor, name, entry) for entry in value]
+    if isinstance(value, enum.Enum):
+        return numbers_of(type(value), descriptor.fields_by_name[name].enum_type)[value]
+    if dataclasses.is_dataclass(value):
+        return to_message(GetMessageClass(descriptor.fields_by_name[name].message_type), value)
+    return value
 
 
 @functools.cache
-def _is_optional(descriptor: Descriptor, name: str) -> bool:
+def _is_nested(descriptor: Descriptor, name: str) -> bool:
+    field = descriptor.fields_by_name.get(name)
+    return field is not None and (field.message_type is not None or field.enum_type is not None)
+
+
+@functools.cache
+def numbers_of(kind: type[EnumT], descriptor: EnumDescriptor) -> dict[EnumT, Any]:
+    """The number of each member; its name is the member's behind the name of the enumeration."""
+    prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {member: descriptor.values_by_name[f"{prefix}{member.name}"].number for member in kind}
+
+
+@functools.cache
+def members_of(kind: type[EnumT], descriptor: EnumDescriptor) -> dict[int, EnumT]:
+    """The member of each number; numbers of newer programs have none."""
+    return {number: member for member, number in numbers_of(kind, descriptor).items()}
+
+
+def _read(kind: type, message: Message, name: str) -> Any:
+    has_none, read = _reader(kind, message.DESCRIPTOR, name)
+    if has_none and not message.HasField(name):
+        return None
+    value = getattr(message, name)
+    if isinstance(value, int | float | str | bytes | Message):
+        return value if read is None else read(value)
+    return tuple(value) if read is None else tuple(map(read, value))
+
+
+@functools.cache
+def _reader(kind: type, descriptor: Descriptor, name: str) -> tuple[bool, Callable[[Any], Any] | None]:
+    """Whether an unset field is None, and what reads one of its values; None: it is taken as it is."""
     field = descriptor.fields_by_name[name]
-    if field.message_type is not None:
-        raise TypeError(f"{descriptor.full_name}.{name} holds messages, which have a conversion of their own")
-    return field.has_presence
+    if field.message_type is None and field.enum_type is None:
+        return field.has_presence, None
+    parts = set(_parts(typing.get_type_hints(kind)[name]))
+    may_lack = NoneType in parts
+    (part,) = parts - {NoneType}
+    if field.enum_type is None:
+        return field.has_presence and may_lack, _READERS.get(part) or functools.partial(to_value, part)
+    members = members_of(part, field.enum_type)
+
+    def member(number: int) -> enum.Enum | None:
+        if number not in members and not may_lack:
+            raise InvalidRequest(f"{descriptor.name}.{name}: {number} is no {part.__name__} that this release knows")
+        return members.get(number)
+
+    return field.has_presence and may_lack, member
+
+
+def _parts(hint: Any) -> Iterator[type]:
+    """The types inside a type: SiteStatus of tuple[SiteStatus, ...]."""
+    arguments = [entry for entry in typing.get_args(hint) if entry is not ...]
+    if not arguments:
+        yield hint
+    for argument in arguments:
+        yield from _parts(argument)
+
+
+@reads(GroupId)
+def group_id_from_pb(message: common_pb2.GroupId) -> GroupId:
+    return GroupId(
+        site=SiteId(message.site), incarnation=message.incarnation, sequence=min(message.sequence, MAX_INT64)
+    )
+
+
+@reads(PayloadRef)
+def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
+    """Convert a payload's reference; raises InvalidRequest for a bad field."""
+    if message.num_bytes > MAX_INT64:
+        raise InvalidRequest(f"payload.num_bytes: {message.num_bytes} is beyond any file")
+    # The only place where a payload's name enters; it becomes a file name.
+    return to_value(PayloadRef, message, digest=digest_field("payload.digest", message.digest))
+
+
+@reads(EvaluationDraws)
+def draws_from_pb(message: evaluation_pb2.EvaluationDraws) -> EvaluationDraws:
+    """Convert draws; raises InvalidRequest if a number is out of bounds."""
+    value = to_value(EvaluationDraws, message)
+    is_sound = (
+        0 <= value.temperature < math.inf
+        and 0 < value.top_p <= 1
+        and value.num_samples
+        and value.max_new_tokens
+        and math.isfinite(value.pass_reward)
+    )
+    if not is_sound:
+        raise InvalidRequest(f"draws: {value} cannot be drawn")
+    return value
 
 
 def bytes_digest(data: bytes) -> Digest:
@@ -97,16 +202,10 @@ def contract_from_bytes(data: bytes) -> Contract:
     return contract_from_pb(common_pb2.Contract.FromString(data))
 
 
-_MODE = {mode: common_pb2.LogprobMode.Value(f"LOGPROB_MODE_{mode.name}") for mode in LogprobMode}
-_MODE_OF = {pb: value for value, pb in _MODE.items()}
-
-
 def contract_to_pb(value: Contract) -> common_pb2.Contract:
-    sampling = to_message(common_pb2.SamplingSemantics, value.sampling, logprob_mode=_MODE[value.sampling.logprob_mode])
     return to_message(
         common_pb2.Contract,
         value,
-        sampling=sampling,
         # Absent where there are no adapters.
         lora=to_message(common_pb2.LoraSettings, value.lora) if value.lora.rank else None,
         # A single token goes into the old field, so earlier programs read equal bytes. They see none of several, so
@@ -116,78 +215,29 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
     )
 
 
+@reads(Contract)
 def contract_from_pb(message: common_pb2.Contract) -> Contract:
     """Convert a contract; an earlier program's lacks adapters, turns, several end tokens.
 
     Raises InvalidRequest if the log-prob mode is not stated, or a duration is not finite.
     """
-    mode = _MODE_OF.get(message.sampling.logprob_mode)
-    if mode is None:
-        raise InvalidRequest("contract.sampling.logprob_mode: not stated")
     if not 0 <= message.trajectory_s < math.inf:
         raise InvalidRequest(f"contract.trajectory_s: {message.trajectory_s} is not a number of seconds")
     only = [message.eos_token_id] if message.HasField("eos_token_id") else []
     return to_value(
         Contract,
         message,
-        sampling=to_value(SamplingSemantics, message.sampling, logprob_mode=mode),
         lora=to_value(LoraSettings, message.lora) if message.lora.rank else NO_LORA,
         end_token_ids=tuple(sorted({*message.end_token_ids, *only})),
         max_turns=max(1, message.max_turns),
     )
 
 
-def report_to_pb(value: StepReport) -> common_pb2.StepReport:
-    completions = value.completions
-    return to_message(
-        common_pb2.StepReport,
-        value,
-        completions=None
-        if completions is None
-        else to_message(
-            common_pb2.CompletionNumbers,
-            completions,
-            reward_parts=[to_message(common_pb2.PartMean, part) for part in completions.reward_parts],
-            sites=[to_message(common_pb2.SiteTokens, site) for site in completions.sites],
-            endings=[to_message(common_pb2.PartMean, part) for part in completions.endings],
-        ),
-        times=None if value.times is None else to_message(common_pb2.StepTimes, value.times),
-        sources=[to_message(common_pb2.SourceReport, source) for source in value.sources],
-    )
-
-
-def report_from_pb(message: common_pb2.StepReport) -> StepReport:
-    return to_value(
-        StepReport,
-        message,
-        completions=_completions_from_pb(message.completions) if message.HasField("completions") else None,
-        times=to_value(StepTimes, message.times) if message.HasField("times") else None,
-        sources=tuple(to_value(SourceReport, source) for source in message.sources),
-    )
-
-
-def _completions_from_pb(message: common_pb2.CompletionNumbers) -> CompletionNumbers:
-    return to_value(
-        CompletionNumbers,
-        message,
-        reward_parts=tuple(to_value(PartMean, part) for part in message.reward_parts),
-        sites=tuple(to_value(SiteTokens, site) for site in message.sites),
-        endings=tuple(to_value(PartMean, part) for part in message.endings),
-    )
-
-
-_PHASE = {phase: common_pb2.LearnerPhase.Value(f"LEARNER_PHASE_{phase.name}") for phase in LearnerPhase}
-_PHASE_OF = {pb: phase for phase, pb in _PHASE.items()}
-
-
-def progress_to_pb(value: LearnerProgress | None) -> common_pb2.LearnerProgress | None:
-    return None if value is None else to_message(common_pb2.LearnerProgress, value, phase=_PHASE[value.phase])
-
-
+@reads(LearnerProgress)
 def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | None:
     """Convert a learner's progress; None for a phase of a newer program."""
-    phase = _PHASE_OF.get(message.phase)
-    return None if phase is None else to_value(LearnerProgress, message, phase=phase)
+    phases = members_of(LearnerPhase, common_pb2.LearnerPhase.DESCRIPTOR)
+    return to_value(LearnerProgress, message) if message.phase in phases else None
 
 
 def series_to_pb(series: Sequence[Series]) -> list[metrics_pb2.MetricSeries]:

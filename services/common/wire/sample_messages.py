@@ -30,7 +30,6 @@ from heterorl.common.types.sample import (
     SampleSummary,
 )
 from heterorl.common.wire.common_messages import MAX_INT32, to_message, to_value
-from heterorl.common.wire.rollout_messages import group_id_from_pb, group_id_to_pb
 from heterorl.common.wire.sealed_groups import (
     FINISH,
     FINISH_OF,
@@ -40,12 +39,12 @@ from heterorl.common.wire.sealed_groups import (
     open_group,
     read_sealed,
 )
-from heterorl.v1 import rollout_pb2, sample_pb2
+from heterorl.v1 import common_pb2, rollout_pb2, sample_pb2
 
 
 def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
     return sample_pb2.SampleNote(
-        group=group_id_to_pb(value.group),
+        group=to_message(common_pb2.GroupId, value.group),
         prompt=_text(value.prompt),
         answer=_text(value.answer),
         rollouts=[
@@ -70,7 +69,7 @@ def note_from_pb(message: sample_pb2.SampleNote) -> SampleNote:
         )
         for rollout in message.rollouts
     )
-    return to_value(SampleNote, message, group=group_id_from_pb(message.group), rollouts=rollouts)
+    return to_value(SampleNote, message, rollouts=rollouts)
 
 
 def note_to_bytes(value: SampleNote) -> bytes:
@@ -145,10 +144,6 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_KIND = {kind: sample_pb2.SampleKind.Value(f"SAMPLE_KIND_{kind.name}") for kind in SampleKind}
-_KIND_OF = {pb: value for value, pb in _KIND.items()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """A list's numbers of a sample's completions.
@@ -209,32 +204,8 @@ def _outline(rewards: list[float], *, num_truncated: int, num_lost: int, num_tok
     )
 
 
-def kind_to_pb(value: SampleKind | None) -> sample_pb2.SampleKind.ValueType:
-    """Convert a kind; None is any."""
-    return sample_pb2.SAMPLE_KIND_UNSPECIFIED if value is None else _KIND[value]
-
-
-def kind_from_pb(message: sample_pb2.SampleKind.ValueType) -> SampleKind | None:
-    """Convert a kind; None if unstated or newer than this program."""
-    return _KIND_OF.get(message)
-
-
-def summary_to_pb(value: SampleSummary) -> sample_pb2.SampleSummary:
-    group = None if value.group is None else group_id_to_pb(value.group)
-    return to_message(sample_pb2.SampleSummary, value, kind=_KIND[value.kind], group=group)
-
-
-def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
-    """Convert a line of a list; raises InvalidRequest for an unknown kind."""
-    kind = _KIND_OF.get(message.kind)
-    if kind is None:
-        raise InvalidRequest(f"summary.kind: {message.kind} is not a kind")
-    group = group_id_from_pb(message.group) if message.HasField("group") else None
-    return to_value(SampleSummary, message, kind=kind, group=group)
-
-
 def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
-    message = sample_pb2.GetSampleResponse(summary=summary_to_pb(value.summary))
+    message = sample_pb2.GetSampleResponse(summary=to_message(sample_pb2.SampleSummary, value.summary))
     if value.summary.kind is SampleKind.EVALUATION:
         message.evaluation.MergeFromString(value.content)
         return message
@@ -246,7 +217,7 @@ def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
 
 def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
     """Convert a sample; raises InvalidRequest for a newer program's enum value."""
-    summary = summary_from_pb(message.summary)
+    summary = to_value(SampleSummary, message.summary)
     if message.HasField("evaluation"):
         evaluation = evaluation_from_pb(message.evaluation)
         return Sample(summary=summary, prompt=evaluation.prompt, answer=evaluation.answer, rollouts=evaluation.rollouts)
@@ -294,17 +265,16 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
 
 
 def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.ListSamplesRequest:
-    request = to_message(sample_pb2.ListSamplesRequest, wanted, kind=kind_to_pb(wanted.kind))
+    request = to_message(sample_pb2.ListSamplesRequest, wanted)
     request.MergeFrom(to_message(sample_pb2.ListSamplesRequest, page))
     return request
 
 
 def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[SampleFilter, SamplePage]:
     """Convert a request of a list; raises InvalidRequest for bad fields."""
-    kind = kind_from_pb(message.kind)
-    if kind is None and message.kind:
+    wanted = to_value(SampleFilter, message)
+    if wanted.kind is None and message.kind:
         raise InvalidRequest(f"kind: {message.kind} is not a kind")
-    wanted = to_value(SampleFilter, message, kind=kind)
     for name in ("min_reward", "max_reward"):
         if math.isnan(getattr(wanted, name) or 0.0):
             raise InvalidRequest(f"{name}: not a number")
@@ -321,18 +291,12 @@ def check_limit(limit: int) -> None:
 def list_to_pb(value: SampleList) -> sample_pb2.ListSamplesResponse:
     rest = value.next_page
     looked_up_to = None if rest is None else rest.after if rest.is_oldest_first else rest.before
-    return to_message(
-        sample_pb2.ListSamplesResponse,
-        value,
-        without={"next_page"},
-        samples=[summary_to_pb(summary) for summary in value.samples],
-        looked_up_to=looked_up_to,
-    )
+    return to_message(sample_pb2.ListSamplesResponse, value, without={"next_page"}, looked_up_to=looked_up_to)
 
 
 def list_from_pb(message: sample_pb2.ListSamplesResponse, page: SamplePage) -> SampleList:
     following = next_page(page, message.looked_up_to) if message.HasField("looked_up_to") else None
-    return to_value(SampleList, message, samples=tuple(map(summary_from_pb, message.samples)), next_page=following)
+    return to_value(SampleList, message, next_page=following)
 
 
 def next_page(page: SamplePage, looked_up_to: int) -> SamplePage:

@@ -17,8 +17,7 @@ from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
-from heterorl.common.wire.common_messages import MAX_INT64, bytes_digest
-from heterorl.common.wire.rollout_messages import group_id_from_pb
+from heterorl.common.wire.common_messages import MAX_INT64, bytes_digest, group_id_from_pb
 from heterorl.common.wire.sealed_groups import FINISH_OF, GroupMessage, canonical, columns_of, group_message, sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, work_assignments

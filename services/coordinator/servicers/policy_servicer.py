@@ -11,8 +11,8 @@ from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import digest_field
 from heterorl.common.weights.payload import FRAME_BYTES
-from heterorl.common.wire.common_messages import contract_from_pb, progress_from_pb
-from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, plan_to_pb, publish_from_pb, renewal_to_pb
+from heterorl.common.wire.common_messages import contract_from_pb, progress_from_pb, to_message
+from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, publish_from_pb, renewal_to_pb
 from heterorl.coordinator.learner_lease import LearnerLease
 from heterorl.coordinator.policy_column import PolicyColumn
 from heterorl.v1 import policy_pb2, policy_pb2_grpc
@@ -143,7 +143,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             object_bytes=request.object_bytes,
             variant=request.variant,
         )
-        answer = plan_to_pb(plan)
+        answer = to_message(policy_pb2.PlanPullResponse, plan)
         answer.urls.extend(await self._policy.payload_urls(plan))
         return answer
 

@@ -21,18 +21,16 @@ from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract, Digest, SiteId
-from heterorl.common.types.rollout import DropReason, PushOutcome
+from heterorl.common.types.evaluation import EvaluationSet
+from heterorl.common.types.rollout import DropReason, PushOutcome, Rejection
+from heterorl.common.wire.common_messages import group_id_from_pb, to_message, to_value
 from heterorl.common.wire.rollout_messages import (
+    REASON_OF,
+    RETURN_REASON_OF,
     evaluation_to_pb,
-    group_id_from_pb,
     leased_to_pb,
     outcomes_to_pb,
-    reason_from_pb,
-    rejections_from_pb,
     results_from_pb,
-    return_reason_from_pb,
-    sets_from_pb,
-    work_grant_to_pb,
 )
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.evaluation_column import EvaluationColumn
@@ -184,9 +182,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_groups=request.max_groups,
             policy_version=request.policy_version,
             request_id=request.request_id,
-            sets=sets_from_pb(request.sets),
+            sets=tuple(to_value(EvaluationSet, each) for each in request.sets),
         )
-        return work_grant_to_pb(grant)
+        return to_message(rollout_pb2.LeaseWorkResponse, grant)
 
     async def AbandonWork(
         self, request: rollout_pb2.AbandonWorkRequest, context: Context
@@ -195,7 +193,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             site=SiteId(request.site),
             incarnation=request.incarnation,
             assignments=list(request.assignments),
-            reason=return_reason_from_pb(request.reason),
+            reason=RETURN_REASON_OF.get(request.reason),
         )
         return rollout_pb2.AbandonWorkResponse()
 
@@ -237,14 +235,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.AbandonGroupsResponse:
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
         # An earlier learner states no account, a later one perhaps an unknown one.
-        counted_as = reason_from_pb(request.counted_as) or DropReason.LEARNER_ABANDONED
+        counted_as = REASON_OF.get(request.counted_as, DropReason.LEARNER_ABANDONED)
         await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason, counted_as=counted_as)
         return rollout_pb2.AbandonGroupsResponse()
 
     async def RejectGroups(
         self, request: rollout_pb2.RejectGroupsRequest, context: Context
     ) -> rollout_pb2.RejectGroupsResponse:
-        await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
+        rejections = [to_value(Rejection, entry) for entry in request.rejections]
+        await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections)
         return rollout_pb2.RejectGroupsResponse()
 
 

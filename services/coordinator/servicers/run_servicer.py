@@ -14,17 +14,9 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.types.run import parse_facts
-from heterorl.common.wire.common_messages import report_to_pb, series_from_pb, to_message
-from heterorl.common.wire.run_messages import (
-    canary_from_pb,
-    commands_to_pb,
-    heartbeat_from_pb,
-    register_answer_to_pb,
-    registration_from_pb,
-    status_to_pb,
-    verdict_to_pb,
-)
+from heterorl.common.types.run import CanaryReport, parse_facts
+from heterorl.common.wire.common_messages import series_from_pb, to_message, to_value
+from heterorl.common.wire.run_messages import commands_to_pb, heartbeat_from_pb, registration_from_pb, status_to_pb
 from heterorl.common.wire.sample_messages import (
     evaluation_from_pb,
     list_request_from_pb,
@@ -43,6 +35,7 @@ from heterorl.coordinator.versions.lineage import read_statement
 from heterorl.v1 import (
     backup_pb2,
     backup_pb2_grpc,
+    common_pb2,
     diagnosis_pb2,
     diagnosis_pb2_grpc,
     metrics_pb2,
@@ -63,7 +56,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._run = run
 
     async def Register(self, request: run_pb2.RegisterRequest, context: Context) -> run_pb2.RegisterResponse:
-        return register_answer_to_pb(await self._run.register(registration_from_pb(request)))
+        answer = await self._run.register(registration_from_pb(request))
+        return to_message(run_pb2.RegisterResponse, answer)
 
     async def Heartbeat(self, request: run_pb2.HeartbeatRequest, context: Context) -> run_pb2.HeartbeatResponse:
         return commands_to_pb(await self._run.heartbeat(heartbeat_from_pb(request)))
@@ -71,14 +65,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def ReportCanary(
         self, request: run_pb2.ReportCanaryRequest, context: Context
     ) -> run_pb2.ReportCanaryResponse:
-        return verdict_to_pb(await self._run.report_canary(canary_from_pb(request)))
+        verdict = await self._run.report_canary(to_value(CanaryReport, request))
+        return to_message(run_pb2.ReportCanaryResponse, verdict)
 
     async def GetStatus(self, request: run_pb2.GetStatusRequest, context: Context) -> run_pb2.GetStatusResponse:
         return status_to_pb(await self._run.get_status())
 
     async def ListSteps(self, request: run_pb2.ListStepsRequest, context: Context) -> run_pb2.ListStepsResponse:
         reports = await self._run.list_steps(after_step=request.after_step, limit=request.limit)
-        return run_pb2.ListStepsResponse(reports=[report_to_pb(report) for report in reports])
+        return run_pb2.ListStepsResponse(reports=[to_message(common_pb2.StepReport, report) for report in reports])
 
     async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
         await self._run.drain(reason=request.reason, epoch=request.epoch if request.HasField("epoch") else None)

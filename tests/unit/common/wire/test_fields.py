@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 
+from heterorl.common.errors import InvalidRequest
 from heterorl.common.rpc.maintenance import Backup, Diagnosis, diagnosis_from_pb, diagnosis_to_pb
 from heterorl.common.types.common import Series
-from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.run import CanaryVerdict, RunStatus
+from heterorl.common.types.policy import LeaseGrant, PullPlan
+from heterorl.common.types.rollout import PushOutcome, PushStatus, Rejection, WorkGrant
+from heterorl.common.types.run import CanaryVerdict
 from heterorl.common.wire.common_messages import to_message, to_value
 from heterorl.common.wire.policy_messages import grant_from_pb, grant_to_pb, renewal_to_pb
-from heterorl.v1 import backup_pb2, metrics_pb2, run_pb2
+from heterorl.v1 import backup_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2
 
 GRANT = LeaseGrant(epoch=3, holder="a", ttl_s=9.0, head_version=7, max_staleness_versions=4, masks_stale=True)
 
@@ -34,9 +36,26 @@ def test_a_field_that_the_message_lacks_is_an_error():
     )
 
 
-def test_messages_in_a_message_are_converted_or_an_error():
-    with pytest.raises(TypeError, match="GetStatusResponse.sites holds messages"):
-        to_value(RunStatus, run_pb2.GetStatusResponse(), ledger=None)
+def test_messages_in_a_message_are_read_by_the_function_that_checks_them():
+    plan = policy_pb2.PlanPullResponse(kind="PLAN_KIND_CHAIN", payloads=[policy_pb2.PayloadRef(digest="../x")])
+    grant = rollout_pb2.LeaseWorkResponse(evaluation=evaluation_pb2.EvaluationSpec())
+
+    with pytest.raises(InvalidRequest, match="payload.digest"):
+        to_value(PullPlan, plan)
+    with pytest.raises(InvalidRequest, match="draws"):
+        to_value(WorkGrant, grant)
+    assert to_value(PushOutcome, rollout_pb2.GroupOutcome(reason=99), status=PushStatus.RETRY).reason is None
+
+
+def test_a_number_of_a_newer_enumeration_is_refused_where_one_is_needed():
+    payload = policy_pb2.PayloadRef(digest="0" * 64)
+
+    with pytest.raises(InvalidRequest, match=r"PayloadRef\.kind: 0 is no PayloadKind"):
+        to_value(PullPlan, policy_pb2.PlanPullResponse(kind="PLAN_KIND_CHAIN", payloads=[payload]))
+    with pytest.raises(InvalidRequest, match="PlanPullResponse.kind: 99 is no PlanKind"):
+        to_value(PullPlan, policy_pb2.PlanPullResponse(kind=99))
+    with pytest.raises(InvalidRequest, match=r"Rejection\.reason: 0 is no DropReason"):
+        to_value(Rejection, rollout_pb2.Rejection())
 
 
 def test_an_optional_field_is_none_only_where_it_is_unset():

@@ -15,14 +15,20 @@ from typing import Any
 
 import grpc.aio
 
-from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
-from heterorl.common.identity.spiffe import Identity, Refusal, RefusalReason, certificate_of, identify, refuse_node
+from heterorl.common.errors import QuotaExceeded, RemoteError
+from heterorl.common.identity.spiffe import (
+    Identity,
+    Refusal,
+    RefusalReason,
+    certificate_of,
+    identify,
+    refuse_node,
+    refused,
+)
 from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
 from heterorl.common.rpc.server_limits import Caller, MemoryQuota, Reservation
 
-EXPIRED_RETRY_S = 5.0
 RETRY_AFTER_S = 1.0
-_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE})
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -77,13 +83,13 @@ class NodeAdmission:
             return Node(name="local")
         identity = identify(auth)
         if isinstance(identity, Refusal):
-            raise _refused(identity)
+            raise refused(identity)
         node = Node(name=f"{identity.role} {identity.site}", identity=identity, certificate=certificate_of(auth))
         self.recheck(node)
         refusal = refuse_node(own, identity)
         is_forgiven = is_probe and identity.run == own.run
         if refusal is not None and not is_forgiven:
-            raise _refused(refusal)
+            raise refused(refusal)
         return node
 
     def recheck(self, node: Node) -> None:
@@ -91,12 +97,9 @@ class NodeAdmission:
         Raises Unauthenticated: the certificate was revoked or has expired."""
         if node.identity is None:
             return
-        refusal = node.identity.refuse_at(self._wall_time())
-        if refusal is None and node.identity.serial in self._revoked:
-            message = f"certificate {node.identity.serial:x} is revoked"
-            refusal = Refusal(reason=RefusalReason.REVOKED, message=message)
+        refusal = node.identity.refuse_at(self._wall_time(), revoked=self._revoked)
         if refusal is not None:
-            raise _refused(refusal)
+            raise refused(refusal)
 
     @contextlib.contextmanager
     def place(self, node: Node) -> Iterator[None]:
@@ -128,11 +131,3 @@ class NodeAdmission:
             room.close()
             raise
         return room, message
-
-
-def _refused(refusal: Refusal) -> RemoteError:
-    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
-    if refusal.reason in _FORBIDDEN:
-        return PermissionDenied(refusal.message)
-    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
-    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)

@@ -10,12 +10,15 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
+
+from heterorl.common.errors import PermissionDenied, Unauthenticated
+from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
 """A run or a site."""
@@ -71,12 +74,28 @@ class Identity:
     def uri(self) -> str:
         return spiffe_uri(run=self.run, site=self.site, role=self.role)
 
-    def refuse_at(self, now: float) -> Refusal | None:
-        """Refuse outside the certificate's lifetime; `now` in seconds since the epoch."""
+    def refuse_at(self, now: float, *, revoked: Container[int] = ()) -> Refusal | None:
+        """Refuse outside the certificate's lifetime, and a revoked one; `now` in seconds since the epoch."""
         if self.not_before <= now <= self.not_after:
+            if self.serial in revoked:
+                return Refusal(reason=RefusalReason.REVOKED, message=f"certificate {self.serial:x} is revoked")
             return None
         when = "is not valid yet" if now < self.not_before else "has expired"
         return Refusal(reason=RefusalReason.EXPIRED, message=f"the certificate of {self.uri} {when}")
+
+
+EXPIRED_RETRY_S = 5.0
+_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
+
+
+def refused(refusal: Refusal) -> Unauthenticated | PermissionDenied:
+    """The error of a refusal, which is counted."""
+    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
+    if refusal.reason in _FORBIDDEN:
+        return PermissionDenied(refusal.message)
+    # An expired certificate is replaced while the node runs, so it is worth asking again.
+    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
+    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from heterorl.common.errors import PermissionDenied, Unauthenticated
 from heterorl.common.identity.spiffe import (
     NODE_KEY,
     Identity,
@@ -22,6 +21,7 @@ from heterorl.common.identity.spiffe import (
     Role,
     carried,
     identify,
+    refused,
 )
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
@@ -140,10 +140,6 @@ def _at(value: object, path: Sequence[str]) -> object:
     return value
 
 
-EXPIRED_RETRY_S = 5.0
-_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
-
-
 class CallAuthorizer:
     """Authorizes calls of one run.
 
@@ -181,7 +177,7 @@ class CallAuthorizer:
             if shown:
                 peer = carried(peer, shown, self._authorities())
         if isinstance(peer, Refusal):
-            raise _refused(peer)
+            raise refused(peer)
         self._note(peer, is_admitted=False)
         self.recheck(peer)
         self._note(peer, is_admitted=True)
@@ -194,11 +190,8 @@ class CallAuthorizer:
         if isinstance(peer, LocalPeer):
             return
         for each in (peer, peer.through):
-            if each is None:
-                continue
-            _raise(each.refuse_at(self._wall_time()))
-            if each.serial in self._revoked:
-                _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {each.serial:x} is revoked"))
+            if each is not None:
+                _raise(each.refuse_at(self._wall_time(), revoked=self._revoked))
 
     def revoked_sites(self) -> dict[str, int]:
         """Sampler sites whose newest certificate is revoked, with its serial."""
@@ -215,13 +208,4 @@ class CallAuthorizer:
 
 def _raise(refusal: Refusal | None) -> None:
     if refusal is not None:
-        raise _refused(refusal)
-
-
-def _refused(refusal: Refusal) -> Unauthenticated | PermissionDenied:
-    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
-    if refusal.reason in _FORBIDDEN:
-        return PermissionDenied(refusal.message)
-    # An expired certificate is replaced while the node runs, so it is worth asking again.
-    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
-    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)
+        raise refused(refusal)

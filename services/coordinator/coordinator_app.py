@@ -10,11 +10,10 @@ import asyncio
 import logging
 import signal
 import sys
-from pathlib import Path
 
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.process.files import replacing
+from heterorl.common.process.files import announce
 from heterorl.common.rpc import server_limits
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -135,7 +134,7 @@ async def _serve(
         await run_metrics.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
         metrics_port = page.serve()
-        await asyncio.to_thread(_announce, config, port)
+        await asyncio.to_thread(announce, config.data_dir, config.listen, port, service="coordinator")
         _LOG.info("the coordinator of run %s listens on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
@@ -168,18 +167,6 @@ def _take_descriptors(wanted: int) -> int:
             limit, calls, wanted, server_limits.needed_for(wanted),
         )  # fmt: skip
     return calls
-
-
-def _announce(config: CoordinatorConfig, port: int) -> None:
-    """Write host:port to data_dir/address, for port 0."""
-    host = config.listen.rpartition(":")[0]
-    path = Path(config.data_dir) / "address"
-    try:
-        with replacing(path, is_durable=False) as file:
-            file.write(f"{host}:{port}\n".encode("ascii"))
-    except OSError as error:
-        # The file is a convenience: the coordinator serves without it.
-        _LOG.warning("file %s is not written, the coordinator serves without it: %s", path, error)
 
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:

@@ -22,13 +22,12 @@ from pathlib import Path
 
 import grpc.aio
 
-from heterorl.common.errors import ConfigError, PortInUse
-from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
 from heterorl.common.identity.spiffe import Identity, Role, site_of
-from heterorl.common.identity.tls import check_tls
 from heterorl.common.process import metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.process.files import replacing
+from heterorl.common.process.files import announce
 from heterorl.common.process.metrics import RELAY_BYTES
 from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc import server_limits
@@ -92,7 +91,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
                 address=config.metrics_host,
                 may_move="metrics_port" not in config.model_fields_set,
             )
-            await asyncio.to_thread(_announce, config, port)
+            await asyncio.to_thread(announce, config.cache_dir, config.listen, port, service="relay")
             _LOG.info(
                 "the relay of %s listens on port %d, metrics on port %d; %d bytes are cached",
                 config.coordinator, port, metrics_port, cache.num_bytes,
@@ -115,17 +114,6 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
     finally:
         await upstream.close()
         cache.close()
-
-
-def _announce(config: RelayConfig, port: int) -> None:
-    """Write host:port to cache_dir/address, for port 0."""
-    host = config.listen.rpartition(":")[0]
-    path = Path(config.cache_dir) / "address"
-    try:
-        with replacing(path, is_durable=False) as file:
-            file.write(f"{host}:{port}\n".encode("ascii"))
-    except OSError as error:
-        _LOG.warning("file %s is not written, the relay serves without it: %s", path, error)
 
 
 class RelayServer:
@@ -163,14 +151,7 @@ class RelayServer:
     async def start(self) -> int:
         """Listen and report SERVING; returns the port.
         Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
-        check_tls(self._config.tls, key="listen", address=self._config.listen)
-        try:
-            if self._files is None:
-                port = self._grpc.add_insecure_port(self._config.listen)
-            else:
-                port = self._grpc.add_secure_port(self._config.listen, server_credentials(self._files))
-        except RuntimeError as error:
-            raise PortInUse("listen", self._config.listen) from error
+        port = add_port(self._grpc, self._config.listen, tls=self._config.tls, files=self._files)
         await self._grpc.start()
         self._router.is_serving = True
         return port

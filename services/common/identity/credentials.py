@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import grpc.aio
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.identity.spiffe import Identity, Refusal, read_identity
-from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 
 _LOG = logging.getLogger(__name__)
@@ -131,6 +132,20 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
         changed,  # type: ignore[arg-type]
         require_client_authentication=True,
     )
+
+
+def add_port(server: grpc.aio.Server, address: str, *, tls: TlsConfig, files: MaterialFiles | None) -> int:
+    """Let a server listen, in plaintext without files; returns the port.
+
+    Raises ConfigError for plaintext on a public address, PortInUse if the address is taken.
+    """
+    check_tls(tls, key="listen", address=address)
+    try:
+        if files is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, server_credentials(files))
+    except RuntimeError as error:
+        raise PortInUse("listen", address) from error
 
 
 def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from typing import IO, BinaryIO
 
 from heterorl.common.errors import DiskFull
 
+_LOG = logging.getLogger(__name__)
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE, which os.posix_fallocate does not offer."""
 SUFFIX = ".tmp"
@@ -70,6 +72,17 @@ def appearing(path: Path) -> Iterator[Path]:
             raise DiskFull(str(path.parent)) from error
         raise
     sync_directory(path.parent)
+
+
+def announce(directory: Path, listen: str, port: int, *, service: str) -> None:
+    """Write host:port to the file `address` of a directory, for port 0."""
+    path = directory / "address"
+    try:
+        with replacing(path, is_durable=False) as file:
+            file.write(f"{listen.rpartition(':')[0]}:{port}\n".encode("ascii"))
+    except OSError as error:
+        # The file is a convenience: the service runs without it.
+        _LOG.warning("file %s is not written, the %s serves without it: %s", path, service, error)
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:

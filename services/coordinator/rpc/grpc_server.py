@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from heterorl.common.errors import ConfigError, PortInUse
-from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
 from heterorl.common.identity.spiffe import Identity, Role
-from heterorl.common.identity.tls import ServerTlsConfig, check_tls
+from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.coordinator.rpc.access import CallAuthorizer
@@ -122,14 +122,7 @@ class Server:
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.
         Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
-        check_tls(self._tls, key="listen", address=address)
-        try:
-            if self._files is None:
-                port = self.grpc.add_insecure_port(address)
-            else:
-                port = self.grpc.add_secure_port(address, server_credentials(self._files))
-        except RuntimeError as error:
-            raise PortInUse("listen", address) from error
+        port = add_port(self.grpc, address, tls=self._tls, files=self._files)
         await self.grpc.start()
         await self._health.set_serving(True)
         return port

@@ -47,6 +47,7 @@ class Node:
         return Caller(self.name, is_privileged=False, is_proven=self.identity is not None)
 
 
+@dataclass(kw_only=True, eq=False)
 class NodeAdmission:
     """Admits nodes. Belongs to the event loop.
 
@@ -54,23 +55,15 @@ class NodeAdmission:
     `places_of_node` the calls of one certificate.
     """
 
-    def __init__(
-        self,
-        *,
-        own: Callable[[], Identity | None],
-        revoked: Container[int],
-        places: int,
-        places_of_node: int,
-        budget: MemoryQuota,
-        wall_time: Callable[[], float] = time.time,
-    ) -> None:
-        self._own = own
-        self._revoked = revoked
-        self._places = places
-        self._places_of_node = places_of_node
-        self._wall_time = wall_time
+    own: Callable[[], Identity | None]
+    revoked: Container[int]
+    places: int
+    places_of_node: int
+    budget: MemoryQuota
+    wall_time: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._budget = budget
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
 
@@ -78,7 +71,7 @@ class NodeAdmission:
         """Check a call by its connection.
         A health probe may have any role and site. Raises Unauthenticated: no identity; PermissionDenied: not for this
         identity."""
-        own = self._own()
+        own = self.own()
         if own is None:
             return Node(name="local")
         identity = identify(auth)
@@ -97,18 +90,18 @@ class NodeAdmission:
         Raises Unauthenticated: the certificate was revoked or has expired."""
         if node.identity is None:
             return
-        refusal = node.identity.refuse_at(self._wall_time(), revoked=self._revoked)
+        refusal = node.identity.refuse_at(self.wall_time(), revoked=self.revoked)
         if refusal is not None:
             raise refused(refusal)
 
     @contextlib.contextmanager
     def place(self, node: Node) -> Iterator[None]:
         """Hold a place for one call. Raises QuotaExceeded: none is free; retryable."""
-        if node.identity is not None and self._calls[node.name] >= self._places_of_node:
-            problem = f"{node.name} has {self._places_of_node} open calls at the relay (site_concurrent_rpcs)"
+        if node.identity is not None and self._calls[node.name] >= self.places_of_node:
+            problem = f"{node.name} has {self.places_of_node} open calls at the relay (site_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
-        if self._calls.total() >= self._places:
-            problem = f"{self._places} calls are open at the relay (max_concurrent_rpcs)"
+        if self._calls.total() >= self.places:
+            problem = f"{self.places} calls are open at the relay (max_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
         self._calls[node.name] += 1
         RELAY_CALLS.inc()
@@ -124,7 +117,7 @@ class NodeAdmission:
         """A call's next message or EOF, and its room.
         The caller closes the room. Raises QuotaExceeded: none came in time, retryable; InvalidRequest: too long for the
         method; Unauthenticated: revoked or expired."""
-        room, message = await self._budget.message(node.holder, method, context.read)
+        room, message = await self.budget.message(node.holder, method, context.read)
         try:
             self.recheck(node)
         except RemoteError:

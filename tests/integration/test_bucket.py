@@ -111,16 +111,16 @@ async def test_relay_that_found_wrong_bytes_in_the_bucket_asks_the_coordinator(
 async def test_address_that_did_not_serve_is_asked_again_when_a_plan_brings_a_new_one(run, tmp_path):
     before = served()
     async with node(run, tmp_path / "spool") as puller:
-        direct = puller._api._direct
-        plan = await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        direct = puller.api._direct
+        plan = await puller.api.plan_pull(have_version=-1, have_root="", want_version=-1)
         digest = plan.payloads[0].digest
         direct.forget(digest)
         assert direct.find(digest) is None
         pulled = await puller.pull(held=None, want_version=-1)
         assert served() == before
         # What had other bytes is not: no plan makes them right.
-        puller._api.distrust_address(digest)
-        await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        puller.api.distrust_address(digest)
+        await puller.api.plan_pull(have_version=-1, have_root="", want_version=-1)
         assert direct.find(digest) is None
     assert pulled.manifest.state_root == run.run.roots[0]
 
@@ -416,6 +416,6 @@ async def test_publication_names_only_what_the_bucket_has(bucket, prefix, run):
     for path in copies(run):
         path.unlink()
     # Listed at the start, written by this process alone: what a hand deletes meanwhile is found when it is read.
-    run.core.context.storage._sizes.clear()
+    run.core.context.storage.sizes.clear()
     with pytest.raises(PayloadMissing):
         await run.run.api.publish_version(request)

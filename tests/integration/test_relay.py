@@ -79,7 +79,7 @@ async def test_a_samplers_calls_are_its_own_behind_the_relay(run, site):
 
 async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_the_relay(run, site, monkeypatch):
     monkeypatch.setattr(server_limits, "SHORT_PATIENCE_S", 0.0)
-    site.server.admission._budget = server_limits.MemoryQuota(total_bytes=256 << 20, message_bytes=16 << 20)
+    site.server.admission.budget = server_limits.MemoryQuota(total_bytes=256 << 20, message_bytes=16 << 20)
     client = site.client("eu.1")
     await client.register(registration(run.run, "eu.1"))
     before = run.server.admission.shares.num_calls
@@ -94,7 +94,7 @@ async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_t
         names = ("RolloutService/LeaseWork", "PolicyService/PlanPull", "RolloutService/PushGroups")
         calls = [channel.stream_stream(f"/heterorl.v1.{name}")(nothing()) for name in names for _ in range(8)]
         # All room of short messages, and what one node may have of the others'.
-        while site.server.admission._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
+        while site.server.admission.budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
             await asyncio.sleep(0)
         held = run.server.admission.shares.num_calls - before
         grant = await client.lease_work(site="eu.1", incarnation="inc-1", max_groups=1, policy_version=0)
@@ -162,7 +162,7 @@ async def test_revocation_that_only_the_relay_knows_ends_what_it_answers_and_wha
         leasing = asyncio.ensure_future(client.lease_work(**name, max_groups=1, policy_version=0))
         await is_asked.wait()
 
-        site.server.admission._revoked = {run.certificates.identity("sampler", "eu.1").serial}
+        site.server.admission.revoked = {run.certificates.identity("sampler", "eu.1").serial}
 
         # An answer of the coordinator to a question of before.
         may_answer.set()

@@ -15,6 +15,7 @@ import asyncio
 import errno
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
@@ -71,33 +72,26 @@ MAX_COPIES = 8
 """Largest plan, in copies of the weights; bounds the disk used. A larger plan falls back to a snapshot."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Fetcher:
     """Fetches payloads of at most `max_bytes` into one directory, which it owns.
 
     `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
     """
 
-    def __init__(
-        self,
-        *,
-        api: WeightsApi,
-        spool: Path,
-        clock: Clock,
-        max_bytes: int,
-        num_streams: int = 1,
-        on_frame: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._api = api
-        self._max_bytes = max_bytes
-        self._spool = spool
-        self._clock = clock
-        self._num_streams = num_streams
-        cap = api.down_bytes_per_s if isinstance(api, Calls) else 0.0
+    api: WeightsApi
+    spool: Path
+    clock: Clock
+    max_bytes: int
+    num_streams: int = 1
+    on_frame: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        cap = self.api.down_bytes_per_s if isinstance(self.api, Calls) else 0.0
         # Each stream may have one frame that waits for the cap; they are served in order.
-        self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
+        self._capped_s = self.num_streams * FRAME_BYTES / cap if cap else 0.0
         self.link = LinkEstimate()
-        self._on_frame = on_frame
-        spool.mkdir(parents=True, exist_ok=True)
+        self.spool.mkdir(parents=True, exist_ok=True)
 
     async def fetch(self, payload: PayloadRef) -> Path:
         """Return the complete file of a payload.
@@ -113,7 +107,7 @@ class Fetcher:
             return await self._fetch(payload)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull(str(self._spool)) from error
+                raise DiskFull(str(self.spool)) from error
             raise
 
     def check(self, payload: PayloadRef) -> None:
@@ -121,9 +115,9 @@ class Fetcher:
         name = file_name(payload.digest)
         if payload.num_bytes < 1:
             raise MalformedPayload(f"payload {name[:12]} states {payload.num_bytes} bytes")
-        if payload.num_bytes > self._max_bytes:
+        if payload.num_bytes > self.max_bytes:
             raise LimitExceeded(
-                f"payload {name[:12]} states {payload.num_bytes} bytes, the layout allows {self._max_bytes} at most",
+                f"payload {name[:12]} states {payload.num_bytes} bytes, the layout allows {self.max_bytes} at most",
                 action="distrust the coordinator",
             )
 
@@ -132,34 +126,34 @@ class Fetcher:
         for payload in payloads:
             self.check(payload)
         total = sum(payload.num_bytes for payload in payloads)
-        if total > MAX_COPIES * self._max_bytes:
+        if total > MAX_COPIES * self.max_bytes:
             raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
 
     async def _fetch(self, payload: PayloadRef) -> Path:
         pieces = self._pieces(payload)
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
-        gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self._num_streams)
+        gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self.num_streams)
         self._check_room(payload, sum(gap.num_bytes for gap in gaps))
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
         if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
-            if isinstance(self._api, WeightCalls):
-                self._api.distrust_address(payload.digest)
+            if isinstance(self.api, WeightCalls):
+                self.api.distrust_address(payload.digest)
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
 
     def keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
         names = {payload.digest for payload in payloads}
-        for path in self._spool.iterdir():
+        for path in self.spool.iterdir():
             if path.name.partition(".")[0] not in names:
                 path.unlink(missing_ok=True)
 
     def _path(self, payload: PayloadRef, start: int = 0) -> Path:
         """The only place where a payload's name becomes a path."""
         name = file_name(payload.digest)
-        return self._spool / (name if start == 0 else f"{name}.{start}")
+        return self.spool / (name if start == 0 else f"{name}.{start}")
 
     def _check_room(self, payload: PayloadRef, num_bytes: int) -> None:
         # Fails before hours of fetching; writes still meet a disk that fills meanwhile.
@@ -167,9 +161,9 @@ class Fetcher:
             return
         files = [path for path in (self._path(payload), *self._parts(payload).values()) if path.exists()]
         # Blocks that an earlier attempt reserved and did not write.
-        free = shutil.disk_usage(self._spool).free + sum(num_reserved(path) for path in files)
+        free = shutil.disk_usage(self.spool).free + sum(num_reserved(path) for path in files)
         if free < num_bytes:
-            raise DiskFull(str(self._spool), needed_bytes=num_bytes, free_bytes=free)
+            raise DiskFull(str(self.spool), needed_bytes=num_bytes, free_bytes=free)
 
     def _pieces(self, payload: PayloadRef) -> list[Piece]:
         path = self._path(payload)
@@ -177,15 +171,15 @@ class Fetcher:
         return [first, *(Piece(start, part.stat().st_size) for start, part in self._parts(payload).items())]
 
     def _parts(self, payload: PayloadRef) -> dict[int, Path]:
-        paths = self._spool.glob(f"{file_name(payload.digest)}.*")
+        paths = self.spool.glob(f"{file_name(payload.digest)}.*")
         found = {int(path.suffix[1:]): path for path in paths if path.suffix[1:].isdecimal()}
         return dict(sorted(found.items()))
 
     async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
         """Fetch gaps, `num_streams` at once; raises a broken stream's error last."""
-        free = asyncio.Semaphore(self._num_streams)
+        free = asyncio.Semaphore(self.num_streams)
         broken: list[Unreachable] = []
-        watch = _Stopwatch(clock=self._clock, num_streams=min(len(gaps), self._num_streams))
+        watch = _Stopwatch(clock=self.clock, num_streams=min(len(gaps), self.num_streams))
 
         async def fill(gap: Gap) -> None:
             async with free:
@@ -208,16 +202,16 @@ class Fetcher:
     async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
         stall_s = STALL_S + self._capped_s
-        pulse = _Pulse(self._clock, stall_s=stall_s)
+        pulse = _Pulse(self.clock, stall_s=stall_s)
         # Two tasks a stream: two a frame would cost more than the frames.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                if isinstance(self._api, WeightCalls):
+                if isinstance(self.api, WeightCalls):
                     # Tell it before the cancellation, which has no reason.
-                    self._api.gave_up(payload.digest)
+                    self.api.gave_up(payload.digest)
                 raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
@@ -234,10 +228,8 @@ class Fetcher:
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._path(payload, gap.start)
-        writer = PieceWriter(
-            path, clock=self._clock, num_bytes=gap.num_bytes, digest=digest if gap.start == 0 else None
-        )
-        frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
+        writer = PieceWriter(path, clock=self.clock, num_bytes=gap.num_bytes, digest=digest if gap.start == 0 else None)
+        frames = self.api.read_payload(digest=payload.digest, offset=offset, **bound)
         try:
             async for frame in frames:
                 if not frame:
@@ -248,7 +240,7 @@ class Fetcher:
                     raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
                 watch.note(len(frame), is_first=offset == gap.begin + len(frame))
                 count(len(frame))
-                self._on_frame()
+                self.on_frame()
                 # A slow disk is not a slow link.
                 pulse.pause()
                 await writer.put(frame)

@@ -55,6 +55,7 @@ class PulledVersion:
         return self.manifest.version
 
 
+@dataclass(kw_only=True, eq=False)
 class Puller:
     """Builds versions of one layout and variant; owns its directory `spool`.
 
@@ -62,29 +63,27 @@ class Puller:
     bytes arrive.
     """
 
-    def __init__(
-        self,
-        *,
-        api: WeightsApi,
-        spool: Path,
-        layout: Layout,
-        clock: Clock,
-        base: Callable[[], Arena | None] = lambda: None,
-        num_streams: int = 1,
-        threads: int = 1,
-        variant: str = "",
-        on_frame: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._threads = threads
-        self._variant = variant
-        self._api = api
-        self._layout = layout
-        self._clock = clock
-        self._max_bytes = max_file_bytes(layout.chunks)
+    api: WeightsApi
+    spool: Path
+    layout: Layout
+    clock: Clock
+    base: Callable[[], Arena | None] = lambda: None
+    num_streams: int = 1
+    threads: int = 1
+    variant: str = ""
+    on_frame: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._max_bytes = max_file_bytes(self.layout.chunks)
         self._fetcher = Fetcher(
-            api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes, on_frame=on_frame
+            api=self.api,
+            spool=self.spool,
+            clock=self.clock,
+            num_streams=self.num_streams,
+            max_bytes=self._max_bytes,
+            on_frame=self.on_frame,
         )
-        self.chain = ManifestChain(api=api, variant=variant)
+        self.chain = ManifestChain(api=self.api, variant=self.variant)
         self.apply_s = 0.0
         """Seconds of the last apply and verify; 0 before the first."""
         self.fetch_s = 0.0
@@ -92,7 +91,6 @@ class Puller:
         self.fetched_bytes = 0
         """Payload bytes of the last fetch."""
         self._fallback = Fallback()
-        self._load_base = base
         self._base: Arena | None = None
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
@@ -137,14 +135,14 @@ class Puller:
             held = None
         self._fallback.begin(is_held=held is not None)
         base_root = "" if held is not None else await self._base_root()
-        plan = await self._api.plan_pull(
+        plan = await self.api.plan_pull(
             have_version=NO_VERSION if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
             accept_merged=self._fallback.is_open(PlanBasis.MERGED),
             base_root=base_root,
             object_bytes=self._fetcher.link.object_bytes,
-            variant=self._variant,
+            variant=self.variant,
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
@@ -167,14 +165,14 @@ class Puller:
         # Only after `admit`: refused versions need no manifests.
         plan = dataclasses.replace(plan, manifests=await self.chain.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         paths = [await self._fetcher.fetch(payload) for payload in plan.payloads]
-        fetched = self._clock.monotonic()
+        fetched = self.clock.monotonic()
         self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
         metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
         _confirm(pulled, judged)
-        self.apply_s = self._clock.monotonic() - fetched
+        self.apply_s = self.clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
         self._fetcher.keep_only(())
         self.chain.end()
@@ -185,7 +183,7 @@ class Puller:
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME:
             return
-        _check_target(plan, self._layout)
+        _check_target(plan, self.layout)
         self._fetcher.check_sizes(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
@@ -193,8 +191,8 @@ class Puller:
             self._base = None
             return ""
         if self._base is None:
-            self._base = await asyncio.to_thread(self._load_base)
-        return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
+            self._base = await asyncio.to_thread(self.base)
+        return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self.threads)
 
     async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
         """The base model as a plan's first version, and the plan.
@@ -206,7 +204,7 @@ class Puller:
             return None, plan
         self._fallback.rest_on(PlanBasis.BASE)
         start = plan.payloads[0].from_version if plan.payloads else plan.target_version
-        signed = await self._api.get_signed_manifest(version=start, variant=self._variant)
+        signed = await self.api.get_signed_manifest(version=start, variant=self.variant)
         manifest = manifest_from_bytes(signed.data)
         if (manifest.version, manifest.state_root) != (start, base_root) or self._base is None:
             raise StateMismatch(f"version {start} is not the base model")
@@ -217,12 +215,12 @@ class Puller:
     def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
         from_snapshot = plan.payloads[0].kind is PayloadKind.SNAPSHOT
         before = None if from_snapshot or held is None else held
-        staging = Arena(self._layout) if before is None else before.arena.copy()
+        staging = Arena(self.layout) if before is None else before.arena.copy()
         parent = None if before is None else before.manifest
         parent_digest = "" if before is None else before.manifest_digest
         for payload, data, path in zip(plan.payloads, plan.manifests, paths, strict=True):
             manifest = manifest_from_bytes(data)
-            if manifest.layout_id != self._layout.layout_id:
+            if manifest.layout_id != self.layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
             if payload.kind is PayloadKind.MERGED:
                 verify_merged(payload, parent, manifest)
@@ -234,10 +232,10 @@ class Puller:
             elif parent is not None:
                 verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
             from_root = None if parent is None else parent.state_root
-            apply_payload(path, staging, expected_from_root=from_root, threads=self._threads)
+            apply_payload(path, staging, expected_from_root=from_root, threads=self.threads)
             parent, parent_digest = manifest, manifest_digest(data)
         assert parent is not None, "the plan was checked"
-        verify_state(parent, staging, threads=self._threads)
+        verify_state(parent, staging, threads=self.threads)
         return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
 
 
@@ -272,6 +270,7 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
         raise StateMismatch(f"the payloads of the plan do not lead to version {plan.target_version} in order")
 
 
+@dataclass(kw_only=True, eq=False)
 class TrustedPuller:
     """Retries pulls, and builds only versions that a trusted key signed.
 
@@ -279,27 +278,23 @@ class TrustedPuller:
     are raised.
     """
 
-    def __init__(
-        self,
-        *,
-        api: WeightsApi,
-        spool: Path,
-        layout: Layout,
-        backoff: Backoff,
-        trust: Trust,
-        threads: int = 1,
-        variant: str = "",
-    ) -> None:
-        self._backoff = backoff
-        self._trust = trust
+    api: WeightsApi
+    spool: Path
+    layout: Layout
+    backoff: Backoff
+    trust: Trust
+    threads: int = 1
+    variant: str = ""
+
+    def __post_init__(self) -> None:
         self._puller = Puller(
-            api=api,
-            spool=spool,
-            layout=layout,
-            clock=backoff.clock,
-            threads=threads,
-            variant=variant,
-            on_frame=backoff.reset,
+            api=self.api,
+            spool=self.spool,
+            layout=self.layout,
+            clock=self.backoff.clock,
+            threads=self.threads,
+            variant=self.variant,
+            on_frame=self.backoff.reset,
         )
 
     async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
@@ -310,10 +305,10 @@ class TrustedPuller:
             UnknownVersion, UnknownPayload, CorruptData: as `Puller.pull`.
         """
         pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
-        return await self._backoff.retry(pull)
+        return await self.backoff.retry(pull)
 
     async def _admit(self, plan: PullPlan) -> None:
-        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+        self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
 
 
 PAGE = 256

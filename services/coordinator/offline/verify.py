@@ -252,27 +252,21 @@ def replay(manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, repo
             _Replay(family, files, layout_id, chunks, report, advance).run()
 
 
+@dataclass(eq=False)
 class _Replay:
     """One layout's versions."""
 
-    def __init__(
-        self,
-        manifests: dict[int, Manifest],
-        files: Mapping[str, Path],
-        layout_id: Digest,
-        chunks: tuple[Chunk, ...],
-        report: Report,
-        advance: Advance,
-    ) -> None:
-        self._manifests = manifests
-        self._files = files
-        self._layout_id = layout_id
-        self._chunks = chunks
-        self._report = report
-        self._advance = advance
+    manifests: dict[int, Manifest]
+    files: Mapping[str, Path]
+    layout_id: Digest
+    chunks: tuple[Chunk, ...]
+    report: Report
+    advance: Advance
+
+    def __post_init__(self) -> None:
         in_place = (
             payload
-            for _, manifest in sorted(manifests.items())
+            for _, manifest in sorted(self.manifests.items())
             for payload in manifest.payloads
             if _is_in_place(payload, manifest)
         )
@@ -284,26 +278,26 @@ class _Replay:
     def run(self) -> None:
         for payload in self._payloads:
             self._open(payload)
-        for number in range(len(self._chunks)):
+        for number in range(len(self.chunks)):
             self._rebuild_chunk(number)
         for payload in self._payloads:
             self._compare(payload)
 
     def _open(self, payload: PayloadRef) -> None:
-        path = self._files.get(payload.digest)
+        path = self.files.get(payload.digest)
         if path is None:
             # `check_payloads` has reported it.
             self._failed.add(payload)
             return
         root = None
         if payload.kind is PayloadKind.DELTA:
-            if payload.from_version not in self._manifests:
+            if payload.from_version not in self.manifests:
                 self._fail(payload, f"version {payload.from_version}, which it starts from, cannot be read")
                 return
-            root = self._manifests[payload.from_version].state_root
+            root = self.manifests[payload.from_version].state_root
         try:
             self._opened[payload] = PayloadChunks(
-                path, layout_id=self._layout_id, chunks=self._chunks, expected_from_root=root
+                path, layout_id=self.layout_id, chunks=self.chunks, expected_from_root=root
             )
         except CorruptData as error:
             self._fail(payload, str(error))
@@ -315,7 +309,7 @@ class _Replay:
             state = self._apply(payload, number, states)
             if state is not None and children[payload.to_version]:
                 states[payload.to_version] = state
-            self._advance(1)
+            self.advance(1)
             children[payload.from_version] -= 1
             if not children[payload.from_version]:
                 states.pop(payload.from_version, None)
@@ -323,7 +317,7 @@ class _Replay:
     def _apply(self, payload: PayloadRef, number: int, states: Mapping[int, IntArray]) -> IntArray | None:
         if payload in self._failed:
             return None
-        chunk = self._chunks[number]
+        chunk = self.chunks[number]
         if payload.kind is PayloadKind.SNAPSHOT:
             state = zeros(chunk)
         elif payload.from_version in states:
@@ -338,22 +332,22 @@ class _Replay:
             self._fail(payload, f"chunk {number}: {error}")
             return None
         digest = digest_integers(state)
-        if digest != self._manifests[payload.to_version].chunk_digests[number]:
+        if digest != self.manifests[payload.to_version].chunk_digests[number]:
             self._fail(payload, f"leads to another chunk {number} than the manifest states")
             return None
         self._digests.setdefault(payload, []).append(digest)
         return state
 
     def _compare(self, payload: PayloadRef) -> None:
-        self._report.count(Check.REPLAY)
+        self.report.count(Check.REPLAY)
         if payload in self._failed:
             return
-        if state_root(self._layout_id, self._digests[payload]) != self._manifests[payload.to_version].state_root:
+        if state_root(self.layout_id, self._digests[payload]) != self.manifests[payload.to_version].state_root:
             self._fail(payload, "leads to another state root than the manifest states")
 
     def _fail(self, payload: PayloadRef, problem: str) -> None:
         self._failed.add(payload)
-        self._report.find(Check.REPLAY, payload.to_version, f"{payload.kind.value}: {problem}")
+        self.report.find(Check.REPLAY, payload.to_version, f"{payload.kind.value}: {problem}")
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:

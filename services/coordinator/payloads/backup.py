@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
@@ -48,31 +49,21 @@ _BUSY_S = 5.0
 _TRIES = 20
 
 
+@dataclass(kw_only=True, eq=False)
 class Backups:
     """Makes backups, one at a time. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        run_id: str,
-        database: Database,
-        blobs: BlobStore,
-        cache: PayloadCache,
-        damage: Damage,
-        collector: GarbageCollector,
-        clock: Clock,
-        store_url: str = "",
-    ) -> None:
-        self._store_url = store_url
-        self._directory = directory
-        self._run_id = run_id
-        self._database = database
-        self._blobs = blobs
-        self._cache = cache
-        self._damage = damage
-        self._collector = collector
-        self._clock = clock
+    directory: Path
+    run_id: str
+    database: Database
+    blobs: BlobStore
+    cache: PayloadCache
+    damage: Damage
+    collector: GarbageCollector
+    clock: Clock
+    store_url: str = ""
+
+    def __post_init__(self) -> None:
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
     async def make(self, name: str) -> Backup:
@@ -96,37 +87,37 @@ class Backups:
 
     async def _make(self, name: str) -> Backup:
         try:
-            known = await asyncio.to_thread(_read_note, self._directory / name, self._run_id)
+            known = await asyncio.to_thread(_read_note, self.directory / name, self.run_id)
             return known or await self._write(name)
         except OSError as error:
             raise typed_error(error) from error
 
     async def _write(self, name: str) -> Backup:
         # Its own name: several runs may have one backup_dir.
-        partial = self._directory / f".{self._run_id}{_PARTIAL}"
-        await asyncio.to_thread(_begin, self._directory, partial)
+        partial = self.directory / f".{self.run_id}{_PARTIAL}"
+        await asyncio.to_thread(_begin, self.directory, partial)
         try:
-            async with self._collector.undisturbed():
+            async with self.collector.undisturbed():
                 copy = partial / STORE_FILE
-                if self._store_url:
-                    digests, head, audit_digest = await asyncio.to_thread(_read_out, self._store_url, copy)
+                if self.store_url:
+                    digests, head, audit_digest = await asyncio.to_thread(_read_out, self.store_url, copy)
                 else:
-                    digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
-                made_s = self._clock.wall()
+                    digests, head, audit_digest = await self.database.run_alone(lambda c: _copy(c, copy))
+                made_s = self.clock.wall()
                 num_bytes = await asyncio.to_thread(_take_store, copy)
                 for digest in digests:
                     # One after another: the cache may not have room for all.
                     num_bytes += await self._bring(digest, partial)
                 await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
-                path=str((self._directory / name).resolve()),
+                path=str((self.directory / name).resolve()),
                 head_version=stated_version(head),
                 num_payloads=len(digests),
                 num_bytes=num_bytes,
                 made_s=made_s,
                 audit_digest=audit_digest,
             )
-            await asyncio.to_thread(_finish, partial, self._directory / name, backup, self._run_id)
+            await asyncio.to_thread(_finish, partial, self.directory / name, backup, self.run_id)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise
@@ -137,22 +128,22 @@ class Backups:
         """Fetch a payload if needed and link it; transient failures are retried."""
         for left in reversed(range(_TRIES)):
             try:
-                async with self._cache.at_hand([digest]):
+                async with self.cache.at_hand([digest]):
                     return await asyncio.to_thread(self._take, digest, target)
             except Busy as error:
                 if not left:
                     raise
-                await self._clock.sleep(error.retry_after_s)
+                await self.clock.sleep(error.retry_after_s)
             except FileNotFoundError as error:
                 # Only this one: the cache may have evicted copies of others. The next backup is without it.
-                await self._damage.put_aside_missing([(digest, self._blobs.path(digest))])
+                await self.damage.put_aside_missing([(digest, self.blobs.path(digest))])
                 raise Busy(f"payload {digest[:12]} is missing", retry_after_s=_BUSY_S) from error
         raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:
         place = target / "blobs" / digest[:2] / digest
         make_directory(place.parent)
-        _link(self._blobs.path(digest), place)
+        _link(self.blobs.path(digest), place)
         return place.stat().st_size
 
 

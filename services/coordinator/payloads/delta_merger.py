@@ -53,30 +53,23 @@ class _Choice:
     skipped: frozenset[Span]
 
 
+@dataclass(kw_only=True, eq=False)
 class DeltaMerger(BackgroundWorker):
     """Makes merged deltas. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        merges: MergedDeltas,
-        database: Database,
-        path_of: Callable[[Digest], Path],
-        cache: PayloadCache,
-        config: CoordinatorConfig,
-        leased: Callable[[], frozenset[Digest]],
-        may_write: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        super().__init__("delta_merger", clock)
-        self._leased = leased
-        self._may_write = may_write
-        self._merges = merges
-        self._database = database
-        self._path_of = path_of
-        self._cache = cache
-        self._budget_bytes = config.merged_bytes
-        self._window = config.merge_window_versions
+    merges: MergedDeltas
+    database: Database
+    path_of: Callable[[Digest], Path]
+    cache: PayloadCache
+    config: CoordinatorConfig
+    leased: Callable[[], frozenset[Digest]]
+    may_write: Callable[[], bool]
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        super().__init__("delta_merger", self.clock)
+        self._budget_bytes = self.config.merged_bytes
+        self._window = self.config.merge_window_versions
         self._requests: dict[Span, None] = {}
         self._skipped: frozenset[Span] = frozenset()
         """Spans not to try: impossible, failed, or evicted to keep the budget."""
@@ -85,7 +78,7 @@ class DeltaMerger(BackgroundWorker):
     def request(self, span: Span) -> None:
         """Request a merged delta over a span.
         Ignored if it exists, is in progress or impossible, or MAX_REQUESTS wait."""
-        is_known = span in self._requests or span in self._skipped or span in self._merges.spans
+        is_known = span in self._requests or span in self._skipped or span in self.merges.spans
         if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
             self._requests[span] = None
             self.poke()
@@ -97,7 +90,7 @@ class DeltaMerger(BackgroundWorker):
             return
 
         async def work() -> None:
-            while self._may_write() and await self._work():
+            while self.may_write() and await self._work():
                 self._wake.clear()
 
         try:
@@ -106,8 +99,8 @@ class DeltaMerger(BackgroundWorker):
             await self.close()
 
     async def _work(self) -> bool:
-        requests, skipped, have = tuple(self._requests), self._skipped, self._merges.spans
-        choice = await self._database.run(
+        requests, skipped, have = tuple(self._requests), self._skipped, self.merges.spans
+        choice = await self.database.run(
             lambda connection: self._choose(connection, requests=requests, skipped=skipped, have=have)
         )
         if choice is None:
@@ -124,7 +117,7 @@ class DeltaMerger(BackgroundWorker):
         self._requests.pop(choice.job.span, None)
         try:
             stored = [part.digest for part in choice.job.payloads if part.kind is not PayloadKind.MERGED]
-            async with self._cache.at_hand(stored):
+            async with self.cache.at_hand(stored):
                 payload = await self._in_thread(functools.partial(self._compose, choice.job))
         except CorruptData as error:
             _LOG.warning(
@@ -139,18 +132,18 @@ class DeltaMerger(BackgroundWorker):
             return await self._after(error, self._current)
         finally:
             self._current = None
-        self._merges.add(payload, choice.job.span.variant)
+        self.merges.add(payload, choice.job.span.variant)
         _LOG.debug("versions %d to %d are merged", payload.from_version, payload.to_version)
         # An evicted block would be due again at once.
         self._skipped |= set(
-            await self._merges.evict(
-                head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self._leased
+            await self.merges.evict(
+                head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self.leased
             )
         )
         return True
 
     async def _after(self, error: OSError, span: Span) -> bool:
-        if await self._merges.forget_missing():
+        if await self.merges.forget_missing():
             return True
         _LOG.warning(
             "versions %d to %d cannot be merged now, sites pull single deltas: %s", span.start, span.stop, error
@@ -179,7 +172,7 @@ class DeltaMerger(BackgroundWorker):
             if span in have:
                 continue
             chain = Chain(connection, span.variant)
-            path = _path_over(chain, span, functools.partial(self._merges.into, variant=span.variant))
+            path = _path_over(chain, span, functools.partial(self.merges.into, variant=span.variant))
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
@@ -193,10 +186,10 @@ class DeltaMerger(BackgroundWorker):
         if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
             raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")
         paths = [
-            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._path_of(payload.digest)
+            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.path_of(payload.digest)
             for payload in job.payloads
         ]
-        scratch = self._merges.scratch()
+        scratch = self.merges.scratch()
         composed = compose(
             paths, scratch, layout_id=manifest.layout_id, chunks=chunks_of(manifest), on_chunk=self._check_stop
         )
@@ -207,7 +200,7 @@ class DeltaMerger(BackgroundWorker):
             digest=composed.digest,
             num_bytes=composed.num_bytes,
         )
-        self._merges.name(scratch, payload)
+        self.merges.name(scratch, payload)
         return payload
 
 

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,35 +43,24 @@ UNPUBLISHED_VERSIONS = 2
 """Versions after which an upload that no version names is deleted."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GarbageCollector(BackgroundWorker):
     """Deletes payloads and writes snapshots. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        config: CoordinatorConfig,
-        clock: Clock,
-        database: Database,
-        blobs: BlobStore,
-        cache: PayloadCache,
-        merges: MergedDeltas,
-        damage: Damage,
-        leases: PullLeases,
-        in_use: Callable[[float], frozenset[int]],
-        may_write: Callable[[], bool],
-    ) -> None:
-        super().__init__("garbage_collector", clock)
-        self._config = config
-        self._clock = clock
-        self._database = database
-        self._blobs = blobs
-        self._cache = cache
-        self._merges = merges
-        self._damage = damage
-        self._leases = leases
-        self._in_use = in_use
-        self._may_write = may_write
-        self._rebuilt = config.data_dir / "rebuilt"
+    config: CoordinatorConfig
+    clock: Clock
+    database: Database
+    blobs: BlobStore
+    cache: PayloadCache
+    merges: MergedDeltas
+    damage: Damage
+    leases: PullLeases
+    in_use: Callable[[float], frozenset[int]]
+    may_write: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        super().__init__("garbage_collector", self.clock)
+        self._rebuilt = self.config.data_dir / "rebuilt"
         self._collecting = asyncio.Lock()
         self._unpublished: dict[Digest, int] = {}
 
@@ -90,14 +80,14 @@ class GarbageCollector(BackgroundWorker):
     async def work(self) -> None:
         """Verify, write and delete what is due.
         On a full disk it writes nothing, and deletes all that may go."""
-        is_pressed = not self._may_write()
-        for variant in await self._database.run(published_variants.stored):
+        is_pressed = not self.may_write()
+        for variant in await self.database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
                 pass
         if is_pressed:
             # Merged deltas are a cache.
-            leased = self._leases.payloads(self._clock.monotonic())
-            await self._merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
+            leased = self.leases.payloads(self.clock.monotonic())
+            await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
         await self.collect(missing_bytes=int(is_pressed))
 
     # snapshots
@@ -117,10 +107,10 @@ class GarbageCollector(BackgroundWorker):
 
     async def _write_due(self, variant: str) -> bool:
         """Write a snapshot if one is due; returns whether to look again."""
-        merged_into = functools.partial(self._merges.into, variant=variant)
+        merged_into = functools.partial(self.merges.into, variant=variant)
         way = await self._ask(variant, lambda chain: payload_index.way_of_joiner(chain, merged_into))
         is_due, reason = decide_snapshot(
-            way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
+            way, snapshot_ratio=self.config.snapshot_ratio, window=self.config.merge_window_versions
         )
         if not is_due:
             return False
@@ -129,13 +119,13 @@ class GarbageCollector(BackgroundWorker):
         _LOG.debug("version %d gets a snapshot: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
-            async with self._cache.at_hand(_stored(work)):
+            async with self.cache.at_hand(_stored(work)):
                 write = functools.partial(write_snapshot, self._paths(work), scratch, work, self._check_stop)
                 payload = await self._in_thread(write)
-            adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
-            await self._damage.on_disk(adopted)
+            adopted = self.blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
+            await self.damage.on_disk(adopted)
         except DamagedPayload as error:
-            await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
+            await self.damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
@@ -152,11 +142,11 @@ class GarbageCollector(BackgroundWorker):
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a path; a wrong payload is put aside."""
         try:
-            async with self._cache.at_hand(_stored(work)):
+            async with self.cache.at_hand(_stored(work)):
                 paths = self._paths(work)
                 await self._in_thread(lambda: verify_way(paths, work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
+            if await self.damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
                 return await self._is_proved(work)
         except OSError as error:
             _LOG.warning(
@@ -165,15 +155,15 @@ class GarbageCollector(BackgroundWorker):
                 error,
             )
             digests = (payload.digest for payload in work.payloads)
-            await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
+            await self.damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
-            self._damage.note_proved(_stored(work))
+            self.damage.note_proved(_stored(work))
             return True
         return False
 
     def _paths(self, work: Work) -> list[Path]:
         return [
-            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._blobs.path(payload.digest)
+            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.blobs.path(payload.digest)
             for payload in work.payloads
         ]
 
@@ -190,16 +180,16 @@ class GarbageCollector(BackgroundWorker):
         Not in batches if bytes are missing."""
         async with self._collecting:
             await self._give_up_unpublished()
-            if not self._leases.are_known(self._clock.monotonic()):
+            if not self.leases.are_known(self.clock.monotonic()):
                 return await self._sweep()
-            for variant in await self._database.run(published_variants.stored):
+            for variant in await self.database.run(published_variants.stored):
                 await self._retire_unneeded(variant, is_pressed=missing_bytes > 0)
             return await self._sweep()
 
     async def _retire_unneeded(self, variant: str, *, is_pressed: bool) -> None:
         needs = self._needs()
         retirement = await self._ask(variant, lambda chain: payload_index.decide(chain, needs))
-        is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
+        is_worth_it = len(retirement.payloads) * BATCHES >= self.config.merge_window_versions
         if not retirement.payloads or not (is_pressed or is_worth_it):
             return
         proved = retirement.way
@@ -209,46 +199,46 @@ class GarbageCollector(BackgroundWorker):
             await self._ask(variant, lambda chain: payload_index.carry_out(chain, needs, proved=proved))
 
     def _needs(self) -> Needs:
-        now = self._clock.monotonic()
-        term_s = self._config.pull_lease_s
+        now = self.clock.monotonic()
+        term_s = self.config.pull_lease_s
         return Needs(
-            window=self._config.merge_window_versions,
-            staleness=self._config.max_staleness_versions,
-            in_use=self._in_use(now - term_s) | self._leases.versions(now),
-            leased=self._leases.payloads(now),
+            window=self.config.merge_window_versions,
+            staleness=self.config.max_staleness_versions,
+            in_use=self.in_use(now - term_s) | self.leases.versions(now),
+            leased=self.leases.payloads(now),
         )
 
     async def _sweep(self) -> int:
         """Delete the files of retired payloads; returns the bytes freed."""
         freed: dict[Digest, int] = {}
-        for digest in await self._database.run(payload_index.retired):
+        for digest in await self.database.run(payload_index.retired):
             num_bytes = await self._remove(digest)
             if num_bytes is not None:
                 freed[digest] = num_bytes
         total = sum(freed.values())
         if freed:
-            await self._database.run(lambda connection: payload_index.forget_retired(connection, freed))
+            await self.database.run(lambda connection: payload_index.forget_retired(connection, freed))
             RECLAIMED_BYTES.inc(total)
         return total
 
     async def _remove(self, digest: Digest) -> int | None:
         async def is_needed() -> bool:
-            is_named = await self._database.run(lambda connection: payload_index.is_named(connection, digest))
-            return is_named or digest in self._leases.payloads(self._clock.monotonic())
+            is_named = await self.database.run(lambda connection: payload_index.is_named(connection, digest))
+            return is_named or digest in self.leases.payloads(self.clock.monotonic())
 
-        return await self._damage.on_disk(self._blobs.remove(digest, is_needed=is_needed))
+        return await self.damage.on_disk(self.blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
         """Retire uploads that no version names."""
-        named, num_versions = await self._database.run(payload_index.named)
-        waiting = self._blobs.stored() - named
+        named, num_versions = await self.database.run(payload_index.named)
+        waiting = self.blobs.stored() - named
         self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}
         given_up = [d for d, seen in self._unpublished.items() if num_versions >= seen + UNPUBLISHED_VERSIONS]
         if given_up:
-            await self._database.run(lambda connection: payload_index.retire_digests(connection, given_up))
+            await self.database.run(lambda connection: payload_index.retire_digests(connection, given_up))
 
     async def _ask(self, variant: str, operation: Callable[[Chain], ResultT]) -> ResultT:
-        return await self._database.run(lambda connection: operation(Chain(connection, variant)))
+        return await self.database.run(lambda connection: operation(Chain(connection, variant)))
 
 
 def _stored(work: Work) -> list[Digest]:

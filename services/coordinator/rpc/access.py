@@ -140,6 +140,7 @@ def _at(value: object, path: Sequence[str]) -> object:
     return value
 
 
+@dataclass(kw_only=True, eq=False)
 class CallAuthorizer:
     """Authorizes calls of one run.
 
@@ -147,20 +148,13 @@ class CallAuthorizer:
     certificates a relay may forward.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        is_plaintext: bool,
-        revoked: Container[int] = frozenset(),
-        wall_time: Callable[[], float] = time.time,
-        authorities: Callable[[], bytes] = bytes,
-    ) -> None:
-        self._run_id = run_id
-        self._is_plaintext = is_plaintext
-        self._revoked = revoked
-        self._wall_time = wall_time
-        self._authorities = authorities
+    run_id: str
+    is_plaintext: bool
+    revoked: Container[int] = frozenset()
+    wall_time: Callable[[], float] = time.time
+    authorities: Callable[[], bytes] = bytes
+
+    def __post_init__(self) -> None:
         self._serials: dict[str, int] = {}
         # A counter must exist before its first increase, or rate() misses it.
         for reason in RefusalReason:
@@ -171,17 +165,17 @@ class CallAuthorizer:
     ) -> Peer:
         """Authorize a call by its connection or the node behind a relay.
         Raises Unauthenticated, PermissionDenied."""
-        peer = LocalPeer() if self._is_plaintext else identify(auth)
+        peer = LocalPeer() if self.is_plaintext else identify(auth)
         if isinstance(peer, Identity):
             shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
             if shown:
-                peer = carried(peer, shown, self._authorities())
+                peer = carried(peer, shown, self.authorities())
         if isinstance(peer, Refusal):
             raise refused(peer)
         self._note(peer, is_admitted=False)
         self.recheck(peer)
         self._note(peer, is_admitted=True)
-        _raise(refuse_call(method, peer, run=self._run_id))
+        _raise(refuse_call(method, peer, run=self.run_id))
         return peer
 
     def recheck(self, peer: Peer) -> None:
@@ -191,11 +185,11 @@ class CallAuthorizer:
             return
         for each in (peer, peer.through):
             if each is not None:
-                _raise(each.refuse_at(self._wall_time(), revoked=self._revoked))
+                _raise(each.refuse_at(self.wall_time(), revoked=self.revoked))
 
     def revoked_sites(self) -> dict[str, int]:
         """Sampler sites whose newest certificate is revoked, with its serial."""
-        return {site: serial for site, serial in self._serials.items() if serial in self._revoked}
+        return {site: serial for site, serial in self._serials.items() if serial in self.revoked}
 
     def _note(self, peer: Peer, *, is_admitted: bool) -> None:
         if isinstance(peer, Identity) and peer.role is Role.SAMPLER and (is_admitted or peer.site not in self._serials):

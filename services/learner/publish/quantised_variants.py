@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
@@ -72,45 +72,33 @@ class EncodedVariant:
     encoded: Encoded
 
 
+@dataclass(eq=False)
 class Variants:
     """The variants that a learner publishes; without versions until the first one."""
 
-    def __init__(
-        self,
-        api: LearnerApi,
-        *,
-        names: Sequence[Variant],
-        layout: Layout,
-        run_id: str,
-        epoch: int,
-        directory: Path,
-        backoff: Backoff,
-        trust: Trust,
-        threads: int,
-    ) -> None:
-        self._api = api
-        self._layouts = {name: variant_layout(layout, name) for name in names}
-        self._base = layout
-        self._run_id = run_id
-        self._epoch = epoch
-        self._directory = directory
-        self._backoff = backoff
-        self._trust = trust
-        self._threads = threads
+    api: LearnerApi
+    _: KW_ONLY
+    names: Sequence[Variant]
+    layout: Layout
+    run_id: str
+    epoch: int
+    directory: Path
+    backoff: Backoff
+    trust: Trust
+    threads: int
+
+    def __post_init__(self) -> None:
+        self.layouts = {name: variant_layout(self.layout, name) for name in self.names}
         self._forms: dict[Variant, Form] = {}
         self._spares: dict[Variant, Arena] = {}
         self._offered: Mapping[str, Arena] = {}
-        for name in names:
-            make_directory(directory / name)
-
-    @property
-    def layouts(self) -> Mapping[Variant, Layout]:
-        return self._layouts
+        for name in self.names:
+            make_directory(self.directory / name)
 
     @property
     def are_to_begin(self) -> bool:
         """Whether a variant has no version yet where the others have one."""
-        return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self._layouts)
+        return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self.layouts)
 
     def offer_scales(self, scales: Mapping[str, Arena]) -> None:
         """Take the scales of a checkpoint, by variant."""
@@ -118,8 +106,8 @@ class Variants:
 
     def remove_leftovers(self) -> None:
         """Remove payloads of an earlier process."""
-        for name in self._layouts:
-            for path in (self._directory / name).glob("v[0-9]*"):
+        for name in self.layouts:
+            for path in (self.directory / name).glob("v[0-9]*"):
                 path.unlink()
 
     async def align(self, position: Position) -> None:
@@ -128,7 +116,7 @@ class Variants:
         Raises:
             UntrustedVersion: no trusted key signed the variant's version.
         """
-        for name in self._layouts:
+        for name in self.layouts:
             form = self._forms.get(name, _NEW)
             is_there = form.version == position.lineage_version and form.version != NO_VERSION
             if not is_there or (form.shadow is None) != (position.shadow is None):
@@ -137,7 +125,7 @@ class Variants:
     def quantise(self, arena: Arena, *, canary: Canary | None) -> tuple[QuantisedVariant, ...]:
         """Quantise `arena` in each variant; in a thread, as the canary computes."""
         found = []
-        for name, layout in self._layouts.items():
+        for name, layout in self.layouts.items():
             form = self._forms.get(name, _NEW)
             target = self._spares.pop(name, None) or Arena(layout)
             num_rescaled = quantise(arena, target, name, frozen=form.scales)
@@ -157,12 +145,12 @@ class Variants:
             encoded = encode_version(
                 replace(position, lineage_version=form.version, lineage_digest=form.digest, shadow=form.shadow),
                 entry.arena,
-                directory=self._directory / entry.variant,
-                run_id=self._run_id,
-                epoch=self._epoch,
+                directory=self.directory / entry.variant,
+                run_id=self.run_id,
+                epoch=self.epoch,
                 step=step,
                 with_snapshot=with_snapshot,
-                threads=self._threads,
+                threads=self.threads,
             )
             found.append(EncodedVariant(variant=entry.variant, arena=entry.arena, canary=entry.canary, encoded=encoded))
         return tuple(found)
@@ -202,7 +190,7 @@ class Variants:
             )
 
     def _whole(self, name: Variant, arena: Arena) -> Arena:
-        whole = Arena(self._base)
+        whole = Arena(self.layout)
         dequantise(arena, whole, name)
         return whole
 
@@ -211,13 +199,13 @@ class Variants:
         if version == NO_VERSION:
             return _NEW
         try:
-            signed = await self._backoff.retry(lambda: self._api.get_signed_manifest(version=version, variant=name))
+            signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version, variant=name))
         except UnknownVersion:
             _LOG.info("variant %s begins after version %d", name, version)
             return _NEW
-        self._trust.check(signed.data, signed.signature, version=version)
+        self.trust.check(signed.data, signed.signature, version=version)
         manifest = manifest_from_bytes(signed.data)
-        if (manifest.version, manifest.layout_id) != (version, self._layouts[name].layout_id):
+        if (manifest.version, manifest.layout_id) != (version, self.layouts[name].layout_id):
             raise StateMismatch(f"version {version} of variant {name} is of another version or layout")
         digest, scales = manifest_digest(signed.data), self._offered.get(name)
         if position.shadow is None:
@@ -225,9 +213,9 @@ class Variants:
             scales = scales or await self._pulled_scales(name, version, digest)
             return Form(version=version, digest=digest, shadow=None, scales=scales)
         if scales is not None:
-            arena = Arena(self._layouts[name])
+            arena = Arena(self.layouts[name])
             await in_thread(quantise, whole_of(position.shadow), arena, name, frozen=scales)
-            if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
+            if await in_thread(arena.state_root, threads=self.threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
         try:
             arena = await self._pull(name, version, digest)
@@ -246,12 +234,12 @@ class Variants:
     async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
         _LOG.info("variant %s is pulled at version %d", name, version)
         puller = TrustedPuller(
-            api=self._api,
-            spool=self._directory / name / "incoming",
-            layout=self._layouts[name],
-            backoff=self._backoff,
-            trust=self._trust,
-            threads=self._threads,
+            api=self.api,
+            spool=self.directory / name / "incoming",
+            layout=self.layouts[name],
+            backoff=self.backoff,
+            trust=self.trust,
+            threads=self.threads,
             variant=name,
         )
         pulled = await puller.pull(version)

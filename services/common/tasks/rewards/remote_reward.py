@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
@@ -58,31 +58,28 @@ class Terms:
         return signed_by(signed, part.signature, self.signed_by) is not None
 
 
+@dataclass(eq=False)
 class RemoteReward:
     """A value for each completion, by service or judge; implements RewardSource."""
 
-    def __init__(
-        self,
-        job: Mapping[str, Any],
-        *,
-        terms: Terms,
-        digest: Digest,
-        key: str,
-        by_group: bool,
-        timeout_s: float,
-        num_workers: int,
-    ) -> None:
+    job: Mapping[str, Any]
+    _: KW_ONLY
+    terms: Terms
+    digest: Digest
+    key: str
+    by_group: bool
+    timeout_s: float
+    num_workers: int
+
+    def __post_init__(self) -> None:
         """Make the pool; the first score starts a worker.
 
         `digest` covers all that is known to decide values. With `by_group` all completions of a prompt are one request,
         which has `timeout_s`.
         """
-        self.terms = terms
-        self.digest = digest
-        self.by_group = by_group
-        self.num_workers = num_workers
-        self.pool = WorkerPool({**job, "timeout_s": timeout_s}, timeout_s=timeout_s, num_workers=num_workers)
-        self._key = key
+        self.pool = WorkerPool(
+            {**self.job, "timeout_s": self.timeout_s}, timeout_s=self.timeout_s, num_workers=self.num_workers
+        )
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         return (self.score_all(prompt, [completion])[0],)
@@ -104,7 +101,7 @@ class RemoteReward:
         try:
             reply = self.pool.ask(request)
         except LoadFailed as error:
-            raise ConfigError(self._key, str(error)) from error
+            raise ConfigError(self.key, str(error)) from error
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
         parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
@@ -113,7 +110,7 @@ class RemoteReward:
                 # Checked here, since the learner would drop every group.
                 if not self.terms.proves(part, prompt=prompt, completion=completion):
                     raise RewardError(
-                        f"its answer about prompt {prompt.index} is signed by none of {self._key}.signed_by"
+                        f"its answer about prompt {prompt.index} is signed by none of {self.key}.signed_by"
                     )
         return parts
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, DigestMismatch, PayloadMissing, StoreFull
@@ -25,82 +26,75 @@ from heterorl.coordinator.store.bucket.objects import Objects, Piece
 from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadStorage
 
 
+@dataclass(eq=False)
 class BucketStorage(PayloadStorage):
-    """Payloads of one run in a bucket. Belongs to the event loop."""
+    """Payloads of one run in a bucket: a claimed prefix with its listed `sizes`. Belongs to the event loop.
 
-    def __init__(
-        self,
-        objects: Objects,
-        sizes: dict[Digest, int],
-        *,
-        store_bytes: int,
-        make_room: Callable[[int], Awaitable[None]],
-        on_kept: Callable[[Digest], None],
-        on_gone: Callable[[Digest], None],
-    ) -> None:
-        """Take over a claimed prefix with its listed `sizes`.
-        `make_room` gets the missing bytes before a payload is refused; `on_kept` and `on_gone` get each payload that
-        enters or leaves the bucket."""
-        self._on_kept = on_kept
-        self._on_gone = on_gone
-        self._objects = objects
-        self._sizes = sizes
-        self._store_bytes = store_bytes
-        self._make_room = make_room
+    `make_room` gets the missing bytes before a payload is refused; `on_kept` and `on_gone` get each payload that enters
+    or leaves the bucket.
+    """
+
+    objects: Objects
+    sizes: dict[Digest, int]
+    _: KW_ONLY
+    store_bytes: int
+    make_room: Callable[[int], Awaitable[None]]
+    on_kept: Callable[[Digest], None]
+    on_gone: Callable[[Digest], None]
 
     @property
     def used_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return sum(self.sizes.values())
 
     def size(self, digest: Digest) -> int | None:
-        return self._sizes.get(digest)
+        return self.sizes.get(digest)
 
     def digests(self) -> frozenset[Digest]:
-        return frozenset(self._sizes)
+        return frozenset(self.sizes)
 
     async def reserve(self, num_bytes: int) -> None:
         """Make room for a payload; concurrent ones may exceed the bound."""
-        missing = self.used_bytes + num_bytes - self._store_bytes
+        missing = self.used_bytes + num_bytes - self.store_bytes
         if missing > 0:
-            await self._make_room(missing)
-        if self.used_bytes + num_bytes > self._store_bytes:
+            await self.make_room(missing)
+        if self.used_bytes + num_bytes > self.store_bytes:
             raise StoreFull(
-                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
+                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self.store_bytes};"
                 f" {self.used_bytes} are in the bucket and nothing more can be deleted now",
                 action="raise store_bytes at the coordinator, or repeat after the stated delay",
                 retry_after_s=30.0,
             )
 
     async def keep(self, digest: Digest, path: Path) -> None:
-        if digest in self._sizes:
+        if digest in self.sizes:
             return
         size = (await asyncio.to_thread(path.stat)).st_size
-        await self._objects.put(digest, path)
-        self._sizes[digest] = size
-        self._on_kept(digest)
+        await self.objects.put(digest, path)
+        self.sizes[digest] = size
+        self.on_kept(digest)
 
     async def erase(self, digest: Digest) -> int:
-        if digest not in self._sizes:
+        if digest not in self.sizes:
             return 0
-        await self._objects.delete(digest)
+        await self.objects.delete(digest)
         return self._forget(digest)
 
     async def set_aside(self, digest: Digest) -> None:
-        if digest in self._sizes:
-            await self._objects.set_aside(digest)
+        if digest in self.sizes:
+            await self.objects.set_aside(digest)
             self._forget(digest)
 
     def _forget(self, digest: Digest) -> int:
-        self._on_gone(digest)
-        return self._sizes.pop(digest)
+        self.on_gone(digest)
+        return self.sizes.pop(digest)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
         """Append a payload's missing bytes to a file, without verification."""
-        await self._objects.fetch(digest, path)
+        await self.objects.fetch(digest, path)
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
-        there = [digest for digest in digests if digest in self._sizes]
-        signed = dict(zip(there, await self._objects.urls(there), strict=True))
+        there = [digest for digest in digests if digest in self.sizes]
+        signed = dict(zip(there, await self.objects.urls(there), strict=True))
         return [signed.get(digest, "") for digest in digests]
 
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -99,49 +100,43 @@ def end_process(error: OperatorError) -> None:
     os._exit(EXIT_CODE)
 
 
+@dataclass(eq=False)
 class Heartbeats:
     """Two threads: one writes and reads beats, the other judges their age."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank_env: RankEnv,
-        *,
-        timeout_s: float,
-        on_silence: Callable[[OperatorError], None] = end_process,
-        watchdog: Watchdog | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    store: Store
+    rank_env: RankEnv
+    _: KW_ONLY
+    timeout_s: float
+    on_silence: Callable[[OperatorError], None] = end_process
+    watchdog: Watchdog | None = None
+    monotonic: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         """Start both threads.
 
         `store` is a connection of its own. `on_silence` is called once, in a thread. A process that runs other things
         too has no watchdog.
         """
-        self._store = store
-        self._rank_env = rank_env
-        self._timeout_s = timeout_s
-        self._on_silence = on_silence
-        self._watchdog = watchdog
-        self._monotonic = monotonic
-        self._others = range(1, rank_env.world_size) if rank_env.rank == 0 else range(1)
+        self._others = range(1, self.rank_env.world_size) if self.rank_env.rank == 0 else range(1)
         self._closing = threading.Event()
         self._once = threading.Lock()
         self._beats: dict[int, bytes] = {}
-        self._heard = dict.fromkeys(self._others, monotonic())
-        self._period_s = min(_MOST_S, timeout_s / 8)
+        self._heard = dict.fromkeys(self._others, self.monotonic())
+        self._period_s = min(_MOST_S, self.timeout_s / 8)
         for target in (self._speak, self._judge):
             threading.Thread(target=target, daemon=True, name=f"rank-watch-{target.__name__}").start()
 
     def close(self) -> None:
         """Stop: from here on other ranks may end."""
         self._closing.set()
-        if self._watchdog is not None:
-            self._watchdog.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
 
     def silent(self) -> list[int]:
         """Ranks without a beat for longer than the timeout."""
-        now = self._monotonic()
-        return [rank for rank in self._others if now - self._heard[rank] > self._timeout_s]
+        now = self.monotonic()
+        return [rank for rank in self._others if now - self._heard[rank] > self.timeout_s]
 
     def listen(self, number: int) -> None:
         """Write this rank's beat, and read the others'.
@@ -150,8 +145,8 @@ class Heartbeats:
             RankSilent: rank 0 has lost a rank.
             RuntimeError: the store is gone.
         """
-        store = self._store
-        store.set(f"beat/{self._rank_env.rank}", str(number))
+        store = self.store
+        store.set(f"beat/{self.rank_env.rank}", str(number))
         if store.check([_ENDED]):
             raise RankSilent(bytes(store.get(_ENDED)).decode())
         for rank in self._others:
@@ -160,7 +155,7 @@ class Heartbeats:
             beat = bytes(store.get(key)) if store.check([key]) else b""
             if beat != self._beats.get(rank, b""):
                 self._beats[rank] = beat
-                self._heard[rank] = self._monotonic()
+                self._heard[rank] = self.monotonic()
 
     def _speak(self) -> None:
         number = 0
@@ -180,13 +175,13 @@ class Heartbeats:
     def _judge(self) -> None:
         while not self._closing.wait(self._period_s):
             # Not in `_speak`: the store may block it.
-            if self._watchdog is not None:
-                self._watchdog.postpone()
+            if self.watchdog is not None:
+                self.watchdog.postpone()
             silent = self.silent()
             if silent:
                 names = ", ".join(map(str, silent))
-                error = RankSilent(f"no sign of life from rank {names} for {self._timeout_s:g} s; all ranks end")
-                if self._rank_env.rank == 0:
+                error = RankSilent(f"no sign of life from rank {names} for {self.timeout_s:g} s; all ranks end")
+                if self.rank_env.rank == 0:
                     threading.Thread(target=self._tell, args=(str(error),), daemon=True).start()
                     self._closing.wait(min(1.0, self._period_s))
                 self._end(error)
@@ -195,11 +190,11 @@ class Heartbeats:
     def _tell(self, reason: str) -> None:
         # In a thread of its own: the store may not answer.
         try:
-            self._store.set(_ENDED, reason)
+            self.store.set(_ENDED, reason)
         except (RuntimeError, OSError):
             _LOG.debug("rank 0 cannot tell the other ranks its end: their store is gone")
 
     def _end(self, error: OperatorError) -> None:
         if self._once.acquire(blocking=False) and not self._closing.is_set():
             self._closing.set()
-            self._on_silence(error)
+            self.on_silence(error)

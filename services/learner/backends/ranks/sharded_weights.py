@@ -104,30 +104,24 @@ def source_of(arena: Arena) -> Source:
     return read
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardedVersions:
     """One rank's chunks of a few versions, numbered by rank 0."""
 
-    def __init__(
-        self,
-        *,
-        state: ShardedState,
-        layout: Layout,
-        buffers: Mapping[str, torch.Tensor],
-        ranks: Collectives,
-        dead_band_ulp: float,
-    ) -> None:
+    state: ShardedState
+    layout: Layout
+    buffers: Mapping[str, torch.Tensor]
+    ranks: Collectives
+    dead_band_ulp: float
+
+    def __post_init__(self) -> None:
         """Take over the tables of pieces.
         Rank 0 sends `buffers`, which are published and never trained."""
-        self._state = state
-        self.layout = layout
-        self.buffers = buffers
-        self._ranks = ranks
-        self._band = dead_band_ulp
         tables = [
-            {**table, **{name: Piece(start=0, size=0 if rank else part.numel()) for name, part in buffers.items()}}
-            for rank, table in enumerate(state.pieces.tables)
+            {**table, **{name: Piece(start=0, size=0 if rank else part.numel()) for name, part in self.buffers.items()}}
+            for rank, table in enumerate(self.state.pieces.tables)
         ]
-        self._exchange = Exchange(layout, tables)
+        self._exchange = Exchange(self.layout, tables)
         self._chunks: dict[int, dict[int, IntArray]] = {}
 
     def keep(self, versions: Sequence[int]) -> None:
@@ -141,11 +135,11 @@ class ShardedVersions:
 
         Raises ConfigError: on all ranks: a weight is not finite in the published type.
         """
-        before = None if published is None or not self._band else self._chunks[published]
+        before = None if published is None or not self.dead_band_ulp else self._chunks[published]
         found: dict[int, IntArray] = {}
         broken: list[str] = []
-        for first in range(0, len(self.layout.chunks), self._ranks.world_size):
-            number = first + self._ranks.rank
+        for first in range(0, len(self.layout.chunks), self.ranks.world_size):
+            number = first + self.ranks.rank
             # Also without an own chunk among the last ones: this rank sends.
             received = self._exchanged(first)
             if number < len(self.layout.chunks):
@@ -157,7 +151,7 @@ class ShardedVersions:
                     if not rounded.to(torch.float32).isfinite().all():
                         broken.append(segment.name)
                     found[number][part] = rounded.view(tensors.INTEGER[rounded.element_size()]).numpy()
-        names = b"\n".join(self._ranks.all_gather_bytes("\n".join(broken).encode())).decode().split()
+        names = b"\n".join(self.ranks.all_gather_bytes("\n".join(broken).encode())).decode().split()
         if names:
             spec = self.layout.spec(min(names))
             raise ConfigError(
@@ -177,12 +171,12 @@ class ShardedVersions:
             return encode_chunk(None if old is None else old[number], new[number])
 
         own = in_order(encode, sorted(new), threads=threads)
-        if self._ranks.rank:
+        if self.ranks.rank:
             for method, data, num_changed in own:
                 self._send(method, data, num_changed, rank=0)
             return
         for number in range(len(self.layout.chunks)):
-            owner = number % self._ranks.world_size
+            owner = number % self.ranks.world_size
             yield next(own) if owner == 0 else self._receive(rank=owner)
 
     def divide(self, version: int, source: Source | None) -> tuple[bytes, ...]:
@@ -196,16 +190,16 @@ class ShardedVersions:
         found: dict[int, IntArray] = {}
         problem: CorruptData | OSError | None = None
         for number, chunk in enumerate(self.layout.chunks):
-            owner = number % self._ranks.world_size
+            owner = number % self.ranks.world_size
             method, data = _BROKEN, b""
             if source is not None and problem is None:
                 try:
                     method, data = source(number)
                 except (CorruptData, OSError) as error:
                     problem = error
-            if self._ranks.rank == 0 and owner:
+            if self.ranks.rank == 0 and owner:
                 self._send(method, data, 0, rank=owner)
-            if self._ranks.rank != owner:
+            if self.ranks.rank != owner:
                 continue
             if owner:
                 method, data, _ = self._receive(rank=0)
@@ -214,7 +208,7 @@ class ShardedVersions:
                 apply_chunk(method, memoryview(data), found[number])
             except CorruptData as error:
                 problem = problem or error
-        if not self._ranks.all_agree(problem is None):
+        if not self.ranks.all_agree(problem is None):
             raise problem or MalformedPayload("another rank cannot decode its chunks")
         self._chunks[version] = found
         return self._digests(version)
@@ -222,15 +216,15 @@ class ShardedVersions:
     def whole(self, version: int) -> Arena | None:
         """All chunks, on rank 0."""
         own = self._chunks[version]
-        if self._ranks.rank:
+        if self.ranks.rank:
             for number in sorted(own):
-                self._ranks.send(torch.from_numpy(own[number]).view(torch.uint8), rank=0)
+                self.ranks.send(torch.from_numpy(own[number]).view(torch.uint8), rank=0)
             return None
         arena = Arena(self.layout)
         for number in range(arena.num_chunks):
-            owner = number % self._ranks.world_size
+            owner = number % self.ranks.world_size
             if owner:
-                self._ranks.receive(torch.from_numpy(arena.chunk(number)).view(torch.uint8), rank=owner)
+                self.ranks.receive(torch.from_numpy(arena.chunk(number)).view(torch.uint8), rank=owner)
             else:
                 arena.chunk(number)[:] = own[number]
         return arena
@@ -238,20 +232,20 @@ class ShardedVersions:
     def _digests(self, version: int) -> tuple[bytes, ...]:
         own = self._chunks[version]
         digests = b"".join(digest_integers(own[number]) for number in sorted(own))
-        everyone = self._ranks.all_gather_bytes(digests)
+        everyone = self.ranks.all_gather_bytes(digests)
         size, found = 16, []
         for number in range(len(self.layout.chunks)):
-            place, owner = divmod(number, self._ranks.world_size)
+            place, owner = divmod(number, self.ranks.world_size)
             found.append(everyone[owner][place * size : (place + 1) * size])
         return tuple(found)
 
     def _exchanged(self, first: int) -> list[tuple[Segment, torch.Tensor]]:
         """This rank's chunk among those from `first` on, as segments."""
-        ranks = range(self._ranks.world_size)
-        sent = [self._exchange.segments(first + rank, rank=self._ranks.rank) for rank in ranks]
-        coming = [self._exchange.segments(first + self._ranks.rank, rank=rank) for rank in ranks]
+        ranks = range(self.ranks.world_size)
+        sent = [self._exchange.segments(first + rank, rank=self.ranks.rank) for rank in ranks]
+        coming = [self._exchange.segments(first + self.ranks.rank, rank=rank) for rank in ranks]
         values = [self._outgoing(segment) for segments in sent for segment in segments]
-        received = self._ranks.exchange(
+        received = self.ranks.exchange(
             torch.cat(values) if values else torch.empty(0, dtype=torch.uint8),
             [sum(map(self._num_bytes, segments)) for segments in sent],
             [sum(map(self._num_bytes, segments)) for segments in coming],
@@ -269,12 +263,12 @@ class ShardedVersions:
         if segment.name in self.buffers:
             values = self.buffers[segment.name].detach().reshape(-1)[segment.start : segment.start + segment.size]
         else:
-            values = self._state.read(segment.name, "", start=segment.start, size=segment.size)
+            values = self.state.read(segment.name, "", start=segment.start, size=segment.size)
         return values.to(self._sent_dtype(segment.name)).cpu().contiguous().view(torch.uint8)
 
     def _sent_dtype(self, name: str) -> torch.dtype:
         # With a dead band send the master: it is compared where the published value is.
-        return torch.float32 if self._band else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
+        return torch.float32 if self.dead_band_ulp else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
 
     def _num_bytes(self, segment: Segment) -> int:
         return segment.size * self._sent_dtype(segment.name).itemsize
@@ -282,21 +276,21 @@ class ShardedVersions:
     def _rounded(self, name: str, values: torch.Tensor, published: IntArray | None) -> torch.Tensor:
         dtype = tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
         bits = None if published is None else torch.from_numpy(published).view(dtype)
-        return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self._band).contiguous()
+        return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self.dead_band_ulp).contiguous()
 
     def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
-        self._ranks.send(torch.tensor([method, len(data), num_changed]), rank=rank)
+        self.ranks.send(torch.tensor([method, len(data), num_changed]), rank=rank)
         if data:
             # Torch takes writable memory only.
-            self._ranks.send(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), rank=rank)
+            self.ranks.send(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), rank=rank)
 
     def _receive(self, *, rank: int) -> tuple[int, bytes, int]:
         header = torch.empty(3, dtype=torch.int64)
-        self._ranks.receive(header, rank=rank)
+        self.ranks.receive(header, rank=rank)
         method, size, num_changed = header.tolist()
         data = torch.empty(size, dtype=torch.uint8)
         if size:
-            self._ranks.receive(data, rank=rank)
+            self.ranks.receive(data, rank=rank)
         return method, data.numpy().tobytes(), num_changed
 
 

@@ -54,15 +54,11 @@ class Shares:
         self._per_site = max(1, min(per_site, self._open // 2))
         self._per_connection = max(1, self._open // 2)
         self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
-        self._num_all = 0
+        self.num_calls = 0
         self._num_open = 0
         self._of_holder: Counter[Caller] = Counter()
         self._of_site: Counter[str] = Counter()
         self._of_rpc: Counter[tuple[Caller, str]] = Counter()
-
-    @property
-    def num_calls(self) -> int:
-        return self._num_all
 
     @contextlib.contextmanager
     def place(self, holder: Caller, method: str) -> Iterator[None]:
@@ -83,7 +79,7 @@ class Shares:
         share = self._share(holder)
         if self._of_holder[holder] >= share:
             return f"{holder.name} has {share} concurrent calls, its share (site_concurrent_rpcs, max_concurrent_rpcs)"
-        if self._num_all >= self._places:
+        if self.num_calls >= self._places:
             return f"the coordinator has {self._places} concurrent calls (max_concurrent_rpcs)"
         if not holder.is_privileged and self._num_open >= self._open:
             return f"samplers have {self._open} concurrent calls; the rest of max_concurrent_rpcs is the learner's"
@@ -98,7 +94,7 @@ class Shares:
         return self._per_site if holder.is_proven else self._per_connection
 
     def _add(self, holder: Caller, method: str, number: int) -> None:
-        self._num_all += number
+        self.num_calls += number
         if not holder.is_privileged:
             self._num_open += number
         for counts, key in (

@@ -23,7 +23,7 @@ from heterorl.common.model.router_replay import RouterReplay
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.loading import blocks_of, fill, open_model
 from heterorl.learner.backends.optimizer_state import build_optimizer, copy_state, read_state
 from heterorl.learner.loss.loss_config import LossConfig
@@ -67,7 +67,7 @@ class TorchBackend:
         """
         opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         try:
-            self._model = fill(opened, device=config.device)
+            self.torch_model = fill(opened, device=config.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(
                 "backend.device",
@@ -76,16 +76,16 @@ class TorchBackend:
             ) from error
         # Free a model that was read whole.
         del opened
-        self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))
+        self.lora = lora.settings(base_digest(self.torch_model) if lora.is_on else Digest(""))
         if self.lora.rank:
-            attach(self._model, self.lora)
-        apply_liger(self._model, config)
-        check_forward(self._model, batching=config.batching)
+            attach(self.torch_model, self.lora)
+        apply_liger(self.torch_model, config)
+        check_forward(self.torch_model, batching=config.batching)
         # After the check, which is in fp32.
-        choose_attention(self._model, config)
-        for block in blocks_of(self._model):
+        choose_attention(self.torch_model, config)
+        for block in blocks_of(self.torch_model):
             compile_block(block, config)
-        self._replay = RouterReplay(self._model) if replays_routing else None
+        self._replay = RouterReplay(self.torch_model) if replays_routing else None
         self._config = config
         self._loss = loss
         self._loss_spec = loss_spec_of(loss)
@@ -95,28 +95,20 @@ class TorchBackend:
         self._clock = clock or SystemClock()
         self._passes = passes or PassCount()
         self._temperature = sampling.logprob_temperature
-        self._layout = tensors.layout_of(self._model, config.published_dtype)
+        self.layout = tensors.layout_of(self.torch_model, config.published_dtype)
         self._reference: nn.Module | None = None
         if self._loss_spec.needs_reference:
             directory = config.reference_model_dir or str(model_dir)
-            self._reference = load_reference(directory, config, learner=self._model, layout=self._layout)
+            self._reference = load_reference(directory, config, learner=self.torch_model, layout=self.layout)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
-            self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)
+            self._rounding = Rounding(self.torch_model, self.layout, dead_band_ulp=config.dead_band_ulp)
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
         self.last_extras: dict[str, float] = {}
         """Numbers of the newest step beyond its report, see `step_extras`; with the step size, `lr`."""
         self.last_metrics: dict[str, float] = {}
         self.last_log_ratios: LogRatios = {}
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def torch_model(self) -> nn.Module:
-        return self._model
 
     def computing(self) -> AbstractContextManager[None]:
         """A context with the weights that a step's passes compute with."""
@@ -126,7 +118,7 @@ class TorchBackend:
         started = self._clock.monotonic()
         with self.computing():
             samples = accumulate_gradients(
-                self._model,
+                self.torch_model,
                 build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
                 loss=self._loss,
                 temperature=self._temperature,
@@ -153,12 +145,12 @@ class TorchBackend:
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
+        tensors.store(self.torch_model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
         if self._rounding is not None:
             self._rounding.note_published(arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        tensors.load(arena, self._model)
+        tensors.load(arena, self.torch_model)
         if self._rounding is not None:
             self._rounding.note_published(arena)
         if keep_optimizer:
@@ -168,24 +160,28 @@ class TorchBackend:
 
     def freeze(self, directory: Path) -> Callable[[], None]:
         copy = copy_state(
-            self._model, self._optimizer, kind=self._config.optimizer, applied_steps=self._applied_steps, lora=self.lora
+            self.torch_model,
+            self._optimizer,
+            kind=self._config.optimizer,
+            applied_steps=self._applied_steps,
+            lora=self.lora,
         )
         return lambda: copy.write(directory)
 
     def restore(self, directory: Path) -> None:
         optimizer = self._new_optimizer()
-        self._applied_steps = read_state(directory, self._model, optimizer, kind=self._config.optimizer)
+        self._applied_steps = read_state(directory, self.torch_model, optimizer, kind=self._config.optimizer)
         self._optimizer = optimizer
 
     def _update(self, loss: float, lr: float) -> tuple[bool, float]:
         return apply_gradients(
-            self._model.parameters(), self._optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
+            self.torch_model.parameters(), self._optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
         )
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         config = self._config
         return build_optimizer(
-            trainable(self._model).values(),
+            trainable(self.torch_model).values(),
             optimizer=config.optimizer,
             lr=config.lr,
             betas=config.betas,

@@ -60,11 +60,7 @@ class Inbox:
         self._held: dict[GroupId, float] = {}
         self._granted = 0
         self._stream = 0
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+        self.is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -98,7 +94,7 @@ class Inbox:
             yield credit
 
     def _is_over(self, stream: int) -> bool:
-        return self._is_closed or stream != self._stream
+        return self.is_closed or stream != self._stream
 
     def _room(self) -> int:
         return self.capacity - len(self._waiting) - self._granted
@@ -122,8 +118,8 @@ class Inbox:
         """Wait for `count` groups and remove them, oldest first; empty after `close`."""
         assert 0 < count <= self.capacity, "more groups than ever fit are never there"
         async with self._condition:
-            await self._condition.wait_for(lambda: self._is_closed or len(self._waiting) >= count)
-            if self._is_closed:
+            await self._condition.wait_for(lambda: self.is_closed or len(self._waiting) >= count)
+            if self.is_closed:
                 return []
             taken = [self._waiting.popleft() for _ in range(count)]
             self._condition.notify_all()
@@ -137,7 +133,7 @@ class Inbox:
     async def close(self) -> None:
         """End every wait, now and later."""
         async with self._condition:
-            self._is_closed = True
+            self.is_closed = True
             self._condition.notify_all()
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from heterorl.common.errors import HeterorlError, StateMismatch
 from heterorl.common.model import tensors
@@ -23,7 +22,7 @@ from heterorl.common.model.router_replay import RouterReplay
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.learner import step_metrics
 from heterorl.learner.backends.ranks.checkpoint_reader import open_together
 from heterorl.learner.backends.ranks.checkpoint_writer import Writing
@@ -58,7 +57,9 @@ class ShardedBackend:
     ) -> None:
         self._loss_spec = loss_spec_of(loss)
         self._sharding = sharding
-        self._layout = sharding.layout
+        self.layout = sharding.layout
+        self.torch_model = sharding.model
+        """For its configuration; its weights may be elsewhere."""
         self._state = sharding.state
         self._buffers = dict(sharding.buffers)
         settle_untrained(sharding, is_rounded=config.forward_weights == "published")
@@ -97,15 +98,6 @@ class ShardedBackend:
         self.last_metrics: dict[str, float] = {}
         self.last_log_ratios: LogRatios = {}
 
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def torch_model(self) -> nn.Module:
-        """For its configuration; its weights may be elsewhere."""
-        return self._sharding.model
-
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
         command = self._tell(
@@ -126,11 +118,11 @@ class ShardedBackend:
             assert tensor is not None, "rank 0 receives"
             try:
                 # A name may be an alias in the layout: ties are sorted by the name in the state dict.
-                tensors.store_tensor(self._layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+                tensors.store_tensor(self.layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
             except HeterorlError as error:
                 problem = problem or error
         for name, buffer in self._buffers.items():
-            tensors.store_tensor(self._layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
+            tensors.store_tensor(self.layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
         if problem is not None:
             raise problem
 
@@ -140,7 +132,7 @@ class ShardedBackend:
         return self._ranks.world_size > 1
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        if arena.layout.layout_id != self._layout.layout_id:
+        if arena.layout.layout_id != self.layout.layout_id:
             raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
         self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
         self._load_published(arena, keep_optimizer=keep_optimizer)
@@ -225,7 +217,7 @@ class ShardedBackend:
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
         for name in (*sorted(self._state.shapes), *self._buffers):
-            spec = self._layout.spec(name)
+            spec = self.layout.spec(name)
             dtype = tensors.TORCH_DTYPE[spec.dtype]
             if arena is None:
                 whole = torch.empty(math.prod(spec.shape), dtype=dtype)

@@ -56,6 +56,7 @@ from heterorl.learner.checks.findings import (
     logprob_difference,
 )
 from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
 
@@ -69,7 +70,8 @@ FLOAT32_TOLERANCE = 1e-4
 def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, Contract]:
     """A site and the contract that it registers with."""
     task, prompter = ArithmeticTask(digits=digits), Prompter(model_dir, use_chat_template=False)
-    sampling = SamplingConfig(max_new_tokens=digits + 2).semantics()
+    settings = SamplingConfig(max_new_tokens=digits + 2)
+    sampling = settings.semantics()
     replayer = Replayer(model_dir=model_dir, device="cpu", sampling=sampling, lora=NO_LORA)
     backend = _backend(model_dir, sampling_tokens=digits + 2, lr=0.0)
     arena = _published(backend)
@@ -84,13 +86,11 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
         group_size=group_size,
     )
     contract = build_contract(
+        LearnerConfig(group_size=group_size, sampling=settings),
         text=prompter.digests,
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=int(backend.torch_model.config.vocab_size),
-        group_size=group_size,
-        min_members=-(-group_size // 2),
-        sampling=sampling,
         end_token_ids=prompter.end_token_ids,
     )
     return site, contract

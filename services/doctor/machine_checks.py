@@ -174,16 +174,11 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
         open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
         try_reward(task, prompter)
         return build_contract(
+            config,
             text=prompter.digests,
             task=task,
             layout_id=layout_id,
             vocab_size=vocab_size,
-            group_size=config.group_size,
-            min_members=config.sampling.members(config.group_size),
-            max_turns=config.task.max_turns_of_all,
-            trajectory_s=config.task.trajectory_s_of_all,
-            max_trajectory_tokens=config.sampling.max_trajectory_tokens,
-            sampling=config.sampling.semantics(),
             end_token_ids=end_token_ids,
             lora=config.lora.settings(Digest("")),
             routed_token_bytes=routed_token_bytes,

@@ -97,17 +97,12 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     backend, close_backend = build_backend(config, num_ranks, passes, rank_group=rank_group)
     model: Any = backend.torch_model
     contract = build_contract(
+        config,
         text=prompter.digests,
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=token_limits_of(model.config).vocab_size,
-        group_size=config.group_size,
-        min_members=config.sampling.members(config.group_size),
-        sampling=sampling,
         end_token_ids=end_token_ids,
-        max_turns=config.task.max_turns_of_all,
-        trajectory_s=config.task.trajectory_s_of_all,
-        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
         lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )

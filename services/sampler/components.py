@@ -82,16 +82,11 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
     # The contract states the trained weights; a variant is another form of them.
     taken = take_variant(engines, config.variant)
     contract = build_contract(
+        config,
         text=prompter.digests,
         task=task,
         layout_id=engines.engine.layout.layout_id,
         vocab_size=engines.vocab_size,
-        group_size=config.group_size,
-        max_turns=config.task.max_turns_of_all,
-        trajectory_s=config.task.trajectory_s_of_all,
-        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
-        min_members=config.sampling.members(config.group_size),
-        sampling=sampling,
         end_token_ids=end_token_ids,
         lora=engines.lora,
         routed_token_bytes=engines.routed_token_bytes,

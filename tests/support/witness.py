@@ -26,6 +26,7 @@ from heterorl.common.types.rollout import (  # fmt: skip
 )
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.learner.learner_config import LearnerConfig
 
 
 def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size: int) -> Contract:
@@ -34,13 +35,11 @@ def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size
     prompter = Prompter(str(model_dir), use_chat_template=False)
     layout = layout_of(AutoModelForCausalLM.from_pretrained(str(model_dir)), "bf16")
     return build_contract(
+        LearnerConfig(group_size=group_size, sampling=SamplingConfig(max_new_tokens=max_new_tokens)),
         text=prompter.digests,
         task=ArithmeticTask(digits=digits),
         layout_id=layout.layout_id,
         vocab_size=len(prompter.tokenizer),
-        group_size=group_size,
-        min_members=SamplingConfig().members(group_size),
-        sampling=SamplingConfig(max_new_tokens=max_new_tokens).semantics(),
         end_token_ids=prompter.end_token_ids,
     )
 

@@ -109,25 +109,21 @@ class SamplingConfig(Config):
 
 
 def build_contract(
+    config: Any,
     *,
     text: tuple[Digest, Digest],
     task: Task,
     layout_id: Digest,
     vocab_size: int,
-    group_size: int,
-    sampling: SamplingSemantics,
     end_token_ids: Sequence[int],
     lora: LoraSettings = NO_LORA,
     routed_token_bytes: int = 0,
-    min_members: int = 0,
-    max_turns: int = 1,
-    max_trajectory_tokens: int = 0,
-    trajectory_s: float = 0.0,
 ) -> Contract:
-    """Build this node's contract; `text`: digests of its tokenizer and template.
+    """Build the contract of a learner's or sampler's configuration; `text`: digests of its tokenizer and template.
 
     Raises ConfigError if an end token is not a token of the model.
     """
+    max_turns = config.task.max_turns_of_all
     ends = tuple(sorted(set(end_token_ids)))
     if ends and ends[-1] >= vocab_size:
         raise ConfigError(
@@ -143,13 +139,13 @@ def build_contract(
         layout_id=layout_id,
         vocab_size=vocab_size,
         num_prompts=task.num_prompts,
-        group_size=group_size,
-        sampling=sampling,
+        group_size=config.group_size,
+        sampling=config.sampling.semantics(),
         end_token_ids=ends,
-        min_members=min_members,
+        min_members=config.sampling.members(config.group_size),
         max_turns=max_turns,
-        max_trajectory_tokens=max_trajectory_tokens if max_turns > 1 else 0,
-        trajectory_s=trajectory_s if max_turns > 1 else 0.0,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens if max_turns > 1 else 0,
+        trajectory_s=config.task.trajectory_s_of_all if max_turns > 1 else 0.0,
         routed_token_bytes=routed_token_bytes,
     )
 

@@ -7,10 +7,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.model.contract import SamplingConfig, build_contract
+from heterorl.common.model.contract import build_contract
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.text.prompter import Prompter, end_token_ids
 from heterorl.common.types.common import MAX_END_TOKENS, Digest
+from heterorl.learner.learner_config import LearnerConfig
 
 QWEN = [151645, 151643]
 
@@ -54,8 +55,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def contract(prompter, **changes):
     values = {"vocab_size": 19, "end_token_ids": prompter.end_token_ids, **changes}
     return build_contract(
-        text=prompter.digests, task=ArithmeticTask(digits=2),
-        layout_id=Digest("0" * 64), group_size=2, sampling=SamplingConfig().semantics(), **values,
+        LearnerConfig(group_size=2), text=prompter.digests, task=ArithmeticTask(digits=2),
+        layout_id=Digest("0" * 64), **values,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +25,17 @@ from heterorl.common.wire.common_messages import bytes_digest
 MAX_LINE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line."""
+def _asked(row: Prompt) -> str:
+    """Text that identifies a prompt."""
+    if not row.messages:
+        return row.text
+    return "\n".join(f"{message.role}\x1f{message.content}" for message in row.messages)
 
-    text: str
-    answer: str
-    messages: tuple[Message, ...] = ()
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Fields except the prompt."""
 
-    @property
-    def asked(self) -> str:
-        """Text that identifies a prompt."""
-        if not self.messages:
-            return self.text
-        return "\n".join(f"{message.role}\x1f{message.content}" for message in self.messages)
-
-    def words(self) -> list[object]:
-        """Content for the digest."""
-        turns = [[message.role, message.content] for message in self.messages]
-        return [self.text, self.answer, turns, self.columns]
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, text=self.text, answer=self.answer, messages=self.messages, columns=self.columns)
+def _words(row: Prompt) -> list[object]:
+    """Content for the digest."""
+    turns = [[message.role, message.content] for message in row.messages]
+    return [row.text, row.answer, turns, row.columns]
 
 
 class JsonlTask(MatchedTask):
@@ -71,7 +58,7 @@ class JsonlTask(MatchedTask):
         then a training prompt too. With `needs_answers` each row must have an answer.
         """
 
-        def read(key: str, path: Path) -> list[Row]:
+        def read(key: str, path: Path) -> list[Prompt]:
             return _short(key, path, _read(key, path, data, needs_answers), data.max_prompt_tokens, measure)
 
         if evaluation_path is None:
@@ -86,67 +73,67 @@ class JsonlTask(MatchedTask):
     def _count(self) -> None:
         self.num_prompts = len(self._training)
         self.num_evaluation_prompts = len(self._held_out)
-        rows = [[row.words() for row in rows] for rows in (self._training, self._held_out)]
+        rows = [[_words(row) for row in rows] for rows in (self._training, self._held_out)]
         self.digest: Digest = bytes_digest(json.dumps([self._matcher.name, *rows]).encode())
 
     def held_out_questions(self) -> Iterable[str]:
-        return (question_of(row.prompt(0)) for row in self._held_out)
+        return (question_of(row) for row in self._held_out)
 
     def without(self, questions: Collection[str]) -> JsonlTask:
         left = copy.copy(self)
-        left._training = [row for row in self._training if question_of(row.prompt(0)) not in questions]
+        left._training = [row for row in self._training if question_of(row) not in questions]
         left._count()
         return left
 
     def prompt(self, index: int) -> Prompt:
-        return self._training[index].prompt(index)
+        return replace(self._training[index], index=index)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        return self._held_out[index].prompt(index)
+        return replace(self._held_out[index], index=index)
 
 
-def _split(path: Path, rows: list[Row], evaluation_size: int | None) -> tuple[list[Row], list[Row]]:
+def _split(path: Path, rows: list[Prompt], evaluation_size: int | None) -> tuple[list[Prompt], list[Prompt]]:
     """Hold out `evaluation_size` different prompts, at most half, with all their lines."""
     if evaluation_size is None:
         if not rows:
             raise ConfigError("task.name", f"{path} has no prompts", action="add lines with a prompt")
         return rows, rows
-    ranked = sorted({row.asked for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
+    ranked = sorted({_asked(row) for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
     held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])
     log_held_out(len(held_out), wanted=evaluation_size, different=len(ranked))
     if not held_out:
         problem = f"{path} has {len(ranked)} different prompts; at least 2 are needed"
         raise ConfigError("task.name", problem, action="add prompts, or name a file in task.evaluation_path")
-    return [row for row in rows if row.asked not in held_out], [row for row in rows if row.asked in held_out]
+    return [row for row in rows if _asked(row) not in held_out], [row for row in rows if _asked(row) in held_out]
 
 
-def _refuse_overlap(path: Path, training: list[Row], evaluation_path: Path, held_out: list[Row]) -> None:
+def _refuse_overlap(path: Path, training: list[Prompt], evaluation_path: Path, held_out: list[Prompt]) -> None:
     for key, file, rows in (("task.name", path, training), ("task.evaluation_path", evaluation_path, held_out)):
         if not rows:
             raise ConfigError(key, f"{file} has no prompts", action="name a file with one JSON object a line")
-    trained = {row.asked for row in training}
-    shared = [row.asked for row in held_out if row.asked in trained]
+    trained = {_asked(row) for row in training}
+    shared = [_asked(row) for row in held_out if _asked(row) in trained]
     if shared:
         problem = f"{len(shared)} prompts of {evaluation_path} are also in {path}, the first is {shared[0][:80]!r}"
         raise ConfigError("task.evaluation_path", problem, action="remove them from one of the files")
 
 
-def _short(key: str, path: Path, rows: list[Row], most: int, measure: Measure | None) -> list[Row]:
+def _short(key: str, path: Path, rows: list[Prompt], most: int, measure: Measure | None) -> list[Prompt]:
     """Rows whose prompts have at most `most` tokens; 0 is no bound."""
     if not (most and rows):
         return rows
-    keep = short_prompts(len(rows), lambda position: rows[position].prompt(0), most=most, measure=measure)
+    keep = short_prompts(len(rows), rows.__getitem__, most=most, measure=measure)
     if not keep.any():
         raise ConfigError(key, f"no prompt of {path} is left", action="raise task.data.max_prompt_tokens")
     return [row for row, stays in zip(rows, keep, strict=True) if stays]
 
 
-def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[Row]:
+def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[Prompt]:
     if needs_answers and not data.answer:
         raise ConfigError("task.data.answer", "is empty, but the reward compares with an answer; name a column")
     # Rewards without answers allow rows without any; some rows without one, or a configured column, are an error.
     has_answers = needs_answers or data.answer != ANSWER
-    rows: list[Row] = []
+    rows: list[Prompt] = []
     lacking = ""
     try:
         with path.open("rb") as file:
@@ -174,7 +161,7 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[R
     return rows
 
 
-def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
+def _row(key: str, place: str, line: bytes, data: DataConfig) -> Prompt:
     action = f"write {_example(data)}, or name the columns in [task.data]"
     try:
         entry = json.loads(line)
@@ -202,9 +189,11 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
         )
     if not prompt.strip():
         raise ConfigError(key, f"{place}: {name} is empty", action="fill the field or remove the line")
-    row = Row(prompt, _answer(key, place, entry, data), messages, entry)
+    answer = _answer(key, place, entry, data)
+    # `JsonlTask.prompt` numbers it.
+    row = Prompt(index=0, text=prompt, answer=answer, messages=messages, columns=entry)
     try:
-        json.dumps([row.asked, row.answer, row.columns], ensure_ascii=False).encode()
+        json.dumps([_asked(row), row.answer, row.columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             key,

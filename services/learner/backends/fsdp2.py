@@ -54,7 +54,7 @@ from heterorl.learner.backends.ranks.sharding import (
 from heterorl.learner.backends.sequence_parallel import slice_passes
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.train.backend_config import Fsdp2BackendConfig
-from heterorl.learner.train.model import REFERENCE_KEY, apply_liger, choose_attention, compile_block
+from heterorl.learner.train.model import REFERENCE_KEY, apply_liger, check_reference, choose_attention, compile_block
 
 
 class Fsdp2Engine:
@@ -277,13 +277,7 @@ def open_reference(
     except ConfigError as error:
         raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
     model = opened.model.requires_grad_(False)
-    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
-    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in model.state_dict().items()):
-        raise ConfigError(
-            REFERENCE_KEY,
-            f"{model_dir} has other shapes than the learner's model",
-            action="name a copy of the model in model_dir, or one of the same configuration",
-        )
+    check_reference(model_dir, model.state_dict(), learner=learner)
     choose_attention(model, config)
     apply_liger(model, config)
     return opened

@@ -191,19 +191,24 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
     except ConfigError as error:
         raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
     tensors = published_tensors(model)
-    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
-    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in tensors.items()):
-        raise ConfigError(
-            REFERENCE_KEY,
-            f"{model_dir} has other shapes than the learner's model",
-            action="name a copy of the model in model_dir, or one of the same configuration",
-        )
+    check_reference(model_dir, tensors, learner=learner)
     if config.forward_weights == "published":
         dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
         with torch.no_grad():
             for name in tensors.keys() & dtypes.keys():
                 tensors[name].copy_(tensors[name].to(dtypes[name]))
     return model.to(config.device)
+
+
+def check_reference(model_dir: str, reference: Mapping[str, torch.Tensor], *, learner: nn.Module) -> None:
+    """Refuse a reference whose tensors have other shapes than the learner's."""
+    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
+    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in reference.items()):
+        raise ConfigError(
+            REFERENCE_KEY,
+            f"{model_dir} has other shapes than the learner's model",
+            action="name a copy of the model in model_dir, or one of the same configuration",
+        )
 
 
 @contextmanager

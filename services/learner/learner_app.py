@@ -92,14 +92,7 @@ async def _train(
     if parts.signer is not None:
         _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
     async with (
-        CoordinatorClient(
-            config.coordinator,
-            tls=config.tls,
-            max_message_bytes=config.max_message_bytes,
-            bandwidth=config.bandwidth,
-            payload_urls=config.payload_urls,
-            payload_hosts=config.payload_hosts,
-        ) as client,
+        CoordinatorClient.of(config, max_message_bytes=config.max_message_bytes) as client,
         pushing(
             lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),
             registry=metrics.registry_of("learner"),

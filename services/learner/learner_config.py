@@ -9,13 +9,10 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from heterorl.common.identity.signing import PublicKey
-from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
-from heterorl.common.process.address import Addresses
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.presigned import Allowed, Host
-from heterorl.common.rpc.transport_options import BandwidthConfig
+from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
@@ -41,17 +38,13 @@ class EvaluationConfig(Config):
     """Seed of the draws, the same for every version."""
 
 
-class LearnerConfig(Config):
+class LearnerConfig(NodeConfig):
     """The learner of one run; a second may wait for its lease."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, equal at coordinator and learner."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of this learner, which regains its lease at once after a restart with its state_dir; other names wait."""
-    coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list if there is a standby."""
-    tls: TlsConfig = TlsConfig()
-    """Certificates of this node; changed files are read again."""
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
@@ -111,21 +104,10 @@ class LearnerConfig(Config):
     """First wait after a lost call; doubles with each attempt, with jitter."""
     retry_cap_s: float = Field(default=10.0, gt=0)
     """Longest wait between attempts, which never end."""
-    payload_urls: Allowed = "https"
-    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
-    payload_hosts: tuple[Host, ...] = ()
-    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
-    outside this machine and its network, without proxy."""
-    bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps on received and sent bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
     """Largest message, which bounds a group. Learner and relay: at least the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
-    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address of the metrics, which hold no secret and need no login."""
-    metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry."""
 

@@ -70,15 +70,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
     metrics.RELAY_CACHE_LIMIT_BYTES.set(config.cache_bytes)
     for way in (FROM_COORDINATOR, FROM_BUCKET, TO_NODES):
         metrics.RELAY_BYTES.labels(way)
-    upstream = Upstream(
-        config.coordinator,
-        tls=config.tls,
-        max_message_bytes=config.max_message_bytes,
-        policy=BRIEF,
-        bandwidth=config.bandwidth,
-        payload_urls=config.payload_urls,
-        payload_hosts=config.payload_hosts,
-    )
+    upstream = Upstream.of(config, max_message_bytes=config.max_message_bytes, policy=BRIEF)
     try:
         weights = CachedWeights(api=upstream, cache=cache, clock=clock)
         server = RelayServer(config, weights)

@@ -7,17 +7,13 @@ from pathlib import Path
 from pydantic import Field
 
 from heterorl.common.identity.tls import ServerTlsConfig
-from heterorl.common.process.address import Addresses, Listen
-from heterorl.common.process.config_file import Config
-from heterorl.common.rpc.presigned import Allowed, Host
-from heterorl.common.rpc.transport_options import BandwidthConfig
+from heterorl.common.process.address import Listen
+from heterorl.common.rpc.node_config import NodeConfig
 
 
-class RelayConfig(Config):
+class RelayConfig(NodeConfig):
     """One relay serves the samplers of one site."""
 
-    coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list if there is a standby."""
     listen: Listen = "127.0.0.1:50061"
     """host:port to serve on; port 0: any free one, in the file `address` of data_dir or cache_dir."""
     tls: ServerTlsConfig = ServerTlsConfig()
@@ -34,18 +30,7 @@ class RelayConfig(Config):
     """Concurrent calls, two to four a sampler; more are retried later."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Concurrent calls of one sampler's certificate."""
-    payload_urls: Allowed = "https"
-    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
-    payload_hosts: tuple[Host, ...] = ()
-    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
-    outside this machine and its network, without proxy."""
-    bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps on received and sent bytes."""
     metrics_port: int = Field(default=9104, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
-    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address of the metrics, which hold no secret and need no login."""
-    metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM."""

@@ -292,13 +292,7 @@ async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[Coordinat
     """A coordinator's client, through which this process pushes its metrics."""
     site = SiteId(config.site)
     async with (
-        CoordinatorClient(
-            config.coordinator,
-            tls=config.tls,
-            bandwidth=config.bandwidth,
-            payload_urls=config.payload_urls,
-            payload_hosts=config.payload_hosts,
-        ) as api,
+        CoordinatorClient.of(config) as api,
         pushing(
             lambda series: api.push_sampler_metrics(site=site, series=series),
             registry=metrics.registry_of("sampler"),

@@ -18,13 +18,10 @@ from pydantic import (
 
 from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig, check_unique_names
 from heterorl.common.identity.signing import PublicKey
-from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
-from heterorl.common.process.address import Addresses
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.presigned import Allowed, Host
-from heterorl.common.rpc.transport_options import BandwidthConfig
+from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.tasks.rewards.reward_config import from_file
 from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.sampler.delay import DelayConfig, NoDelay
@@ -171,25 +168,17 @@ EngineConfig = Annotated[
 ]
 
 
-class SamplerConfig(Config):
+class SamplerConfig(NodeConfig):
     """One sampler of one site."""
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the site, unique in the run."""
-    coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list if there is a standby."""
-    tls: TlsConfig = TlsConfig()
-    """Certificates of this node; changed files are read again."""
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/sampler")
     """Directory of the outbox, verified versions and arriving weights; one for each sampler."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
-    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address of the metrics, which hold no secret and need no login."""
-    metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -238,13 +227,6 @@ class SamplerConfig(Config):
     """Public keys of trusted learners, from `heterorl keys new`; empty accepts unsigned versions."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Time between heartbeats."""
-    bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps on received and sent bytes."""
-    payload_urls: Allowed = "https"
-    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
-    payload_hosts: tuple[Host, ...] = ()
-    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
-    outside this machine and its network, without proxy."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links with packet loss."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)

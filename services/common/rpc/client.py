@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc.aio
 
@@ -13,6 +13,7 @@ from heterorl.common.api import PieceFrames
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
+from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.rpc.presigned import PresignedWrites
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, Series, SiteId, StepReport, peer_words
 from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
@@ -87,6 +88,18 @@ class CoordinatorClient(WeightCalls):
         # Groups in one message, as the answer to `register` states.
         self._push_groups = 1
         self._writes = PresignedWrites(self._connections, self._clock)
+
+    @classmethod
+    def of(cls, config: NodeConfig, **how: Any) -> Self:
+        """A client by the keys of a node's configuration."""
+        return cls(
+            config.coordinator,
+            tls=config.tls,
+            bandwidth=config.bandwidth,
+            payload_urls=config.payload_urls,
+            payload_hosts=config.payload_hosts,
+            **how,
+        )
 
     async def acquire_lease(
         self,

@@ -1,0 +1,31 @@
+"""Keys of every node that dials the coordinator."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.address import Addresses
+from heterorl.common.process.config_file import Config
+from heterorl.common.rpc.presigned import Allowed, Host
+from heterorl.common.rpc.transport_options import BandwidthConfig
+
+
+class NodeConfig(Config):
+    """Link to the coordinator, and metrics, of a learner, a sampler or a relay."""
+
+    coordinator: Addresses = "127.0.0.1:50051"
+    """host:port of the coordinator; a list if there is a standby."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of this node; changed files are read again."""
+    payload_urls: Allowed = "https"
+    """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
+    payload_hosts: tuple[Host, ...] = ()
+    """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
+    outside this machine and its network, without proxy."""
+    bandwidth: BandwidthConfig = BandwidthConfig()
+    """Caps on received and sent bytes."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    """Address of the metrics, which hold no secret and need no login."""
+    metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
+    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""

@@ -47,7 +47,7 @@ class Node:
         return Caller(self.name, is_privileged=False, is_proven=self.identity is not None)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeAdmission:
     """Admits nodes. Belongs to the event loop.
 

@@ -72,7 +72,7 @@ MAX_COPIES = 8
 """Largest plan, in copies of the weights; bounds the disk used. A larger plan falls back to a snapshot."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fetcher:
     """Fetches payloads of at most `max_bytes` into one directory, which it owns.
 

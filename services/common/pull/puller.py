@@ -55,7 +55,7 @@ class PulledVersion:
         return self.manifest.version
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Puller:
     """Builds versions of one layout and variant; owns its directory `spool`.
 
@@ -270,7 +270,7 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
         raise StateMismatch(f"the payloads of the plan do not lead to version {plan.target_version} in order")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrustedPuller:
     """Retries pulls, and builds only versions that a trusted key signed.
 

@@ -252,7 +252,7 @@ def replay(manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, repo
             _Replay(family, files, layout_id, chunks, report, advance).run()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Replay:
     """One layout's versions."""
 

@@ -49,7 +49,7 @@ _BUSY_S = 5.0
 _TRIES = 20
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Backups:
     """Makes backups, one at a time. Belongs to the event loop."""
 

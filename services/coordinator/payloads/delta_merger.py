@@ -53,7 +53,7 @@ class _Choice:
     skipped: frozenset[Span]
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DeltaMerger(BackgroundWorker):
     """Makes merged deltas. Belongs to the event loop."""
 

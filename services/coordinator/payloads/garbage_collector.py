@@ -43,7 +43,7 @@ UNPUBLISHED_VERSIONS = 2
 """Versions after which an upload that no version names is deleted."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class GarbageCollector(BackgroundWorker):
     """Deletes payloads and writes snapshots. Belongs to the event loop."""
 

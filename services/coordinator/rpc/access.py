@@ -140,7 +140,7 @@ def _at(value: object, path: Sequence[str]) -> object:
     return value
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class CallAuthorizer:
     """Authorizes calls of one run.
 

@@ -72,7 +72,7 @@ class EncodedVariant:
     encoded: Encoded
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Variants:
     """The variants that a learner publishes; without versions until the first one."""
 

@@ -58,7 +58,7 @@ class Terms:
         return signed_by(signed, part.signature, self.signed_by) is not None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RemoteReward:
     """A value for each completion, by service or judge; implements RewardSource."""
 

@@ -26,7 +26,7 @@ from heterorl.coordinator.store.bucket.objects import Objects, Piece
 from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadStorage
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BucketStorage(PayloadStorage):
     """Payloads of one run in a bucket: a claimed prefix with its listed `sizes`. Belongs to the event loop.
 

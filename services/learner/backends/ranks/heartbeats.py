@@ -100,7 +100,7 @@ def end_process(error: OperatorError) -> None:
     os._exit(EXIT_CODE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Heartbeats:
     """Two threads: one writes and reads beats, the other judges their age."""
 

@@ -104,7 +104,7 @@ def source_of(arena: Arena) -> Source:
     return read
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ShardedVersions:
     """One rank's chunks of a few versions, numbered by rank 0."""
 

@@ -77,12 +77,7 @@ async def _train(
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)
-    metrics_port = metrics.serve(
-        config.metrics_port,
-        service="learner",
-        address=config.metrics_host,
-        may_move="metrics_port" not in config.model_fields_set,
-    )
+    metrics_port = metrics.serve_by(config, service="learner")
     _LOG.info(
         "the learner of run %s calls coordinator %s, metrics on port %d",
         config.run_id,

@@ -77,12 +77,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
         port = await server.start()
         head = asyncio.ensure_future(weights.head.run())
         try:
-            metrics_port = metrics.serve(
-                config.metrics_port,
-                service="relay",
-                address=config.metrics_host,
-                may_move="metrics_port" not in config.model_fields_set,
-            )
+            metrics_port = metrics.serve_by(config, service="relay")
             await asyncio.to_thread(announce, config.cache_dir, config.listen, port, service="relay")
             _LOG.info(
                 "the relay of %s listens on port %d, metrics on port %d; %d bytes are cached",

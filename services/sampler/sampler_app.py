@@ -84,12 +84,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
             metrics.ENGINE_FAILURES.labels(reason)
         metrics.watch_disk(config.state_dir)
         tracing.start(config.tracing, service="sampler", name=config.site)
-        port = metrics.serve(
-            config.metrics_port,
-            service="sampler",
-            address=config.metrics_host,
-            may_move="metrics_port" not in config.model_fields_set,
-        )
+        port = metrics.serve_by(config, service="sampler")
         _LOG.info("site %s calls coordinator %s, metrics on port %d", config.site, config.coordinator, port)
         async with linked(config, clock) as api:
             joined = None

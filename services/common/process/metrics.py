@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, start_http_server
@@ -383,6 +383,12 @@ def serve(
             _add_pages(server, pages)
             return int(server.server_port)
     raise PortInUse("metrics_port", f"{address}:{port}")
+
+
+def serve_by(config: Any, *, service: Service, **more: Any) -> int:
+    """`serve` by the keys of a service's configuration; a port that it leaves out may move."""
+    may_move = "metrics_port" not in config.model_fields_set
+    return serve(config.metrics_port, service=service, address=config.metrics_host, may_move=may_move, **more)
 
 
 def _add_pages(server: WSGIServer, pages: Mapping[str, Callable[[], bytes]]) -> None:

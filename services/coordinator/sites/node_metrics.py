@@ -132,14 +132,8 @@ class MetricsPage:
         return self._open()
 
     def _open(self) -> int:
-        config = self._config
-        self._port = self._port or metrics.serve(
-            config.metrics_port,
-            service="coordinator",
-            address=config.metrics_host,
-            may_move="metrics_port" not in config.model_fields_set,
-            pages={NODES_PAGE: self.reported.page},
-            shown=self._shown,
+        self._port = self._port or metrics.serve_by(
+            self._config, service="coordinator", pages={NODES_PAGE: self.reported.page}, shown=self._shown
         )
         return self._port
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from pydantic import Field, model_validator
 
@@ -41,15 +42,8 @@ class DrawsConfig(Config):
 
     @property
     def draws(self) -> EvaluationDraws:
-        return EvaluationDraws(
-            num_prompts=self.num_prompts,
-            num_samples=self.samples_per_prompt,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
-            pass_reward=self.pass_reward,
-        )
+        own = self.model_dump(include={field.name for field in fields(EvaluationDraws)})
+        return EvaluationDraws(num_samples=self.samples_per_prompt, **own)
 
 
 class PlannedSetConfig(DrawsConfig):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -99,13 +100,7 @@ class SamplingConfig(Config):
         return self.min_members or -(-group_size // 2)
 
     def semantics(self) -> SamplingSemantics:
-        return SamplingSemantics(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_new_tokens=self.max_new_tokens,
-            logprob_mode=self.logprob_mode,
-        )
+        return SamplingSemantics(**self.model_dump(include={field.name for field in fields(SamplingSemantics)}))
 
 
 def build_contract(

@@ -18,18 +18,16 @@ from typing import Any
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.evaluation.evaluation_sets import PlannedSetConfig
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.common import Digest, SiteId, value_of_row
 from heterorl.common.types.evaluation import (
     HELD_OUT,
     MAX_HELD_OUT,
-    Estimate,
     Evaluation,
     EvaluationDraws,
     EvaluationSet,
     EvaluationSpec,
     EvaluationState,
     EvaluationSummary,
-    PassEstimate,
     PromptResult,
     ScoredSample,
 )
@@ -234,7 +232,7 @@ class Listed:
     def evaluation(self) -> Evaluation:
         version, task_set, draws, state, wanted, task_digest, planned, ended, summary_text, sites_text = self.row[1:]
         if self.scores is None:
-            summary, sites = _summary(json.loads(summary_text)), json.loads(sites_text)
+            summary, sites = value_of_row(EvaluationSummary, json.loads(summary_text)), json.loads(sites_text)
         else:
             summary, sites = self.scores.summed_up(), self.scores.sites
         return Evaluation(
@@ -346,13 +344,3 @@ def newest_done(connection: Connection, sets: Sequence[str]) -> dict[str, Evalua
 
 def _scores(result: PromptResult) -> str:
     return json.dumps([(one.reward, one.num_tokens, int(one.is_truncated)) for one in result.samples])
-
-
-def _summary(values: dict[str, Any]) -> EvaluationSummary:
-    average = values.pop("average")
-    passes = values.pop("passes")
-    return EvaluationSummary(
-        **values,
-        average=None if average is None else Estimate(**average),
-        passes=tuple(PassEstimate(k=entry["k"], estimate=Estimate(**entry["estimate"])) for entry in passes),
-    )

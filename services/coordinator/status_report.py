@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from heterorl.common.types.common import StepReport, report_from_row
+from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.context import CoordinatorContext
@@ -32,7 +32,7 @@ def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[Ste
         " ORDER BY step, version LIMIT ?",
         (after_step, limit),
     )
-    return tuple(report_from_row({**json.loads(report), "published_time": at or 0.0}) for report, at in rows)
+    return tuple(value_of_row(StepReport, {**json.loads(report), "published_time": at or 0.0}) for report, at in rows)
 
 
 def run_status(
@@ -74,7 +74,7 @@ def run_status(
             holdings=context.deadlines.holdings(connection, now),
             problems=quarantine.lost_problems(connection, config.max_lost_share),
         ),
-        last_report=report_from_row(json.loads(last[0])) if last else None,
+        last_report=value_of_row(StepReport, json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,
         store_limit_bytes=config.store_bytes,

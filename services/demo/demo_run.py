@@ -26,7 +26,7 @@ from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.common import StepReport, report_from_row
+from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import (
     FULL,
@@ -269,7 +269,7 @@ class _Demo:
 
 def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
     """Steps that changed weights, in order; the last row of each counts."""
-    reports = {row["step"]: report_from_row(row) for row in rows if row["is_applied"]}
+    reports = {row["step"]: value_of_row(StepReport, row) for row in rows if row["is_applied"]}
     return [reports[step] for step in sorted(reports)]
 
 

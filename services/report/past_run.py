@@ -15,7 +15,7 @@ from typing import Any
 
 from heterorl.common.api import OperatorApi
 from heterorl.common.errors import CorruptStore, OperatorError, RemoteError, lacks
-from heterorl.common.types.common import StepReport, report_from_row
+from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
 from heterorl.coordinator.evaluation_jobs import listed
@@ -175,7 +175,7 @@ def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
 
 def _from_journal(directory: Path) -> PastRun:
     try:
-        reports = [report_from_row(row) for row in journal_rows(directory / STEPS_FILE)]
+        reports = [value_of_row(StepReport, row) for row in journal_rows(directory / STEPS_FILE)]
         versions = {row["version"]: row for row in journal_rows(directory / VERSIONS_FILE)}
         evaluations = {row["version"]: row for row in journal_rows(directory / EVALUATIONS_FILE)}
         path = directory / RUN_FILE

@@ -21,9 +21,9 @@ import numpy as np
 import zstandard
 
 from heterorl.common.errors import OperatorError
-from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, Span
-from heterorl.common.types.sample import Sample, SampleKind, SampleRollout, SampleSummary
+from heterorl.common.types.common import value_of_row
+from heterorl.common.types.rollout import FinishReason, RewardPart, Span
+from heterorl.common.types.sample import Sample, SampleRollout, SampleSummary
 from heterorl.view.sample_query import Query, folded, look_up
 
 _SEPARATOR = "\x1e"
@@ -217,7 +217,7 @@ class SampleIndex:
             ).fetchone()
         if row is None:
             return None
-        summary = _summary(json.loads(row[0]))
+        summary = value_of_row(SampleSummary, json.loads(row[0]))
         return summary if row[1] is None else _sample(summary, row[1])
 
     def held(self) -> IndexState:
@@ -251,7 +251,7 @@ class SampleIndex:
     @staticmethod
     def _line(connection: sqlite3.Connection, sample_id: int) -> SampleSummary:
         (line,) = connection.execute("SELECT line FROM lines WHERE id = ?", (sample_id,)).fetchone()
-        return _summary(json.loads(line))
+        return value_of_row(SampleSummary, json.loads(line))
 
     def _put(self, connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
         before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
@@ -311,13 +311,6 @@ def _packed(value: Sample | SampleSummary) -> str:
         return base64.b64encode(other).decode("ascii") if isinstance(other, bytes) else other.value
 
     return json.dumps(dataclasses.asdict(value), default=plain)
-
-
-def _summary(fields: dict[str, Any]) -> SampleSummary:
-    group = fields["group"] and GroupId(**fields["group"])
-    return SampleSummary(
-        **fields | {"group": group, "kind": SampleKind(fields["kind"]), "site": SiteId(fields["site"])}
-    )
 
 
 def _sample(summary: SampleSummary, data: bytes) -> Sample:

@@ -25,7 +25,7 @@ from heterorl.common.types.common import (
     StepReport,
     StepTimes,
     digest_field,
-    report_from_row,
+    value_of_row,
 )
 from heterorl.common.types.evaluation import (
     Estimate,
@@ -532,7 +532,7 @@ def test_reports_have_the_same_fields_on_both_sides(value):
 
 @given(reports)
 def test_report_survives_the_rows_of_stores_and_journals(report):
-    assert report_from_row(json.loads(json.dumps(dataclasses.asdict(report)))) == report
+    assert value_of_row(StepReport, json.loads(json.dumps(dataclasses.asdict(report)))) == report
 
 
 def test_what_an_earlier_learner_does_not_state_is_absent_and_not_0():
@@ -542,7 +542,7 @@ def test_what_an_earlier_learner_does_not_state_is_absent_and_not_0():
     del row["completions"], row["times"]
 
     assert (report.completions, report.times) == (None, None)
-    assert report_from_row(row) == report
+    assert value_of_row(StepReport, row) == report
 
 
 def test_phase_of_a_newer_learner_is_no_progress():

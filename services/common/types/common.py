@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -162,20 +165,6 @@ class StepReport:
     """Publication of its version by the coordinator's clock, seconds since the epoch; 0: unknown."""
 
 
-def report_from_row(row: Mapping[str, Any]) -> StepReport:
-    """Report from the JSON of `dataclasses.asdict`.
-
-    Rows of earlier programs have fewer fields. Raises TypeError or KeyError if the row is not a report.
-    """
-    values = dict(row)
-    if values.get("completions") is not None:
-        values["completions"] = completions_from_row(values["completions"])
-    if values.get("times") is not None:
-        values["times"] = StepTimes(**values["times"])
-    values["sources"] = tuple(SourceReport(**source) for source in values.get("sources", ()))
-    return StepReport(**values)
-
-
 MAX_REPORTED_PARTS = 32
 """Reward parts in a report: those that most completions have."""
 MAX_REPORTED_SITES = 32
@@ -264,14 +253,36 @@ class LearnerProgress:
     """0: not counted yet."""
 
 
-def completions_from_row(row: Mapping[str, Any]) -> CompletionNumbers:
-    """Completion numbers from the JSON of `dataclasses.asdict`."""
-    nested = {
-        "reward_parts": tuple(PartMean(**part) for part in row["reward_parts"]),
-        "sites": tuple(SiteTokens(**site) for site in row["sites"]),
-        "endings": tuple(PartMean(**part) for part in row.get("endings", ())),
-    }
-    return CompletionNumbers(**{**row, **nested})
+ValueT = TypeVar("ValueT")
+
+
+def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:
+    """Value of a dataclass from the JSON of `dataclasses.asdict`.
+
+    Rows of earlier programs have fewer fields. Raises TypeError or ValueError if the row is not of this kind.
+    """
+    readers = _readers(kind)
+    return kind(**{name: _of_json(value, readers.get(name)) for name, value in dict(row).items()})
+
+
+def _of_json(value: Any, reader: Callable[[Any], Any] | None) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_of_json(each, reader) for each in value)
+    return value if value is None or reader is None else reader(value)
+
+
+@functools.cache
+def _readers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """Readers of the fields that are, or hold, dataclasses or enumerations."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        while parts := typing.get_args(hint):
+            hint = parts[0]
+        if dataclasses.is_dataclass(hint):
+            found[name] = functools.partial(value_of_row, hint)
+        elif isinstance(hint, enum.EnumMeta):
+            found[name] = hint
+    return found
 
 
 DIGEST_CHARACTERS = 64

@@ -33,7 +33,7 @@ import blake3
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
 from heterorl.common.model.quantise import Variant, scale_layout
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
+from heterorl.common.types.common import Digest, SiteId, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
@@ -146,7 +146,7 @@ def cursor_from_bytes(data: bytes) -> Cursor:
                 GroupId(site=SiteId(site), incarnation=str(incarnation), sequence=int(sequence))
                 for site, incarnation, sequence in table["consumed"]
             ),
-            reports=tuple(report_from_row(report) for report in table["reports"]),
+            reports=tuple(value_of_row(StepReport, report) for report in table["reports"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptStore(f"not a cursor: {error!r}") from error

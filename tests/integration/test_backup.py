@@ -170,7 +170,7 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
     for _ in range(90):
         await run.publish(snapshot=True)
     core.clock.advance(10.0)
-    real = backup._sync
+    real = backup.sync_file
     waits = asyncio.Event()
     collecting, first = [], []
 
@@ -196,7 +196,7 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
     await core.collector._verify_newest("")
     core.collector._collecting = Told()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(backup, "_sync", slow)
+    monkeypatch.setattr(backup, "sync_file", slow)
     made = await core.backups.make("one")
     await collecting[0]
 

@@ -62,8 +62,7 @@ def appearing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            sync_file(file)
         sync_directory(temporary)
         temporary.rename(path)
     except BaseException as error:
@@ -127,6 +126,27 @@ def make_directory(path: Path, *, mode: int = 0o777) -> None:
             with contextlib.suppress(OSError):
                 path.rmdir()
             raise
+
+
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
+"""Errors of a file system without hard links."""
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a durable file a second name, or copy it durably where there are no hard links."""
+    try:
+        target.hardlink_to(source)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+        sync_file(target)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's bytes durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -11,7 +11,6 @@ runs `heterorl accept-rewind`.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError
-from heterorl.common.process.files import make_directory, replacing, sync_directory
+from heterorl.common.process.files import make_directory, replacing, sync_directory, sync_file
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
 from heterorl.common.weights.payload import file_digest
@@ -108,7 +107,7 @@ def _restore(
             _write(file, raw, partial)
         # Folds its log into the file.
         file.close()
-        _sync(store)
+        sync_file(store)
         for name in ("blobs", "postgres" if url else STORE_FILE):
             (partial / name).replace(data_dir / name)
         sync_directory(data_dir)
@@ -153,7 +152,7 @@ def _copy_payloads(
                 place.unlink()
                 missing.append(digest)
             else:
-                _sync(place)
+                sync_file(place)
         done += num_bytes
         advance(done, total)
     for folder in target.glob("*"):
@@ -205,8 +204,3 @@ def _one(cursor: Cursor | Any) -> Any:
     row = cursor.fetchone()
     assert row is not None, "a query with one row"
     return row
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

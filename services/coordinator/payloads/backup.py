@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
-import os
 import re
 import shutil
 import sqlite3
@@ -25,7 +23,7 @@ from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.process.files import link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version
@@ -143,7 +141,7 @@ class Backups:
     def _take(self, digest: Digest, target: Path) -> int:
         place = target / "blobs" / digest[:2] / digest
         make_directory(place.parent)
-        _link(self.blobs.path(digest), place)
+        link_or_copy(self.blobs.path(digest), place)
         return place.stat().st_size
 
 
@@ -206,7 +204,7 @@ def _take_store(path: Path) -> int:
             copy.commit()
     except sqlite3.Error as error:
         raise _of_copy(error) from error
-    _sync(path)
+    sync_file(path)
     return path.stat().st_size
 
 
@@ -215,28 +213,13 @@ def _sync_folders(target: Path) -> None:
         sync_directory(folder)
 
 
-def _link(source: Path, place: Path) -> None:
-    try:
-        place.hardlink_to(source)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
-            raise
-        shutil.copyfile(source, place)
-        _sync(place)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _finish(partial: Path, target: Path, backup: Backup, run_id: str) -> None:
     note = {"run_id": run_id, **{name: getattr(backup, name) for name in Backup.__slots__}}
     path = partial / NOTE
     path.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
     path.chmod(0o600)
     (partial / STORE_FILE).chmod(0o600)
-    _sync(path)
+    sync_file(path)
     sync_directory(partial)
     partial.replace(target)
     sync_directory(target.parent)

@@ -32,7 +32,7 @@ import blake3
 
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
 from heterorl.common.model.quantise import Variant, scale_layout
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import NO_LINKS, link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.types.common import Digest, SiteId, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
@@ -50,8 +50,6 @@ DONE_FILE = "DONE"
 FORMAT = 1
 _READING = "reading-"
 """Begin of the names of links to a checkpoint that a command reads."""
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
-"""Errors of a file system without hard links."""
 STATE_BYTES = 14
 """Bytes of a parameter: fp32 master, two moments, published value."""
 LARGE_BYTES = 4 << 30
@@ -208,7 +206,7 @@ class CheckpointStore:
             begun.save()
             begun.save = _nothing
             if snapshot is not None:
-                _link(snapshot, temporary / PUBLISHED_FILE)
+                link_or_copy(snapshot, temporary / PUBLISHED_FILE)
             elif isinstance(arena, Arena):
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
             for variant, values in scales.items():
@@ -222,7 +220,7 @@ class CheckpointStore:
                 self._unreadable.discard(final)
             _remove(final)
             temporary.rename(final)
-            _sync(self._root)
+            sync_directory(self._root)
         for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
             _remove(old)
         return final
@@ -261,7 +259,7 @@ class CheckpointStore:
     def discard(self, path: Path) -> None:
         """Remove a checkpoint whose publication was refused."""
         _remove(path)
-        _sync(self._root)
+        sync_directory(self._root)
 
 
 @contextmanager
@@ -279,7 +277,7 @@ def linked(path: Path) -> Iterator[Path]:
                 os.link(path / name, held / name)
             kept = held
         except OSError as error:
-            if error.errno not in (*_NO_LINKS, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (*NO_LINKS, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                 raise
             kept = path
         yield kept
@@ -368,15 +366,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        shutil.copyfile(source, target)
-
-
 def _set_aside(path: Path) -> None:
     number = 1
     while (aside := path.with_name(f"unreadable-{path.name}-{number}")).exists():
@@ -386,12 +375,4 @@ def _set_aside(path: Path) -> None:
 
 def _sync_tree(root: Path) -> None:
     for path in (*sorted(root.rglob("*"), reverse=True), root):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        (sync_directory if path.is_dir() else sync_file)(path)

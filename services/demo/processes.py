@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import tomli_w
 
 from heterorl.common.errors import HeterorlError
-from heterorl.common.process.threads import own_command
+from heterorl.common.process.threads import how_it_ended, own_command
 
 GRACE_S = 15.0
 TAIL_LINES = 15
@@ -35,7 +35,7 @@ class ChildFailed(HeterorlError):
         self.code = code
         self.log = log
         self.tail = tail
-        super().__init__(f"{name} {_how(code)}; log: {log}; it ends:\n{tail}")
+        super().__init__(f"{name} {how_it_ended(code)}; log: {log}; it ends:\n{tail}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,14 +107,6 @@ def stop_together(children: Sequence[Child]) -> list[Child]:
             child.process.wait()
         child.file.close()
     return running
-
-
-def _how(code: int) -> str:
-    """How a process ended; a negative code is a signal's number."""
-    if code >= 0:
-        return f"ended with code {code}"
-    known = {entry.value for entry in signal.Signals}
-    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import functools
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -127,3 +128,11 @@ def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, thread
 def own_command(module: str, *arguments: str) -> list[str]:
     """Command line of our module, independent of working directory and PYTHONPATH."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def how_it_ended(code: int) -> str:
+    """How a process ended; a negative code is a signal's number."""
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {entry.value for entry in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

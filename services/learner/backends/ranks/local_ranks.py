@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heterorl.common.errors import OperatorError
-from heterorl.common.process.threads import own_command
+from heterorl.common.process.threads import how_it_ended, own_command
 from heterorl.learner.backends.ranks.heartbeats import end_process
 from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
 
@@ -38,7 +37,7 @@ class RankFailed(OperatorError):
     def __init__(self, rank: int, code: int) -> None:
         self.rank = rank
         self.code = code
-        super().__init__(f"rank {rank} {_how(code)}; all ranks are stopped")
+        super().__init__(f"rank {rank} {how_it_ended(code)}; all ranks are stopped")
 
 
 class LocalRanks:
@@ -102,10 +101,3 @@ class LocalRanks:
         self._has_ended.set()
         if not self._is_closing:
             self._on_failure(RankFailed(rank, code))
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"ended with code {code}"
-    known = {entry.value for entry in signal.Signals}
-    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

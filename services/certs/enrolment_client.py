@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -32,6 +31,7 @@ from heterorl.certs.authority import ENROLMENT_NAME
 from heterorl.certs.authority_directory import PUBLIC, SECRET, write_file
 from heterorl.certs.join_tokens import BrokenFrame, JoinRefused, Refused, Token, frame, pin_of, read_frame
 from heterorl.common.errors import ConfigError, OperatorError
+from heterorl.common.identity.spiffe import is_issued
 
 JOIN_S = 15.0
 _ACTIONS = {
@@ -103,7 +103,7 @@ async def ask(
         raise _refused(reply)
     certificate = x509.load_der_x509_certificate(reply[1:])
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if not _issued(certificate, authority) or certificate.public_key().public_bytes(*form) != (
+    if not is_issued(certificate, authority) or certificate.public_key().public_bytes(*form) != (
         key.public_key().public_bytes(*form)
     ):
         raise WrongAuthority("the server's answer is not a certificate of this key by the authority")
@@ -127,20 +127,12 @@ def _check_server(token: Token, *, greeting: bytes, server: bytes, now: float) -
         hosts = names.get_values_for_type(x509.DNSName)
     except (ValueError, x509.ExtensionNotFound) as error:
         raise WrongAuthority(f"the server's certificate cannot be read: {error}") from error
-    if not _issued(certificate, authority) or hosts != [ENROLMENT_NAME]:
+    if not is_issued(certificate, authority) or hosts != [ENROLMENT_NAME]:
         raise WrongAuthority("the server has no enrolment certificate of the authority")
     instant = datetime.datetime.fromtimestamp(now, datetime.UTC)
     if not certificate.not_valid_before_utc <= instant <= certificate.not_valid_after_utc:
         raise WrongAuthority("the server's certificate is not valid now", action="set this machine's clock")
     return authority
-
-
-def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
 
 
 def _own_key(out: Path) -> ec.EllipticCurvePrivateKey:

@@ -16,11 +16,11 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from heterorl.common.errors import ConfigError, PortInUse
-from heterorl.common.identity.spiffe import Identity, Refusal, read_identity
+from heterorl.common.identity.spiffe import Identity, Refusal, is_issued, read_identity
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 
@@ -95,7 +95,7 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
             "is not the key of tls.cert",
             action="take key and certificate from the same `heterorl certs issue`",
         )
-    if len(chain) == 1 and not any(_issued(chain[0], authority) for authority in authorities):
+    if len(chain) == 1 and not any(is_issued(chain[0], authority) for authority in authorities):
         raise ConfigError(
             "tls.cert",
             "was issued by no authority in tls.ca",
@@ -175,14 +175,6 @@ def _certificates(key: str, pem: bytes) -> list[x509.Certificate]:
         raise ConfigError(
             key, f"holds no PEM certificate: {error}", action="name a .crt file of `heterorl certs issue`"
         ) from error
-
-
-def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
 
 
 def parse_serials(text: str) -> frozenset[int]:

@@ -243,11 +243,16 @@ def _vouched(pem: bytes, authorities: bytes) -> Identity | Refusal:
     if isinstance(node, Refusal):
         return node
     certificate = x509.load_pem_x509_certificate(pem)
-    for authority in x509.load_pem_x509_certificates(authorities):
-        try:
-            certificate.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature):
-            continue
+    if any(is_issued(certificate, authority) for authority in x509.load_pem_x509_certificates(authorities)):
         return node
     message = f"the certificate of {node.uri} was issued by no authority in tls.ca"
     return Refusal(reason=RefusalReason.NO_IDENTITY, message=message)
+
+
+def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether the authority signed the certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

@@ -9,10 +9,11 @@ import torch
 
 from heterorl.common.errors import StaleWeights
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, merge
+from heterorl.common.model.adapters import attach
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import shared_model as weights
+from tests.support.adapters import merge
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

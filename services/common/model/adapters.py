@@ -44,13 +44,6 @@ class LoraLinear(nn.Linear):
         inner = functional.linear(input, self.lora_a)
         return super().forward(input) + self.scale * functional.linear(inner, self.lora_b)
 
-    def merged(self) -> nn.Linear:
-        """A plain layer of W + (alpha / rank) B A, summed in fp32."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        plain.weight = nn.Parameter(self.merged_weight(self.weight.detach()).to(self.weight.dtype))
-        plain.bias = self.bias
-        return plain
-
     def merged_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` + (alpha / rank) B A in fp32; `weight` may be elsewhere."""
         addition = self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
@@ -78,14 +71,6 @@ def attach(model: nn.Module, settings: LoraSettings) -> None:
     missing = sorted(set(settings.target_modules) - found)
     if missing:
         raise ConfigError(_KEY, f"the model has no linear layer {', '.join(missing)}", action="name layers it has")
-
-
-def merge(model: nn.Module) -> None:
-    """Replace adapters by equal plain layers, up to rounding; in place."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, LoraLinear):
-                setattr(parent, name, child.merged())
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, StateMismatch
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, merge
+from heterorl.common.model.adapters import attach
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.weights.arena import Arena
 from heterorl.learner import export
@@ -24,6 +24,7 @@ from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
 from heterorl.learner.publish.version_payloads import Position, encode_version
 from heterorl.learner.train.backend_config import TorchBackendConfig
+from tests.support.adapters import merge
 from tests.support.families import write_family
 from tests.support.training import SAMPLING, tiny_model
 

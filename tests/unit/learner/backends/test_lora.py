@@ -18,6 +18,7 @@ from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
+from tests.support.adapters import merged
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
@@ -80,7 +81,7 @@ def test_untrained_adapters_change_nothing_and_trained_ones_add_what_they_say(mo
         x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(2))
         expected = x @ (layer.weight + 6.0 / 3 * layer.lora_b @ layer.lora_a).T
         torch.testing.assert_close(layer(x), expected)
-        torch.testing.assert_close(layer.merged()(x), expected)
+        torch.testing.assert_close(merged(layer)(x), expected)
 
 
 def test_every_node_begins_with_the_same_adapters(model_dir):

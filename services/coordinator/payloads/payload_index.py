@@ -79,22 +79,12 @@ def unverified_snapshot(chain: Chain) -> Work | None:
 
 def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
     """Offer a snapshot; False if its version is abandoned or has one."""
-    inserted = 0
-    if chain.is_in_lineage(payload.to_version):
-        inserted = chain.connection.execute(
-            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (
-                payload.to_version,
-                payload.kind.value,
-                payload.from_version,
-                payload.digest,
-                payload.num_bytes,
-                chain.variant,
-            ),
-        ).rowcount
-    if inserted:
-        chain.note_verified(payload)
-    return bool(inserted)
+    has_one = any(each.kind is payload.kind for each in chain.into(payload.to_version))
+    if has_one or not chain.is_in_lineage(payload.to_version):
+        return False
+    chain.offer([payload])
+    chain.note_verified(payload)
+    return True
 
 
 def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:

@@ -246,17 +246,7 @@ class UniformLagDelay(_LagDelay):
 RandomDelay = UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
 DrawnDelay = FixedDelay | RandomDelay
 LagDelay = SawtoothDelay | UniformLagDelay
-DelayConfig = Annotated[
-    NoDelay
-    | FixedDelay
-    | UniformDelay
-    | LognormalDelay
-    | WeibullDelay
-    | ExponentialDelay
-    | SawtoothDelay
-    | UniformLagDelay,
-    Field(discriminator="kind"),
-]
+DelayConfig = Annotated[NoDelay | DrawnDelay | LagDelay, Field(discriminator="kind")]
 
 
 def draw(config: DrawnDelay, *, seed: int, stream: str, index: int) -> float:

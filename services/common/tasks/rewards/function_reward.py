@@ -32,6 +32,7 @@ class FunctionReward:
             raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
         job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
+        self.close = self.pool.close
         facts = loaded_facts(self.pool, path, key=key, path_key="task.reward_path")
         self.digest: Digest = bytes_digest(f"reward 3\n{path}\n{facts['digest']}".encode())
         self._key, self._path = key, path
@@ -40,9 +41,6 @@ class FunctionReward:
         self.num_files = int(facts["num_files"])
         self.place = str(facts["place"])
         self.num_workers = num_workers
-
-    def close(self) -> None:
-        self.pool.close()
 
     def check(self, prompt: Prompt) -> None:
         """Raise ConfigError where a row lacks a column that the function needs."""
@@ -133,6 +131,7 @@ class WorkerScoredTask(TaskWrapper):
         """Make the pool without a worker; `job` is what a worker loads."""
         super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
+        self.close = self.pool.close
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The task's own parts; raises ConfigError where loading fails, else RewardError."""
@@ -148,6 +147,3 @@ class WorkerScoredTask(TaskWrapper):
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
         return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())
-
-    def close(self) -> None:
-        self.pool.close()

@@ -80,6 +80,7 @@ class RemoteReward:
         self.pool = WorkerPool(
             {**self.job, "timeout_s": self.timeout_s}, timeout_s=self.timeout_s, num_workers=self.num_workers
         )
+        self.close = self.pool.close
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         return (self.score_all(prompt, [completion])[0],)
@@ -113,9 +114,6 @@ class RemoteReward:
                         f"its answer about prompt {prompt.index} is signed by none of {self.key}.signed_by"
                     )
         return parts
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def _part(value: float, signature: str) -> RewardPart:

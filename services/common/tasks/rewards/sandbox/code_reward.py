@@ -332,6 +332,7 @@ class CodeReward:
         self.num_workers = num_workers
         # The worker counts the time; this limit ends a worker that fails to.
         self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
+        self.close = self.pool.close
         self._near = NearLimit()
         try:
             facts = self.pool.start()
@@ -364,9 +365,6 @@ class CodeReward:
         except ValueError as error:
             return str(error)
         return ""
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def _columns_of(prompt: Prompt) -> dict[str, Any]:

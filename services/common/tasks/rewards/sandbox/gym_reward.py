@@ -249,6 +249,7 @@ class ReasoningGymTask:
         # The worker counts the time; this limit ends a worker that fails to: two starts and two searches.
         patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s
         self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=num_workers)
+        self.close = self.pool.close
         # Report a wrong name, or a dataset too small to be split, at the start.
         self._entry(0, False)
         self._entry(0, True)
@@ -285,9 +286,6 @@ class ReasoningGymTask:
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
         return Doubts(near=self._near.names(_PART, prompt.index, completion))
-
-    def close(self) -> None:
-        self.pool.close()
 
     def _entry(self, index: int, held_out: bool) -> Any:
         try:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,9 +16,6 @@ from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.run import facts_of
-
-if TYPE_CHECKING:
-    from heterorl.common.text.prompter import Prompter
 
 Service = Literal["coordinator", "learner", "sampler", "relay"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {
@@ -148,7 +145,9 @@ def problems(
         yield from _problem(check_custom_loss, config.loss)
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
-        yield from _problem(lambda: prompter.append(prompter_of(config)))
+        from heterorl.common.text.prompter import Prompter
+
+        yield from _problem(lambda: prompter.append(Prompter.of(config)))
     if "task" in left_to_the_run(service, config):
         return
     task: list[Any] = []
@@ -195,15 +194,6 @@ def counted(task: Any, prompter: Any) -> str:
     return (
         f"{task.num_prompts} prompts to train on, {task.num_evaluation_prompts} held out; {of} has "
         f"{lengths[longest]} tokens with its template (prompt {indices[longest]})"
-    )
-
-
-def prompter_of(config: Any) -> Prompter:
-    """The tokenizer and chat template of a configuration."""
-    from heterorl.common.text.prompter import Prompter
-
-    return Prompter(
-        config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.check_config import SetOption, load_service, prompter_of
+from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 
@@ -59,8 +59,9 @@ def env_try(
     from heterorl.cli.env_episode import Screen, as_json
     from heterorl.common.tasks.task import close_task
     from heterorl.common.tasks.task_config import build_task
+    from heterorl.common.text.prompter import Prompter
 
-    prompter = cache(lambda: prompter_of(loaded))
+    prompter = cache(lambda: Prompter.of(loaded))
     if not is_typed:
         prompter()
     task = build_task(loaded.task, measure=lambda prompts: prompter().num_tokens(prompts))

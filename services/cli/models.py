@@ -127,13 +127,13 @@ def _evaluate(
 ) -> list[Row]:
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
+    from heterorl.common.text.prompter import Prompter
     from heterorl.evaluation.evaluate_sets import evaluate_all
     from heterorl.evaluation.subject import open_model, open_set, open_versions
-    from heterorl.sampler.components import prompter_of
 
     # The set belongs to the run: the run's tokenizer counts its prompts, also for another model.
     by_subject = not config.model_dir and not is_run
-    prompter = cache(lambda: prompter_of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
+    prompter = cache(lambda: Prompter.of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
 
     def measure(of: Sequence[Prompt]) -> list[int | None]:
         return prompter().num_tokens(of)

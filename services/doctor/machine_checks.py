@@ -157,11 +157,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
     from heterorl.common.text.prompter import Prompter
 
     try:
-        prompter = Prompter(
-            config.model_dir,
-            use_chat_template=config.use_chat_template,
-            template_arguments=config.chat_template_arguments,
-        )
+        prompter = Prompter.of(config)
         layout_id, vocab_size, routed_token_bytes = _shape(
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
         )

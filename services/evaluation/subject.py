@@ -32,7 +32,6 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.components import prompter_of
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet
 from heterorl.sampler.prompt_evaluator import open_set as open_site_set
@@ -137,7 +136,7 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    prompter = prompter_of(config)
+    prompter = Prompter.of(config)
     ends = config.sampling.end_token_ids or prompter.end_token_ids
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})

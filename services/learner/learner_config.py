@@ -6,14 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from heterorl.common.identity.signing import PublicKey
-from heterorl.common.model.contract import LoraConfig, SamplingConfig
+from heterorl.common.model.contract import ContractConfig
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.node_config import NodeConfig
-from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
 from heterorl.learner.checks.reward_signal import DynamicSamplingConfig
@@ -38,30 +36,19 @@ class EvaluationConfig(Config):
     """Seed of the draws, the same for every version."""
 
 
-class LearnerConfig(NodeConfig):
+class LearnerConfig(ContractConfig):
     """The learner of one run; a second may wait for its lease."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, equal at coordinator and learner."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of this learner, which regains its lease at once after a restart with its state_dir; other names wait."""
-    model_dir: str = Field(default="", max_length=4096)
-    """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
     """Directory of checkpoints and journals; keep it across restarts."""
     signing_key: Path | None = None
     """Private key file (`heterorl keys new`), mode 0600, that signs versions; none: unsigned."""
     trusted_keys: tuple[PublicKey, ...] = ()
     """Public keys of the run's earlier learners, accepted on resume."""
-    task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How samplers draw tokens; equal on every node."""
-    use_chat_template: bool = False
-    """Whether prompts go through the tokenizer's chat template; equal on every node."""
-    chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
-    is the date that templates write (default 1 January 2025)."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of one prompt; equal on every node."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -87,8 +74,6 @@ class LearnerConfig(NodeConfig):
     """Whether a learner without usable checkpoint continues from the published weights with a new optimizer."""
     backend: BackendConfig = TorchBackendConfig()
     """Device, precision and optimizer."""
-    lora: LoraConfig = LoraConfig()
-    """Low-rank adapters, trained and sent instead of all weights; equal on every node."""
     variants: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
     """Quantised forms of every version, for samplers on slow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)

@@ -73,9 +73,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     check_custom_loss(config.loss)
     # First: other ranks do not wait for the task, and a machine with another model is found at once.
     rank_group = None if rank_env is None else _join_launched(config, rank_env)
-    prompter = Prompter(
-        config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
-    )
+    prompter = Prompter.of(config)
     task = score_in_workers(
         build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task
     )

@@ -42,13 +42,6 @@ class Components:
     """Ends the reward processes and the engine's processes."""
 
 
-def prompter_of(config: SamplerConfig) -> Prompter:
-    """Tokenizer and template of the model; raises ConfigError without one."""
-    return Prompter(
-        config.model_dir, use_chat_template=config.use_chat_template, template_arguments=config.chat_template_arguments
-    )
-
-
 def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Components:
     """Load model, tokenizer and task; `scores_here` scores in this process.
 
@@ -60,7 +53,7 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    prompter = prompter_of(config)
+    prompter = Prompter.of(config)
     settings = with_workers(config.task)
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else score_in_workers(task, settings)

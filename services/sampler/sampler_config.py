@@ -18,12 +18,10 @@ from pydantic import (
 
 from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig, check_unique_names
 from heterorl.common.identity.signing import PublicKey
-from heterorl.common.model.contract import LoraConfig, SamplingConfig
+from heterorl.common.model.contract import ContractConfig
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.tasks.rewards.reward_config import from_file
-from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 OWN_ARGUMENTS = frozenset(
@@ -168,13 +166,11 @@ EngineConfig = Annotated[
 ]
 
 
-class SamplerConfig(NodeConfig):
+class SamplerConfig(ContractConfig):
     """One sampler of one site."""
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the site, unique in the run."""
-    model_dir: str = Field(default="", max_length=4096)
-    """Hugging Face directory or hub id of the start model, with its tokenizer."""
     state_dir: Path = Path("runs/sampler")
     """Directory of the outbox, verified versions and arriving weights; one for each sampler."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
@@ -185,14 +181,8 @@ class SamplerConfig(NodeConfig):
     """Type of the weights that the learner publishes."""
     variant: Literal["", "int8", "fp8_e4m3"] = ""
     """Variant to pull; empty: the trained weights. Rollouts and log-probs are then the quantised policy's."""
-    lora: LoraConfig = LoraConfig()
-    """Low-rank adapters, trained and sent instead of all weights; equal on every node."""
     engine: EngineConfig = HfEngineConfig()
     """Engine that generates."""
-    task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How samplers draw tokens; equal on every node."""
     join: JoinConfig | None = None
     """The sampler adopts task, sampling, lora, group_size and template from the run where this file has none. Without
     this table the file states everything."""
@@ -202,11 +192,6 @@ class SamplerConfig(NodeConfig):
     """Largest share of the engine's rows for evaluation while rollouts go on."""
     evaluation_hold_s: float = Field(default=300.0, ge=0)
     """How long newer weights wait for a running evaluation, and a drained sampler for the last version."""
-    use_chat_template: bool = False
-    """Whether prompts go through the tokenizer's chat template; equal on every node."""
-    chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
-    is the date that templates write (default 1 January 2025)."""
     seeded_sampling: bool = False
     """Derive draws from assignment, weights and position, so that the learner can repeat them. Engine hf, no top_p or
     top_k; sets swap to `drain`."""

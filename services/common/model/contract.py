@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.config_file import Config
+from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import (
     MAX_END_TOKENS,
     NO_LORA,
@@ -101,6 +103,24 @@ class SamplingConfig(Config):
 
     def semantics(self) -> SamplingSemantics:
         return SamplingSemantics(**self.model_dump(include={field.name for field in fields(SamplingSemantics)}))
+
+
+class ContractConfig(NodeConfig):
+    """Keys of learner and sampler that make the contract."""
+
+    model_dir: str = Field(default="", max_length=4096)
+    """Hugging Face directory or hub id of the start model, with its tokenizer."""
+    task: TaskConfig = TaskConfig()
+    """Prompts and reward; equal on every node."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How samplers draw tokens; equal on every node."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters, trained and sent instead of all weights; equal on every node."""
+    use_chat_template: bool = False
+    """Whether prompts go through the tokenizer's chat template; equal on every node."""
+    chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
+    is the date that templates write (default 1 January 2025)."""
 
 
 def build_contract(

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.model.contract import ContractConfig
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.chat_template import (
@@ -39,6 +40,15 @@ _ENDS = "eos_token_id"
 
 class Prompter:
     """A tokenizer with the chat template of a run."""
+
+    @classmethod
+    def of(cls, config: ContractConfig) -> Self:
+        """Tokenizer and template of a configuration; raises as `Prompter`."""
+        return cls(
+            config.model_dir,
+            use_chat_template=config.use_chat_template,
+            template_arguments=config.chat_template_arguments,
+        )
 
     def __init__(
         self, model_dir: str, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})

@@ -12,6 +12,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, RemoteError, Unreachable
@@ -29,25 +30,20 @@ BATCH_BYTES = 16 << 20
 """Bytes in one call, for a link of 150 ms and 1 Gbit/s; a larger group has its own call."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Delivery:
     """Delivery loop of an outbox; `now` is the clock of release times."""
 
-    def __init__(
-        self,
-        *,
-        api: SamplerApi,
-        outbox: Outbox,
-        clock: Clock,
-        bell: Bell,
-        rng: random.Random,
-        now: Callable[[], float] | None = None,
-    ) -> None:
-        self._api = api
-        self._outbox = outbox
-        self._clock = clock
-        self._now = now or steady(clock)
-        self._bell = bell
-        self._backoff = Backoff(clock=clock, rng=rng)
+    api: SamplerApi
+    outbox: Outbox
+    clock: Clock
+    bell: Bell
+    rng: random.Random
+    now: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        self._now = self.now or steady(self.clock)
+        self._backoff = Backoff(clock=self.clock, rng=self.rng)
         # Groups to push one by one: one of them was refused.
         self._num_alone = 0
         self._put_aside = 0
@@ -58,19 +54,19 @@ class Delivery:
 
     async def deliver(self) -> None:
         while True:
-            ticket = self._bell.ticket()
+            ticket = self.bell.ticket()
             now = self._now()
             limit = 1 if self._num_alone else BATCH_GROUPS
-            groups, later = await asyncio.to_thread(self._outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
+            groups, later = await asyncio.to_thread(self.outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
             if groups:
                 await self._push(groups)
             else:
-                await ring_or_time(ticket, clock=self._clock, seconds=None if later is None else later - now)
+                await ring_or_time(ticket, clock=self.clock, seconds=None if later is None else later - now)
 
     async def _push(self, groups: Sequence[SealedGroup]) -> None:
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         try:
-            outcomes = await self._api.push_groups(groups)
+            outcomes = await self.api.push_groups(groups)
         except InvalidRequest as error:
             await self._isolate(groups, error)
             return
@@ -81,7 +77,7 @@ class Delivery:
             # The link logs when the coordinator stops answering, and when it answers again.
             level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
-            await self._clock.sleep(delay_s)
+            await self.clock.sleep(delay_s)
             return
         self._num_alone = max(0, self._num_alone - 1)
         # Outcomes come in order; one that names another group is ignored.
@@ -93,7 +89,7 @@ class Delivery:
             TRACER.add(
                 "push",
                 trace=group.trace,
-                lasted_s=self._clock.monotonic() - started,
+                lasted_s=self.clock.monotonic() - started,
                 attributes={"status": outcome.status.value},
             )
         if settled:
@@ -102,17 +98,17 @@ class Delivery:
             except DiskFull as error:
                 # The coordinator recognises their next push, and they are deleted then.
                 _LOG.error("the outbox cannot delete delivered groups and tries again: %s", error)
-                await self._clock.sleep(self._backoff.delay_s())
+                await self.clock.sleep(self._backoff.delay_s())
                 return
             dropped = sum(outcome.status is PushStatus.DROPPED for _, outcome in answered)
             self.num_refused += dropped
             self.num_delivered += len(settled) - dropped
-            self._bell.ring()
+            self.bell.ring()
         if len(settled) == len(outcomes) == len(answered):
             # A link that broke after some groups is progress: the rest is pushed at once.
             self._backoff.reset()
         else:
-            await self._clock.sleep(self._backoff.delay_s(asked_s=asked_s))
+            await self.clock.sleep(self._backoff.delay_s(asked_s=asked_s))
 
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
         """Find the refused group, and put an empty one in its place.
@@ -124,14 +120,14 @@ class Delivery:
             self._num_alone = len(groups)
         elif sequence == self._put_aside:
             raise error
-        elif await asyncio.to_thread(self._outbox.put_aside, sequence, peer_words(str(error))):
+        elif await asyncio.to_thread(self.outbox.put_aside, sequence, peer_words(str(error))):
             self._put_aside, self._num_alone = sequence, 0
-        await self._clock.sleep(self._backoff.delay_s())
+        await self.clock.sleep(self._backoff.delay_s())
 
     async def _forget(self, settled: Sequence[int]) -> None:
-        for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._now()):
+        for stay_s in await asyncio.to_thread(self.outbox.delete, settled, now=self._now()):
             metrics.PUSH_DELAY_SECONDS.observe(stay_s)
-        level = self._outbox.level()
+        level = self.outbox.level()
         metrics.OUTBOX_GROUPS.set(level.num_groups)
         metrics.OUTBOX_BYTES.set(level.num_bytes)
 

@@ -196,12 +196,8 @@ class _Demo:
     async def _look(self, client: CoordinatorClient) -> None:
         try:
             self._status = await client.get_status()
-            while True:
-                last = self._reports[-1].step if self._reports else 0
-                new = await client.list_steps(after_step=last, limit=500)
+            while new := await client.list_steps(after_step=self._reports[-1].step if self._reports else 0, limit=500):
                 self._reports += new
-                if len(new) < 500:
-                    return
         except RemoteError as error:
             self._console.print(f"the coordinator does not answer: {error}")
 

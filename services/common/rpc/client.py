@@ -246,7 +246,7 @@ class CoordinatorClient(WeightCalls):
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        number = None if reason is None else RETURN_REASONS[reason]
+        number: Any = None if reason is None else RETURN_REASONS[reason]
         for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
             some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
             request = rollout_pb2.AbandonWorkRequest(

@@ -261,7 +261,7 @@ def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:
 
     Rows of earlier programs have fewer fields. Raises TypeError or ValueError if the row is not of this kind.
     """
-    readers = _readers(kind)
+    readers = _readers(kind)  # type: ignore[arg-type] # a type is hashable
     return kind(**{name: _of_json(value, readers.get(name)) for name, value in dict(row).items()})
 
 
@@ -278,7 +278,7 @@ def _readers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
     for name, hint in typing.get_type_hints(kind).items():
         while parts := typing.get_args(hint):
             hint = parts[0]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found[name] = functools.partial(value_of_row, hint)
         elif isinstance(hint, enum.EnumMeta):
             found[name] = hint

@@ -39,18 +39,19 @@ MAX_RUN_ID = 256
 ValueT = TypeVar("ValueT")
 EnumT = TypeVar("EnumT", bound=enum.Enum)
 MessageT = TypeVar("MessageT", bound=Message)
+ReadT = TypeVar("ReadT", bound=Callable[[Any], Any])
 
 
 _READERS: dict[type, Callable[[Any], Any]] = {}
 
 
-def reads(kind: type[ValueT]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def reads(kind: type) -> Callable[[ReadT], ReadT]:
     """Let a function read each message of this kind inside another one, because it checks or changes what came.
 
     All such functions are in this module, so that no process reads such a message without them.
     """
 
-    def registered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def registered(read: ReadT) -> ReadT:
         _READERS[kind] = read
         return read
 
@@ -86,7 +87,7 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _written(descriptor: Descriptor, name: str, value: Any) -> Any:
+def _written(descriptor: Any, name: str, value: Any) -> Any:
     if isinstance(value, tuple | list) and _is_nested(descriptor, name):
         return [_written(descriptor, name, entry) for entry in value]
     if isinstance(value, enum.Enum):

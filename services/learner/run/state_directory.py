@@ -116,17 +116,13 @@ def check_groups(grant: LeaseGrant, *, groups_per_version: int) -> None:
         raise ConfigError("steps_per_version", problem, action=action)
 
 
-async def _ignore(grant: LeaseGrant) -> None:
-    pass
-
-
 async def renew(
     api: LearnerApi,
     *,
     grant: LeaseGrant,
     clock: Clock,
     backoff: Backoff,
-    on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
+    on_grant: Callable[[LeaseGrant], Awaitable[None]],
     progress: StepTimer | None = None,
 ) -> None:
     """Renew forever; waits while the coordinator cannot be reached.

@@ -79,8 +79,8 @@ class SourceConfig(Config):
     """Worker processes for rewards; a sampler has 4 unless this is set."""
     environment: str = ""
     """`package.module:Class`, tools in `file.py`, `textarena:ID` (extra `games`), `openenv:URL` (extra `openenv`),
-    `program:file.py:function` or `program:COMMAND`; gives the reward too. Equal files on every node. Empty: one
-    turn."""
+    `verifiers:NAME` (extra `verifiers`), `program:file.py:function` or `program:COMMAND`; gives the reward too. Equal
+    files on every node. Empty: one turn."""
     environment_path: str = ""
     """Directory of the environment's module, file or program, relative to the configuration file; empty: its directory.
     Installed packages come first."""
@@ -248,7 +248,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
 
 
 def _with_environment(task: Task, config: SourceConfig) -> Task:
-    from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits
+    from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, NumbersTask
     from heterorl.common.tasks.environments.episodes import Episodes
 
     if config.reward or config.rewards:
@@ -261,6 +261,11 @@ def _with_environment(task: Task, config: SourceConfig) -> Task:
     )  # fmt: skip
     limits = EpisodeLimits(max_turns=config.max_turns, trajectory_s=config.trajectory_s)
     try:
+        if episodes.has_rows:
+            if config.name != "seeds":
+                problem = f"{config.environment} brings its own data set, but the prompts are {config.name}"
+                raise ConfigError("task.name", problem, action='set it to "seeds"')
+            task = NumbersTask(num_rows=episodes.num_rows, size=config.size, evaluation_size=config.evaluation_size)
         return EnvironmentTask(task, episodes, limits, seed=config.seed, system_prompt=config.system_prompt)
     except ConfigError:
         episodes.close()

@@ -1,4 +1,4 @@
-"""Task whose completions are episodes, and its rows of seeds."""
+"""Task whose completions are episodes, and its rows of seeds or of numbers."""
 
 from __future__ import annotations
 
@@ -228,3 +228,35 @@ class SeedsTask:
     def _prompt(self, index: int, *, is_held_out: bool) -> Prompt:
         seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
         return Prompt(index=index, text="", answer="", columns={"seed": seed})
+
+
+class NumbersTask:
+    """Rows that number the tasks of an environment's own data set; implements Task.
+
+    The first ones are for training, the last ones are held out.
+    """
+
+    def __init__(self, *, num_rows: int | None, size: int, evaluation_size: int) -> None:
+        """Divide `num_rows` rows, None for endless ones; raises ConfigError if none is left for training."""
+        total = size + evaluation_size if num_rows is None else num_rows
+        if total <= evaluation_size:
+            problem = f"the data set of the environment has {total} tasks, and {evaluation_size} are held out"
+            raise ConfigError(
+                "task.evaluation_size", problem, action=f"set it below {total}, or take a larger data set"
+            )
+        self.num_prompts, self.num_evaluation_prompts = min(size, total - evaluation_size), evaluation_size
+        self._total = total
+        self.digest: Digest = bytes_digest(f"numbers 1 {total} {size} {evaluation_size}".encode())
+
+    def prompt(self, index: int) -> Prompt:
+        return _number(index, index)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        return _number(index, self._total - self.num_evaluation_prompts + index)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
+        raise RewardError("rows of numbers have no score of their own")
+
+
+def _number(index: int, task: int) -> Prompt:
+    return Prompt(index=index, text="", answer="", columns={"task": task})

@@ -54,6 +54,10 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
         from heterorl.common.tasks.environments import openenv
 
         (make, facts), shown = openenv.load(job["name"]), openenv.OpenEnvEpisode
+    elif job["what"] == "verifiers":
+        from heterorl.common.tasks.environments import verifiers
+
+        (make, facts), shown = verifiers.load(job["name"], job["directory"]), verifiers.VerifiersEpisode
     elif job["what"] == "class":
         make = shown = found
         if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:

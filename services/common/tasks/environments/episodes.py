@@ -33,9 +33,11 @@ from heterorl.common.types.rollout import RewardPart
 _LOG = logging.getLogger(__name__)
 EPISODES_A_PROCESS = 16
 """Most episodes in one process, where the class allows it."""
-_KINDS = {"textarena": "game", "program": "program", "openenv": "openenv"}
+_KINDS = {"textarena": "game", "program": "program", "openenv": "openenv", "verifiers": "verifiers"}
 """Prefixes that name no module."""
-_PACKAGES = {"game": ("textarena", "games"), "openenv": ("websockets", "openenv")}
+_PACKAGES = {
+    "game": ("textarena", "games"), "openenv": ("websockets", "openenv"), "verifiers": ("verifiers", "verifiers"),
+}  # fmt: skip
 """Packages that a kind needs, and their extras."""
 _KEY = "task.environment"
 _EXAMPLES = (
@@ -100,6 +102,10 @@ class Episodes:
         """Columns that the score function of a file of tools needs."""
         self.keeps_prompts = job["what"] == "function"
         """Whether episodes never replace the prompt."""
+        self.has_rows = "num_rows" in facts
+        """Whether the environment brings its own data set."""
+        self.num_rows: int | None = facts.get("num_rows")
+        """Rows of its data set; None: without an end."""
         self.shares_process = bool(facts["shares_process"])
         self._places: list[_Place] = []
         self._lock = threading.Lock()
@@ -240,7 +246,7 @@ def _parsed(name: str) -> dict[str, str]:
     if path != name:
         found = {"what": "function", "module": path.replace("/", "."), "name": SCORE}
     if not all(word.isidentifier() for word in [*found["module"].split("."), found["name"]]):
-        known = "package.module:Class, file.py, textarena:ID, program:COMMAND, openenv:URL"
+        known = "package.module:Class, file.py, textarena:ID, program:COMMAND, openenv:URL, verifiers:NAME"
         raise ConfigError(_KEY, f"{name!r} is none of {known}", action=_EXAMPLES)
     return found
 

@@ -148,18 +148,18 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
     """Function or class of a module in `directory` or installed; raises LoadError."""
-    _refuse_two(module.partition(".")[0], directory)
+    refuse_two(module.partition(".")[0], directory)
     if directory not in sys.path:
         # Last: installed packages come first.
         sys.path.append(directory)
-    loaded = _imported(module, directory)
+    loaded = imported(module, directory)
     function: Callable[..., Any] | None = getattr(loaded, name, None)
     if function is None or not callable(function):
         raise LoadError("name", f"{loaded.__file__} has no {what} {name}{_near(name, loaded)}")
     return function
 
 
-def _refuse_two(top: str, directory: str) -> None:
+def refuse_two(top: str, directory: str) -> None:
     """Refuse a name with two meanings: sites could load different code."""
     installed, own = importlib.util.find_spec(top), PathFinder.find_spec(top, [directory])
     if installed is None or own is None or _places(installed) & _places(own) or installed.origin == own.origin is None:
@@ -172,7 +172,8 @@ def _places(spec: ModuleSpec) -> set[str]:
     return {os.path.realpath(place) for place in [*(spec.submodule_search_locations or ()), spec.origin or ""] if place}
 
 
-def _imported(module: str, directory: str) -> ModuleType:
+def imported(module: str, directory: str) -> ModuleType:
+    """A module in a directory or installed; raises LoadError."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,0 +1,305 @@
+"""Environments of the package verifiers: `task.environment = "verifiers:NAME"` or `"verifiers:FILE.toml"`.
+
+NAME is a module or installed package with a taskset; FILE.toml has verifiers' own table [env]. The environment plays
+its rollout in a thread of this worker. Its agent talks to the endpoint of the episode: each request is a turn. The
+environment's rewards, times their weights, are the parts of the reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from heterorl.common.tasks.environments.environment import Action, Observation
+from heterorl.common.tasks.environments.openai_chat import OVER, RequestRefused
+from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, over
+from heterorl.common.tasks.rewards.worker_main import LoadError, imported, refuse_two, reward_files
+from heterorl.common.tasks.task import Message
+
+_PACKAGE = "verifiers"
+_KEY_VARIABLE = "HETERORL_EPISODE_API_KEY"
+"""verifiers hides variables with such a name from programs that it starts."""
+_COUNTED = 64
+"""Tasks of an endless taskset that its digest counts."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
+
+
+def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dict[str, Any]]:
+    """Constructor of an environment's episodes, and its facts.
+
+    Raises:
+        ImportError: verifiers is not installed.
+        ValueError: there is no such environment, or it cannot be played here.
+    """
+    vf = importlib.import_module("verifiers.v1")
+    chat = importlib.import_module("heterorl.common.tasks.environments.verifiers_chat")
+    raw = _configured(name, directory)
+    top = _module(raw["taskset"]["id"], directory)
+    try:
+        config, seat = _adapted(vf, vf.resolve_env_config(raw), chat.HARNESS)
+        environment = vf.load_environment(config)
+    except (AttributeError, TypeError) as error:
+        # A module without __all__, or without a taskset in it.
+        raise ValueError(str(error)) from error
+    _refuse_judges(vf, config)
+    played = Played(environment, seat)
+    files = {} if top == _PACKAGE else reward_files(top)
+    stated = [version(_PACKAGE), config.model_dump_json(), files.get("digest", ""), played.tasks_digest()]
+    _bind_processes()
+    return lambda: VerifiersEpisode(played), {
+        **files,
+        "digest": hashlib.blake2b(json.dumps(stated).encode(), digest_size=32).hexdigest(),
+        "is_deterministic": getattr(sys.modules[type(environment.taskset).__module__], "is_deterministic", None)
+        is True,
+        "num_rows": played.num_tasks,
+        "learns_tools": True,
+    }
+
+
+def _configured(name: str, directory: str) -> dict[str, Any]:
+    """Table [env] of a name or a file."""
+    if not name.endswith(".toml"):
+        return {"taskset": {"id": name}}
+    file = Path(directory, name)
+    try:
+        env = tomllib.loads(file.read_text(encoding="utf-8")).get("env")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    taskset = env.get("taskset") if isinstance(env, dict) else None
+    if not isinstance(env, dict) or not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
+        raise ValueError(f"{file} has no table [env.taskset] with an id")
+    return env
+
+
+def _module(name: str, directory: str) -> str:
+    """First word of the module that verifiers imports for a name; imports it."""
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    if not module.isidentifier():
+        raise ValueError(f"{name!r} is no name of an environment")
+    if find_spec(f"verifiers.v1.tasksets.{module}") is not None:
+        return _PACKAGE
+    if directory not in sys.path:
+        # Last: installed packages come first.
+        sys.path.append(directory)
+    try:
+        refuse_two(module, directory)
+        imported(module, directory)
+    except LoadError as error:
+        hub = f", nor such a package; `prime env install OWNER/{module.replace('_', '-')}` installs one of the hub"
+        raise ValueError(f"{error}{hub if error.kind == 'place' else ''}") from error
+    return module
+
+
+def _adapted(vf: Any, config: Any, harness: str) -> tuple[Any, str]:
+    """The configuration with the policy in its only free seat; the seat's name."""
+    seats = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
+    free = [name for name, seat in seats.items() if seat.client is None]
+    if len(free) != 1:
+        words = f"its agents {', '.join(seats)}: one is trained, so all others need a client and a model"
+        raise ValueError(f"{words} of their own ([env.NAME.client] and model in a FILE.toml)")
+    changes: dict[str, Any] = {"model": MODEL}
+    for name in free:
+        # verifiers' own defaults are a rented sandbox, and a harness that runs the policy's commands.
+        if "runtime" not in seats[name].model_fields_set:
+            changes["runtime"] = vf.SubprocessConfig()
+        if seats[name].harness is None and vf.default_harness_id(config.taskset.id) == "bash":
+            changes["harness"] = vf.HarnessConfig(id=harness)
+    return config.model_copy(update={free[0]: seats[free[0]].model_copy(update=changes)}), free[0]
+
+
+def _refuse_judges(vf: Any, config: Any) -> None:
+    """Raise ValueError for a judging model that cannot be asked."""
+    task = config.taskset.task
+    judges = [*task.judges, *(value for _, value in task if isinstance(value, vf.JudgeConfig))]
+    for judge in judges:
+        if urlsplit(judge.base_url).hostname not in _LOOPBACK and not os.environ.get(judge.api_key_var):
+            words = f"its rubric asks the model {judge.model} at {judge.base_url}, over the network"
+            raise ValueError(f"{words}: set {judge.api_key_var} on every node, or the base_url of a server of yours")
+
+
+class Played:
+    """A loaded environment and its tasks."""
+
+    def __init__(self, environment: Any, seat: str) -> None:
+        """Read the tasks, the first of an endless taskset; raises ValueError without one."""
+        self.environment, self.seat = environment, seat
+        taskset = environment.taskset
+        self._more: Iterator[Any] = iter(taskset)
+        self._tasks = list(itertools.islice(self._more, None if taskset.bounded else _COUNTED))
+        self.num_tasks = len(self._tasks) if taskset.bounded else None
+        """None: without an end."""
+        if not self._tasks:
+            raise ValueError(f"its data set is empty: load of {type(taskset).__name__} yields no task")
+        self.task(0)
+
+    def task(self, number: int) -> Any:
+        """Task by number; raises ValueError for one that is not text."""
+        while number >= len(self._tasks):
+            self._tasks.append(next(self._more))
+        task = self._tasks[number]
+        for message in task.data.prompt if isinstance(task.data.prompt, list) else ():
+            if any(part.type != "text" for part in message.content if not isinstance(part, str)):
+                raise ValueError(f"task {number} has an image; only texts are played")
+        return task
+
+    def tasks_digest(self) -> list[str]:
+        return [task.hash for task in self._tasks]
+
+
+class VerifiersEpisode:
+    """One episode, alone in its worker; implements Environment."""
+
+    is_deterministic: ClassVar[bool] = False
+    shares_process: ClassVar[bool] = False
+
+    def __init__(self, played: Played) -> None:
+        self._played = played
+        self._events: queue.SimpleQueue[tuple[Message, ...] | dict[str, float] | Exception] = queue.SimpleQueue()
+        """Messages of each request; last, the parts of the reward or the failure."""
+        self._endpoint = Endpoint(self._events.put)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rollout: asyncio.Task[Any] | None = None
+        self._parts: dict[str, float] | None = None
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:  # noqa: ARG002 - of the Protocol
+        """Start the rollout of the row's task; its first request is the prompt."""
+        task = self._played.task(int(row["task"]))
+        os.environ[_KEY_VARIABLE] = self._endpoint.api_key
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = "127.0.0.1,localhost"
+        self._endpoint.start()
+        self._thread = threading.Thread(target=self._run, args=(task,), daemon=True, name="rollout")
+        self._thread.start()
+        first = self._next()
+        if first is None:
+            raise RuntimeError("the environment ended before its first request to the policy")
+        return first
+
+    @property
+    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
+        return self._endpoint.history.tools or ()
+
+    def step(self, action: Action) -> Observation | None:
+        """Answer the request; the next one's messages, or None at the end."""
+        self._endpoint.answer(action)
+        added = self._next()
+        return None if added is None else Observation(added)
+
+    def score(self) -> dict[str, float] | float:
+        """Parts of the reward; after a limit of what was reached."""
+        if self._parts is None:
+            self._endpoint.refuse_rest(over())
+            try:
+                while self._next() is not None:
+                    pass
+            except _OverError:
+                return 0.0
+        assert self._parts is not None, "the rollout has ended"
+        return self._parts
+
+    def close(self) -> None:
+        self._endpoint.refuse_rest(RequestRefused("the episode has ended", status=500))
+        if self._thread is not None:
+            if self._loop is not None and self._rollout is not None:
+                # Its loop may have ended.
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._rollout.cancel)
+            self._thread.join()
+        self._endpoint.close()
+
+    def _next(self) -> tuple[Message, ...] | None:
+        """Messages of the next request; None at the end."""
+        event = self._events.get()
+        if isinstance(event, tuple):
+            return event
+        if isinstance(event, Exception):
+            raise event
+        self._parts = event
+        return None
+
+    def _run(self, task: Any) -> None:
+        try:
+            self._events.put(_parts_of(asyncio.run(self._play(task)), self._played.seat))
+        except asyncio.CancelledError:
+            self._events.put(RuntimeError("the rollout was cancelled"))
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            self._events.put(error)
+
+    async def _play(self, task: Any) -> Any:
+        self._loop, self._rollout = asyncio.get_running_loop(), asyncio.current_task()
+        vf = sys.modules["verifiers.v1"]
+        client = vf.EvalClientConfig(base_url=self._endpoint.base_url, api_key_var=_KEY_VARIABLE)
+        context = vf.ModelContext(model=MODEL, client=client)
+        async with self._played.environment.serving():
+            return await self._played.environment.run_episode(task, context)
+
+
+class _OverError(RuntimeError):
+    """A rollout that a limit ended and that did not catch it."""
+
+
+def _parts_of(episode: Any, seat: str) -> dict[str, float]:
+    """Rewards of a finished episode, times their weights; raises RuntimeError for a failed one."""
+    traces = [trace for trace in episode.traces if trace.agent.name == seat]
+    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    if errors:
+        kind = _OverError if any(OVER in error.message for error in errors) else RuntimeError
+        first = errors[0]
+        raise kind(f"{_author_place(first.traceback or '')}{first.type}: {first.message}")
+    parts: dict[str, float] = {}
+    for trace in traces:
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                parts[name] = parts.get(name, 0.0) + reward.value
+    if not parts:
+        raise RuntimeError("the rollout has no reward: give its task a method with @vf.reward")
+    return parts
+
+
+def _author_place(text: str) -> str:
+    """Last line of a traceback that is neither verifiers', Python's nor ours."""
+    own = str(Path(sys.modules[_PACKAGE].__file__ or "").parent)
+    others = (own, str(Path(os.__file__).parent), str(Path(__file__).parent), "<")
+    for path, line in reversed(_FRAME.findall(text)):
+        if not path.startswith(others) or ("site-packages" in path and not path.startswith(own)):
+            return f"{path}, line {line}: "
+    return ""
+
+
+class _BoundProcess(subprocess.Popen[Any]):
+    """A process that ends with the thread that started it."""
+
+    def __init__(self, *args: Any, preexec_fn: Callable[[], Any] | None = None, **words: Any) -> None:
+        super().__init__(*args, preexec_fn=preexec_fn or _end_with_parent, **words)
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _bind_processes() -> None:
+    """Bind tool servers and programs, which have groups of their own, to this worker."""
+    subprocess.Popen = _BoundProcess  # type: ignore[misc]

@@ -16,7 +16,7 @@ import pytest
 FONTS = "fc-list"
 """matplotlib's first import on a machine runs it to find fonts."""
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
-FOLDERS = {"e2e", "engines", "faults", "gpu", "integration", "trackers"}
+FOLDERS = {"e2e", "engines", "faults", "gpu", "integration", "trackers", "verifiers"}
 
 
 class StartsProcess(BaseException):

@@ -1,7 +1,7 @@
 """Environments of the package verifiers: `task.environment = "verifiers:NAME"` or `"verifiers:FILE.toml"`.
 
 NAME is a module or installed package with a taskset; FILE.toml has verifiers' own table [env]. The environment plays
-its rollout in a thread of this worker. Its agent talks to the endpoint of the episode: each request is a turn. The
+its rollouts in a thread of this worker. Its agent talks to the endpoint of the episode: each request is a turn. The
 environment's rewards, times their weights, are the parts of the reward.
 """
 
@@ -21,12 +21,12 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from heterorl.common.tasks.environments.environment import Action, Observation
@@ -35,6 +35,7 @@ from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, 
 from heterorl.common.tasks.rewards.worker_main import LoadError, imported, refuse_two, reward_files
 from heterorl.common.tasks.task import Message
 
+_T = TypeVar("_T")
 _PACKAGE = "verifiers"
 _KEY_VARIABLE = "HETERORL_EPISODE_API_KEY"
 """verifiers hides variables with such a name from programs that it starts."""
@@ -53,6 +54,9 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
         ImportError: verifiers is not installed.
         ValueError: there is no such environment, or it cannot be played here.
     """
+    # No proxy stands between the processes of this machine; clients read that when they are made.
+    known = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1"]))
     vf = importlib.import_module("verifiers.v1")
     chat = importlib.import_module("heterorl.common.tasks.environments.verifiers_chat")
     raw = _configured(name, directory)
@@ -64,10 +68,10 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
         # A module without __all__, or without a taskset in it.
         raise ValueError(str(error)) from error
     _refuse_judges(vf, config)
+    _bind_processes()
     played = Played(environment, seat)
     files = {} if top == _PACKAGE else reward_files(top)
     stated = [version(_PACKAGE), config.model_dump_json(), files.get("digest", ""), played.tasks_digest()]
-    _bind_processes()
     return lambda: VerifiersEpisode(played), {
         **files,
         "digest": hashlib.blake2b(json.dumps(stated).encode(), digest_size=32).hexdigest(),
@@ -103,6 +107,8 @@ def _module(name: str, directory: str) -> str:
     if directory not in sys.path:
         # Last: installed packages come first.
         sys.path.append(directory)
+    # A tool's server imports the module in a process of its own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), directory]))
     try:
         refuse_two(module, directory)
         imported(module, directory)
@@ -140,10 +146,13 @@ def _refuse_judges(vf: Any, config: Any) -> None:
 
 
 class Played:
-    """A loaded environment and its tasks."""
+    """A loaded environment, its tasks, and the loop of its rollouts."""
 
     def __init__(self, environment: Any, seat: str) -> None:
-        """Read the tasks, the first of an endless taskset; raises ValueError without one."""
+        """Read the tasks, the first ones of an endless taskset, and start what all episodes share.
+
+        Raises ValueError without a task.
+        """
         self.environment, self.seat = environment, seat
         taskset = environment.taskset
         self._more: Iterator[Any] = iter(taskset)
@@ -153,6 +162,20 @@ class Played:
         if not self._tasks:
             raise ValueError(f"its data set is empty: load of {type(taskset).__name__} yields no task")
         self.task(0)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="rollouts").start()
+        self._serving = environment.serving()
+        self.begin(self._serving.__aenter__()).result()
+        # A server that episodes share would keep a client for the address of each.
+        environment._interception = None
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """End what all episodes share; only for a process that goes on."""
+        self.begin(self._serving.__aexit__(None, None, None)).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def task(self, number: int) -> Any:
         """Task by number; raises ValueError for one that is not text."""
@@ -179,20 +202,16 @@ class VerifiersEpisode:
         self._events: queue.SimpleQueue[tuple[Message, ...] | dict[str, float] | Exception] = queue.SimpleQueue()
         """Messages of each request; last, the parts of the reward or the failure."""
         self._endpoint = Endpoint(self._events.put)
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._rollout: asyncio.Task[Any] | None = None
+        self._rollout: Future[None] | None = None
+        self._has_ended = threading.Event()
         self._parts: dict[str, float] | None = None
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:  # noqa: ARG002 - of the Protocol
         """Start the rollout of the row's task; its first request is the prompt."""
         task = self._played.task(int(row["task"]))
         os.environ[_KEY_VARIABLE] = self._endpoint.api_key
-        for name in ("NO_PROXY", "no_proxy"):
-            os.environ[name] = "127.0.0.1,localhost"
         self._endpoint.start()
-        self._thread = threading.Thread(target=self._run, args=(task,), daemon=True, name="rollout")
-        self._thread.start()
+        self._rollout = self._played.begin(self._play(task))
         first = self._next()
         if first is None:
             raise RuntimeError("the environment ended before its first request to the policy")
@@ -222,12 +241,9 @@ class VerifiersEpisode:
 
     def close(self) -> None:
         self._endpoint.refuse_rest(RequestRefused("the episode has ended", status=500))
-        if self._thread is not None:
-            if self._loop is not None and self._rollout is not None:
-                # Its loop may have ended.
-                with suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._rollout.cancel)
-            self._thread.join()
+        if self._rollout is not None:
+            self._rollout.cancel()
+            self._has_ended.wait()
         self._endpoint.close()
 
     def _next(self) -> tuple[Message, ...] | None:
@@ -240,21 +256,16 @@ class VerifiersEpisode:
         self._parts = event
         return None
 
-    def _run(self, task: Any) -> None:
-        try:
-            self._events.put(_parts_of(asyncio.run(self._play(task)), self._played.seat))
-        except asyncio.CancelledError:
-            self._events.put(RuntimeError("the rollout was cancelled"))
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            self._events.put(error)
-
-    async def _play(self, task: Any) -> Any:
-        self._loop, self._rollout = asyncio.get_running_loop(), asyncio.current_task()
+    async def _play(self, task: Any) -> None:
         vf = sys.modules["verifiers.v1"]
         client = vf.EvalClientConfig(base_url=self._endpoint.base_url, api_key_var=_KEY_VARIABLE)
-        context = vf.ModelContext(model=MODEL, client=client)
-        async with self._played.environment.serving():
-            return await self._played.environment.run_episode(task, context)
+        try:
+            episode = await self._played.environment.run_episode(task, vf.ModelContext(model=MODEL, client=client))
+            self._events.put(_parts_of(episode, self._played.seat))
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            self._events.put(error)
+        finally:
+            self._has_ended.set()
 
 
 class _OverError(RuntimeError):

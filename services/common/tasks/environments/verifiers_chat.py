@@ -57,7 +57,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             # Both addresses are this machine's, without TLS: to read certificates would take the time of a turn.
-            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, verify=False))  # noqa: S501
+            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, verify=False))
             client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http)
             tools, names, connected = await connect_mcp({"mcpServers": servers}, stack)
             shown: dict[str, Any] = {"tools": tools} if tools else {}

@@ -28,8 +28,8 @@ from heterorl.common.errors import RewardError
 from heterorl.common.types.common import peer_words
 
 SCRIPT = Path(__file__).parent / "worker_main.py"
-START_TIMEOUT_S = 120.0
-"""For imports; no answer counts it."""
+START_TIMEOUT_S = 300.0
+"""For imports; no answer counts it. verifiers takes 11 s of a core, and a busy machine ten times as long."""
 PATIENCE = 4.0
 """Seconds by the clock for each second of processor time."""
 MAX_REPLY_BYTES = 1 << 20

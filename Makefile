@@ -7,6 +7,8 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 TRACKERS := .venv-trackers/bin
 TRACKERS_SETUP := .venv-trackers/.installed
+VERIFIERS := .venv-verifiers/bin
+VERIFIERS_SETUP := .venv-verifiers/.installed
 N ?= 1000
 RUNS ?= 1
 # N if it was given and is not 0.
@@ -38,7 +40,7 @@ $(SETUP): requirements/lock.txt requirements/environment.sh pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-# The engines pin another protobuf and transformers than the services' own environment, and so does tensorboard.
+# The engines pin another protobuf and transformers than the services' own environment, and so do tensorboard and verifiers.
 .venv-%/.installed: requirements/%.txt requirements/environment.sh pyproject.toml
 	PYTHON=$(PYTHON) requirements/environment.sh .venv-$* requirements/$*.txt
 	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$(.venv-$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
@@ -50,7 +52,7 @@ demo: $(SETUP)  ## Train a small model by GEPO, with samplers 64 versions behind
 test: $(SETUP)  ## Run the tests that a change must pass; 15 minutes on two cores. T=tests/unit/sampler runs one part
 	$(if $(T),OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not image and not compiler and not nodes" $(T),$(RUN) landing)
 
-test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with coverage, engines, trackers and small campaigns; writes tests/all.json; 90 minutes. STAGES=NAMES for some
+test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP) $(VERIFIERS_SETUP)  ## Run all tests with coverage, engines, trackers, verifiers and small campaigns; writes tests/all.json; 90 minutes. STAGES=NAMES for some
 	$(RUN) all $(STAGES)
 
 test-fast: $(SETUP)  ## Run the tests that start no process; 5 minutes
@@ -70,6 +72,9 @@ test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed 
 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
 	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q tests/trackers
+
+test-verifiers: $(VERIFIERS_SETUP)  ## Run the tests of environments of verifiers in their own environment
+	OMP_NUM_THREADS=1 $(VERIFIERS)/pytest -q tests/verifiers
 
 programs:  ## Install the Debian packages of the tests: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, and a newer Compose; as root
 	dpkg-query --show $(DEBIAN) > /dev/null 2>&1 || { apt-get update -qq && \
@@ -117,7 +122,7 @@ style: $(SETUP)  ## Run all of `make check` except the types
 types: $(SETUP)  ## Check the types
 	$(BIN)/mypy
 
-environments: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Set up the environments of the services, the engines and the trackers
+environments: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP) $(VERIFIERS_SETUP)  ## Set up the environments of the services, the engines, the trackers and verifiers
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
 	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
@@ -223,4 +228,4 @@ lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the curren
 	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove environments, runs and caches
-	rm -rf .venv .venv-engines .venv-trackers runs .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-engines .venv-trackers .venv-verifiers runs .pytest_cache .ruff_cache .hypothesis .coverage*

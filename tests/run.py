@@ -38,7 +38,7 @@ NEEDS_VLLM = ("services/sampler/vllm", "services/learner/backends", "requirement
 NEEDS_RESEARCH = ("services/learner/loss", "research")
 """The same for the tests of experiments."""
 NOT_HERE = "not image and not compiler and not nodes"
-SERVICES = ("--ignore=tests/gpu", "--ignore=tests/trackers", "tests")
+SERVICES = ("--ignore=tests/gpu", "--ignore=tests/trackers", "--ignore=tests/verifiers", "tests")
 COORDINATOR = "tests/unit/coordinator"
 COVERED = ("--cov", "--cov-report=")
 
@@ -142,6 +142,15 @@ def everything() -> list[Stage]:
             python=".venv-trackers/bin/python",
             needs=".venv-trackers/.installed",
             arguments=("tests/trackers",),
+            environment=bare,
+            workers=0,
+            is_second=True,
+        ),
+        Stage(
+            name="verifiers",
+            python=".venv-verifiers/bin/python",
+            needs=".venv-verifiers/.installed",
+            arguments=("tests/verifiers",),
             environment=bare,
             workers=0,
             is_second=True,

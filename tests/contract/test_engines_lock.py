@@ -1,4 +1,4 @@
-"""The locks of engines and trackers have everything that is declared, in versions that are accepted."""
+"""The locks of engines, trackers and verifiers have everything that is declared, in versions that are accepted."""
 
 import tomllib
 from pathlib import Path
@@ -48,6 +48,14 @@ def test_trackers_lock_pins_what_is_needed(text):
 
     assert len(TRACKERS) > 4
     assert requirement.specifier.contains(pins("trackers")[canonicalize_name(requirement.name)], prereleases=True)
+
+
+@pytest.mark.parametrize("text", [*NEEDED[:-1], *PROJECT["optional-dependencies"]["verifiers"], "hypothesis"])
+def test_verifiers_lock_pins_what_is_needed(text):
+    requirement = Requirement(text)
+
+    if not text.startswith(("heterorl[", "deepspeed")):
+        assert requirement.specifier.contains(pins("verifiers")[canonicalize_name(requirement.name)], prereleases=True)
 
 
 def test_torch_is_pinned_without_a_variant():

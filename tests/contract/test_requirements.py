@@ -14,7 +14,7 @@ from requirements.subsets import CUDA_ALONE, EXTRAS, declared, locked, subset
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.stem for path in (ROOT / "requirements").glob("*.txt"))
-SERVICES = sorted(set(FILES) - {"lock", "engines", "trackers"})
+SERVICES = sorted(set(FILES) - {"lock", "engines", "trackers", "verifiers"})
 EXTRA_OF = {"learner-deepspeed": "deepspeed", "sampler-vllm": "vllm", "sampler-vllm-cpu": "sampler"}
 
 COMPILED_HERE = [str(tag) for tag in sys_tags() if tag.platform.startswith("linux_")]

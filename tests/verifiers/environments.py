@@ -41,7 +41,7 @@ import verifiers.v1 as vf
 class Word(vf.TaskData):
     do: str
 
-class Adder(vf.Toolset):
+class Adder(vf.Toolset[vf.SharedToolsetConfig]):
     TOOL_PREFIX = "sums"
 
     @vf.tool

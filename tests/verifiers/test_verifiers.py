@@ -13,6 +13,11 @@ from heterorl.common.tasks.environments.environment import Action, Observation, 
 from heterorl.common.tasks.environments.episodes import Episodes
 from tests.verifiers.environments import GUESS, ODD, taskset
 
+pytestmark = [
+    # Of verifiers and its packages, which run in this process.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 NUMBERS = [2, 8, 7]
 """The first ones of the game."""
 
@@ -22,7 +27,9 @@ class Here:
 
     def __init__(self, name, directory):
         self.make, self.facts = verifiers.load(name, str(directory))
-        self.played = self.make()._played
+        first = self.make()
+        self.played = first._played
+        first.close()
 
     @contextmanager
     def open(self, number):

@@ -163,7 +163,8 @@ class Played:
             raise ValueError(f"its data set is empty: load of {type(taskset).__name__} yields no task")
         self.task(0)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="rollouts").start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="rollouts")
+        self._thread.start()
         self._serving = environment.serving()
         self.begin(self._serving.__aenter__()).result()
         # A server that episodes share would keep a client for the address of each.
@@ -176,6 +177,9 @@ class Played:
         """End what all episodes share; only for a process that goes on."""
         self.begin(self._serving.__aexit__(None, None, None)).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     def task(self, number: int) -> Any:
         """Task by number; raises ValueError for one that is not text."""

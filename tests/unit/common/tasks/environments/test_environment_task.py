@@ -8,7 +8,7 @@ from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
-from heterorl.common.tasks.environments.environment_task import environment_of, environments_of, seed_of
+from heterorl.common.tasks.environments.environment_task import NumbersTask, environment_of, environments_of, seed_of
 from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.text.conversation import try_prompts, try_reward
@@ -107,6 +107,19 @@ def test_no_held_out_seed_is_a_training_seed_whatever_their_number():
 
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) < 1 << 32, "what numpy takes"
+
+
+def test_numbers_hold_out_the_last_tasks_of_a_data_set():
+    def tasks(**changes):
+        task = NumbersTask(**{"num_rows": 10, "size": 100, "evaluation_size": 3, **changes})
+        held = [task.evaluation_prompt(index).columns["task"] for index in range(task.num_evaluation_prompts)]
+        return [task.prompt(index).columns["task"] for index in range(task.num_prompts)], held
+
+    assert tasks() == ([*range(7)], [7, 8, 9])
+    assert tasks(size=2) == ([0, 1], [7, 8, 9])
+    assert tasks(num_rows=None, size=4) == ([0, 1, 2, 3], [4, 5, 6])
+    with pytest.raises(ConfigError, match=r"^task.evaluation_size: .* has 10 tasks, and 10 are held out .*below 10"):
+        tasks(evaluation_size=10)
 
 
 def test_members_of_a_group_open_the_episode_that_gave_the_prompt(made):

@@ -1,4 +1,4 @@
-"""Task whose completions are episodes, and its rows of seeds or of numbers."""
+"""Task whose completions are episodes; rows of seeds and of numbers."""
 
 from __future__ import annotations
 
@@ -231,13 +231,16 @@ class SeedsTask:
 
 
 class NumbersTask:
-    """Rows that number the tasks of an environment's own data set; implements Task.
+    """Numbers of the tasks of an environment's data set; implements Task.
 
     The first ones are for training, the last ones are held out.
     """
 
     def __init__(self, *, num_rows: int | None, size: int, evaluation_size: int) -> None:
-        """Divide `num_rows` rows, None for endless ones; raises ConfigError if none is left for training."""
+        """Divide `num_rows` rows, None for endless ones.
+
+        Raises ConfigError if none is left for training.
+        """
         total = size + evaluation_size if num_rows is None else num_rows
         if total <= evaluation_size:
             problem = f"the data set of the environment has {total} tasks, and {evaluation_size} are held out"

@@ -98,7 +98,7 @@ def _configured(name: str, directory: str) -> dict[str, Any]:
 
 
 def _module(name: str, directory: str) -> str:
-    """First word of the module that verifiers imports for a name; imports it."""
+    """Import the module of an environment's name; its first word."""
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if not module.isidentifier():
         raise ValueError(f"{name!r} is no name of an environment")
@@ -119,7 +119,7 @@ def _module(name: str, directory: str) -> str:
 
 
 def _adapted(vf: Any, config: Any, harness: str) -> tuple[Any, str]:
-    """The configuration with the policy in its only free seat; the seat's name."""
+    """Configuration with the policy in its only free seat; the seat."""
     seats = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
     free = [name for name, seat in seats.items() if seat.client is None]
     if len(free) != 1:
@@ -149,9 +149,9 @@ class Played:
     """A loaded environment, its tasks, and the loop of its rollouts."""
 
     def __init__(self, environment: Any, seat: str) -> None:
-        """Read the tasks, the first ones of an endless taskset, and start what all episodes share.
+        """Read the tasks and start what all episodes share.
 
-        Raises ValueError without a task.
+        It reads the first ones of an endless taskset. Raises ValueError without a task.
         """
         self.environment, self.seat = environment, seat
         taskset = environment.taskset
@@ -211,7 +211,7 @@ class VerifiersEpisode:
         self._parts: dict[str, float] | None = None
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:  # noqa: ARG002 - of the Protocol
-        """Start the rollout of the row's task; its first request is the prompt."""
+        """Start the row's task; its first request is the prompt."""
         task = self._played.task(int(row["task"]))
         os.environ[_KEY_VARIABLE] = self._endpoint.api_key
         self._endpoint.start()
@@ -277,7 +277,7 @@ class _OverError(RuntimeError):
 
 
 def _parts_of(episode: Any, seat: str) -> dict[str, float]:
-    """Rewards of a finished episode, times their weights; raises RuntimeError for a failed one."""
+    """Weighted rewards of an episode; raises RuntimeError for a failed one."""
     traces = [trace for trace in episode.traces if trace.agent.name == seat]
     errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
     if errors:
@@ -316,5 +316,5 @@ def _end_with_parent() -> None:
 
 
 def _bind_processes() -> None:
-    """Bind tool servers and programs, which have groups of their own, to this worker."""
+    """End tool servers and programs, which leave its group, with this worker."""
     subprocess.Popen = _BoundProcess  # type: ignore[misc]

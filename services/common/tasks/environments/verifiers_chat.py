@@ -1,4 +1,4 @@
-"""Program of a verifiers seat that names none: a chat loop with the task's tools, in this process.
+"""Chat loop for a seat of verifiers that names no harness.
 
 It does what the harness `null` of verifiers does, without a new process for each turn and without `uv`. verifiers loads
 it by HARNESS.
@@ -48,7 +48,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
-        """Draw turns until one has no tool calls; stop the trace past a limit."""
+        """Draw turns until one calls no tool, or a limit."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -87,7 +87,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 async def _called(servers: Mapping[str, Any], names: Mapping[str, Any], function: Any) -> Any:
-    """Content of a tool's result; an error is a text for the policy."""
+    """Content of a tool's result; the policy reads errors."""
     if function.name not in names:
         return f"error: unknown tool {function.name!r}"
     arguments = json.loads(function.arguments)

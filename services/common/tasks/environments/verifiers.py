@@ -307,8 +307,8 @@ def _author_place(text: str) -> str:
 class _BoundProcess(subprocess.Popen[Any]):
     """A process that ends with the thread that started it."""
 
-    def __init__(self, *args: Any, preexec_fn: Callable[[], Any] | None = None, **words: Any) -> None:
-        super().__init__(*args, preexec_fn=preexec_fn or _end_with_parent, **words)
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **{"preexec_fn": _end_with_parent, **words})
 
 
 def _end_with_parent() -> None:

@@ -27,7 +27,7 @@ HARNESS = "heterorl_chat"
 __all__ = ["ChatHarness"]
 
 
-class ChatHarness(vf.Harness[vf.HarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     """Chat loop of a seat."""
 
     APPENDS_SYSTEM_PROMPT = True

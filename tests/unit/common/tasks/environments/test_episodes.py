@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
+from heterorl.common.errors import ConfigError, DependencyMissing, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
 from heterorl.common.tasks.rewards import worker_main
@@ -451,3 +453,11 @@ print(runpy.run_path(files, run_name="worker_main")["reward_files"]("play")["num
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
     assert found.stdout == "1\n"
+
+
+@pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed")
+def test_without_verifiers_its_extra_is_named():
+    limits = {"step_timeout_s": 5.0, "memory_bytes": 1 << 30, "max_observation_chars": 1000, "num_processes": 1}
+    said = r"verifiers is not installed \(in a clone of heterorl: pip install '\.\[verifiers\]'\)"
+    with pytest.raises(DependencyMissing, match=said):
+        Episodes("verifiers:guess-number", directory=Path(), **limits)

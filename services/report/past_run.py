@@ -200,8 +200,10 @@ def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
 
 
 def _joined(stored: Sequence[StepReport], own: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """The coordinator's steps and a journal's; of a step in both, the newer version's.
-    The journal of a learner that adopted the run lacks the steps before."""
+    """The coordinator's steps and a journal's, each step once.
+
+    Of two rows of a step the newer version's stays. A learner that adopted the run has no rows of the steps before.
+    """
     return _newest(sorted([*stored, *own], key=lambda report: report.version))
 
 

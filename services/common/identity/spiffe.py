@@ -75,7 +75,10 @@ class Identity:
         return spiffe_uri(run=self.run, site=self.site, role=self.role)
 
     def refuse_at(self, now: float, *, revoked: Container[int] = ()) -> Refusal | None:
-        """Refuse outside the certificate's lifetime, and a revoked one; `now` in seconds since the epoch."""
+        """Refuse outside the certificate's lifetime, and a revoked one.
+
+        `now` is in seconds since the epoch.
+        """
         if self.not_before <= now <= self.not_after:
             if self.serial in revoked:
                 return Refusal(reason=RefusalReason.REVOKED, message=f"certificate {self.serial:x} is revoked")

@@ -134,7 +134,9 @@ def build_contract(
     lora: LoraSettings = NO_LORA,
     routed_token_bytes: int = 0,
 ) -> Contract:
-    """Build the contract of a learner's or sampler's configuration; `text`: digests of its tokenizer and template.
+    """Build the contract of a learner's or sampler's configuration.
+
+    `text` are the digests of its tokenizer and template.
 
     Raises ConfigError if an end token is not a token of the model.
     """

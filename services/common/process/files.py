@@ -133,7 +133,7 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EML
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a durable file a second name, or copy it durably where there are no hard links."""
+    """Give a durable file a second name, or copy it durably."""
     try:
         target.hardlink_to(source)
     except OSError as error:

@@ -386,7 +386,7 @@ def serve(
 
 
 def serve_by(config: Any, *, service: Service, **more: Any) -> int:
-    """`serve` by the keys of a service's configuration; a port that it leaves out may move."""
+    """`serve` by a service's keys; a default port may move."""
     may_move = "metrics_port" not in config.model_fields_set
     return serve(config.metrics_port, service=service, address=config.metrics_host, may_move=may_move, **more)
 

@@ -12,7 +12,7 @@ from heterorl.common.rpc.transport_options import BandwidthConfig
 
 
 class NodeConfig(Config):
-    """Link to the coordinator, and metrics, of a learner, a sampler or a relay."""
+    """Keys of each node's link to the coordinator and of its metrics."""
 
     coordinator: Addresses = "127.0.0.1:50051"
     """host:port of the coordinator; a list if there is a standby."""

@@ -46,9 +46,9 @@ _READERS: dict[type, Callable[[Any], Any]] = {}
 
 
 def reads(kind: type) -> Callable[[ReadT], ReadT]:
-    """Let a function read each message of this kind inside another one, because it checks or changes what came.
+    """Let a function read each message of this kind inside another one.
 
-    All such functions are in this module, so that no process reads such a message without them.
+    It checks or changes what came. All such functions are in this module: each process has them.
     """
 
     def registered(read: ReadT) -> ReadT:
@@ -105,7 +105,7 @@ def _is_nested(descriptor: Descriptor, name: str) -> bool:
 
 @functools.cache
 def numbers_of(kind: type[EnumT], descriptor: EnumDescriptor) -> dict[EnumT, Any]:
-    """The number of each member; its name is the member's behind the name of the enumeration."""
+    """The number of each member, whose name ends the number's name."""
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {member: descriptor.values_by_name[f"{prefix}{member.name}"].number for member in kind}
 
@@ -128,7 +128,10 @@ def _read(kind: type, message: Message, name: str) -> Any:
 
 @functools.cache
 def _reader(kind: type, descriptor: Descriptor, name: str) -> tuple[bool, Callable[[Any], Any] | None]:
-    """Whether an unset field is None, and what reads one of its values; None: it is taken as it is."""
+    """Whether an unset field is None, and what reads one value.
+
+    Without a reader a value is taken as it is.
+    """
     field = descriptor.fields_by_name[name]
     if field.message_type is None and field.enum_type is None:
         return field.has_presence, None

@@ -146,7 +146,7 @@ class EpisodeRunner:
         return await self._go_on(member, number) if turns else self._turn(draft, number)
 
     async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
-        """Score a member, also one that a limit ended; one that took no step is lost."""
+        """Score a member, which is lost without a step."""
         member = self._members[draft.key, number]
         if member.episode is None:
             # Of an earlier process, whose engine had more room.

@@ -98,7 +98,10 @@ def environments_of(task: object) -> tuple[Episodes, ...]:
 
 
 def environment_at(task: object, index: int) -> Episodes | None:
-    """The environment of a training prompt, without the prompt, which may begin an episode; None without one."""
+    """The environment of a training prompt; None without one.
+
+    The prompt is not made: that may begin an episode.
+    """
     find: Any = getattr(task, "environment_at", None)
     found: Episodes | None = next(iter(environments_of(task)), None) if find is None else find(index)
     return found

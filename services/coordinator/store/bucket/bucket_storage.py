@@ -28,10 +28,10 @@ from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadSto
 
 @dataclass(eq=False, repr=False)
 class BucketStorage(PayloadStorage):
-    """Payloads of one run in a bucket: a claimed prefix with its listed `sizes`. Belongs to the event loop.
+    """Payloads of one run in a bucket, under a claimed prefix.
 
-    `make_room` gets the missing bytes before a payload is refused; `on_kept` and `on_gone` get each payload that enters
-    or leaves the bucket.
+    It belongs to the event loop. `sizes` lists the prefix. `make_room` gets the missing bytes before a payload is
+    refused; `on_kept` and `on_gone` get each payload that enters or leaves the bucket.
     """
 
     objects: Objects

@@ -491,7 +491,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=str)
+@pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=map(str, range(len(CASES))))
 @given(data=st.data())
 def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
     value = data.draw(strategy)

@@ -68,9 +68,7 @@ def said(observation):
 
 def test_a_game_of_several_turns_has_the_rewards_of_its_rubric(here):
     game = here("guess-number")
-    assert {**game.facts, "digest": "", "place": ""} == {
-        "digest": "", "num_files": 1, "place": "", "is_deterministic": True, "num_rows": 40, "learns_tools": True
-    }  # fmt: skip
+    assert (game.facts["is_deterministic"], game.facts["num_rows"], game.facts["learns_tools"]) == (True, 40, True)
     for _ in range(2):
         with game.open(0) as episode:
             assert said(Observation(episode.first)) == [("user", "Guess number 0, from 1 to 9.")]
@@ -177,6 +175,7 @@ PAIR = "class Two(vf.EnvConfig):\n    one: vf.AgentConfig = vf.AgentConfig()\n  
         ("no_such", None, "there is no module no_such in .*, nor such a package; `prime env install OWNER/no-such`"),
         ("a b", None, "no name of an environment"),
         ("none.toml", None, "none.toml cannot be read"),
+        ("far.toml", '[env]\nid = "far-away"\n[env.taskset]\nid = "textarena"\n', "environment 'far-away' not found"),
         ("empty_set", taskset("yield from ()"), "its data set is empty: load of Some yields no task"),
         ("unexported", taskset(exported='["vf"]'), "exports no Taskset subclass"),
         ("no_all", "import verifiers.v1", "defines no `__all__`"),
@@ -188,7 +187,7 @@ PAIR = "class Two(vf.EnvConfig):\n    one: vf.AgentConfig = vf.AgentConfig()\n  
 def test_what_cannot_be_played_is_said_at_the_start(tmp_path, name, text, words, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     if text is not None:
-        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / (name if name.endswith(".toml") else f"{name}.py")).write_text(text)
     with pytest.raises(ValueError, match=words):
         verifiers.load(name, str(tmp_path))
 

@@ -64,8 +64,8 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
     try:
         config, seat = _adapted(vf, vf.resolve_env_config(raw), chat.HARNESS)
         environment = vf.load_environment(config)
-    except (AttributeError, TypeError) as error:
-        # A module without __all__, or without a taskset in it.
+    except (AttributeError, ImportError, TypeError) as error:
+        # A module without __all__ or a taskset, or a plugin of the file that is not installed.
         raise ValueError(str(error)) from error
     _refuse_judges(vf, config)
     _bind_processes()

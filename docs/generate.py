@@ -53,7 +53,7 @@ _BESIDE = """
 | `tests/contract/` | rules of the repository: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/`, `tests/e2e/` | real servers in one process; whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
-| `tests/engines/`, `tests/trackers/`, `tests/verifiers/`, `tests/gpu/` | vLLM and DeepSpeed, trackers, verifiers, a GPU |
+| `tests/engines/`, `tests/trackers/`, `tests/verifiers/`, `tests/gpu/` | vLLM, DeepSpeed, trackers, verifiers; a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines, `fuzz` |
 | `benchmarks/` | programs and results of [measurements](../benchmarks/README.md) |

@@ -136,7 +136,7 @@ def test_runbook_names_panels_and_settings_that_exist():
     text = (DEPLOY / "runbook.md").read_text().replace("\n", " ")
     titles = {panel.title for board in BOARDS for panel in board.panels}
     named = set(re.findall(r"\*([A-Z][^*]+)\*(?!\*)", re.sub(r"\*\*[^*]+\*\*", "", text)))
-    settings = " ".join(path.read_text() for path in (ROOT / "services").rglob("*config.py"))
+    settings = " ".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
     keys = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)) - {"data_dir", "stale_epoch", "store_full"} - SAMPLES.keys()
     keys = {key for key in keys if not key.startswith("pg_")} - {"synchronous_standby_names", "wait_event"}
     reasons = {"stale_at_ingest", "unknown_version", "wrong_digest", "quota_exceeded", "code_mismatch"}

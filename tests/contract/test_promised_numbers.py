@@ -65,7 +65,7 @@ PROMISES = [
         f"A plan may take {WORDS[fetcher.MAX_COPIES]} copies of the weights and {puller.MAX_BYTES // MIB} MiB of"
         f" manifests, a wait {MAX_ASKED_S:g} s",
     ),
-    ("docs/environments.md", f"The file holds {turn_store.MAX_BYTES // MIB} MiB of turns"),
+    ("docs/environments.md", f"Turns beyond {turn_store.MAX_BYTES // MIB} MiB are drawn again"),
     ("docs/environments.md", f"after {WORDS[turn_store.MAX_RESUMED]} starts without"),
     (
         "docs/machines.md",

@@ -251,7 +251,7 @@ async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation
             return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={})
 
         async def list_steps(self, *, after_step, limit):
-            return (REPORT,)
+            return (REPORT,) if after_step < REPORT.step else ()
 
         async def list_evaluations(self, *, after_version):
             raise error

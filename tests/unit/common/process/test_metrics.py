@@ -20,7 +20,7 @@ UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "
 WITHOUT_UNIT = {
     "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
     "heterorl_learner_grad_norm", "heterorl_learner_learning_rate", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
-    "heterorl_coordinator_site_quarantined", "heterorl_coordinator_standstill", "heterorl_coordinator_disk_refuses",
+    "heterorl_coordinator_site_quarantined", "heterorl_coordinator_site_stopped", "heterorl_coordinator_standstill", "heterorl_coordinator_disk_refuses",
     "heterorl_learner_steps_without_signal", "heterorl_coordinator_evaluation_reward_mean",
     "heterorl_learner_source_reward_mean", "heterorl_learner_completion_tokens", "heterorl_learner_reward_part_mean",
     "heterorl_learner_loss_metric_mean",

@@ -35,5 +35,5 @@ async def test_assignment_that_ran_out_and_is_given_again_waits_once(world):
     world.engine.proceed.set()
     await world.until(lambda: not held & {each.id for each in generation.prefetch.look(1000)})
 
-    assert len(held) > 10
+    assert held
     assert not again

@@ -137,23 +137,17 @@ def everything() -> list[Stage]:
         of_coordinator(STATEMENTS),
         of_coordinator(PAYLOADS),
         Stage(name="engines", arguments=("tests/engines",), environment=bare, is_second=True, **engines),
-        Stage(
-            name="trackers",
-            python=".venv-trackers/bin/python",
-            needs=".venv-trackers/.installed",
-            arguments=("tests/trackers",),
-            environment=bare,
-            workers=0,
-            is_second=True,
-        ),
-        Stage(
-            name="verifiers",
-            python=".venv-verifiers/bin/python",
-            needs=".venv-verifiers/.installed",
-            arguments=("tests/verifiers",),
-            environment=bare,
-            workers=0,
-            is_second=True,
+        *(
+            Stage(
+                name=name,
+                python=f".venv-{name}/bin/python",
+                needs=f".venv-{name}/.installed",
+                arguments=(f"tests/{name}",),
+                environment=bare,
+                workers=0,
+                is_second=True,
+            )
+            for name in ("trackers", "verifiers")
         ),
         Stage(name="compilers", marks="compiler", arguments=SERVICES, workers=0, is_second=True),
         Stage(name="other numbers of ranks", marks="nodes", arguments=SERVICES, workers=0, is_second=True),

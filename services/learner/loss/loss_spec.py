@@ -103,12 +103,7 @@ class LossSpec:
     @property
     def needs_staleness(self) -> bool:
         """Whether the loss reads the age of each token."""
-        return self.proximal == "loglinear" or self.mixture_slope > 0.0 or self.needs_turns
-
-    @property
-    def needs_turns(self) -> bool:
-        """Whether the loss reads the turn of each token."""
-        return self.custom is not None
+        return self.proximal == "loglinear" or self.mixture_slope > 0.0 or self.custom is not None
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

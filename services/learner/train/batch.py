@@ -183,7 +183,7 @@ def _sequences(group: Group, spec: LossSpec, *, number: int, scale: float, head_
             group=number,
             number=place,
             staleness=_staleness(rollout, head_version) if spec.needs_staleness else None,
-            turns=_turns(rollout) if spec.needs_turns else None,
+            turns=_turns(rollout) if spec.custom is not None else None,
             routed_experts=rollout.routed_experts,
         )
         for (place, rollout), own, advantage, centred_reward, log_denominator in zip(

@@ -13,13 +13,13 @@ import secrets
 import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
-from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.environments.openai_chat import (
     OVER,
     History,
@@ -113,6 +113,32 @@ class Endpoint:
             self._turn = turn = _Turn(body, number=turn.number + 1 if turn else 1)
             self._on_request(added)
             return turn
+
+
+class EndpointEpisode:
+    """An episode whose agent asks an endpoint: each request is a turn."""
+
+    _endpoint: Endpoint
+
+    def _next(self) -> tuple[Message, ...] | None:
+        """Messages of the next request; None at the end."""
+        raise NotImplementedError
+
+    def _first(self, agent: str) -> tuple[Message, ...]:
+        first = self._next()
+        if first is None:
+            raise RuntimeError(f"{agent} ended before its first request")
+        return first
+
+    @property
+    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
+        return self._endpoint.history.tools or ()
+
+    def step(self, action: Action) -> Observation | None:
+        """Answer the request; the next one's messages, or None at the end."""
+        self._endpoint.answer(action)
+        added = self._next()
+        return None if added is None else Observation(added)
 
 
 def over() -> RequestRefused:

@@ -24,8 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from heterorl.common.tasks.environments.environment import Action, Observation
-from heterorl.common.tasks.environments.openai_endpoint import Endpoint, over
+from heterorl.common.tasks.environments.openai_endpoint import Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import reward_files
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
@@ -120,7 +119,7 @@ class _Tail:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-class ProgramEnvironment:
+class ProgramEnvironment(EndpointEpisode):
     """One run of a program, alone in its worker; implements Environment."""
 
     is_deterministic: ClassVar[bool] = False
@@ -138,20 +137,7 @@ class ProgramEnvironment:
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:
         """Start the program; its first request is the prompt."""
         self._start(row, seed)
-        first = self._next()
-        if first is None:
-            raise RuntimeError("the program ended before its first request")
-        return first
-
-    @property
-    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
-        return self._endpoint.history.tools or ()
-
-    def step(self, action: Action) -> Observation | None:
-        """Answer the request; the next one's messages, or None at the end."""
-        self._endpoint.answer(action)
-        added = self._next()
-        return None if added is None else Observation(added)
+        return self._first("the program")
 
     def score(self) -> Any:
         """Reward on the last line; 0 for a failure after a limit."""

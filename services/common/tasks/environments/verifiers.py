@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.environments.openai_chat import OVER, RequestRefused
-from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, over
+from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import LoadError, imported, refuse_two, reward_files
 from heterorl.common.tasks.task import Message
 
@@ -195,7 +194,7 @@ class Played:
         return [task.hash for task in self._tasks]
 
 
-class VerifiersEpisode:
+class VerifiersEpisode(EndpointEpisode):
     """One episode, alone in its worker; implements Environment."""
 
     is_deterministic: ClassVar[bool] = False
@@ -216,20 +215,7 @@ class VerifiersEpisode:
         os.environ[_KEY_VARIABLE] = self._endpoint.api_key
         self._endpoint.start()
         self._rollout = self._played.begin(self._play(task))
-        first = self._next()
-        if first is None:
-            raise RuntimeError("the environment ended before its first request to the policy")
-        return first
-
-    @property
-    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
-        return self._endpoint.history.tools or ()
-
-    def step(self, action: Action) -> Observation | None:
-        """Answer the request; the next one's messages, or None at the end."""
-        self._endpoint.answer(action)
-        added = self._next()
-        return None if added is None else Observation(added)
+        return self._first("the environment")
 
     def score(self) -> dict[str, float] | float:
         """Parts of the reward; after a limit of what was reached."""

@@ -80,6 +80,7 @@ def run(tmp_path, text, *words):
     return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_path):
     code, said, results = run(tmp_path, HANGING, "-n", "1", "--dist", "loadfile")
 

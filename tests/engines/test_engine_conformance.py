@@ -159,6 +159,7 @@ def generated_over_swaps(subject, prompts, *, num_per_prompt):
     return arenas, groups
 
 
+@pytest.mark.slow
 def test_swaps_in_flight_stamp_every_token_with_the_weights_that_drew_it(subject):
     # Longer than a block of vLLM's cache: what begins after a swap must not begin with the keys and values before it.
     prompts = [PROMPTS[0], np.arange(140, dtype=np.int32) % 16 + 2]
@@ -238,6 +239,7 @@ def test_cancel_under_way_wakes_collect_and_leaves_a_clean_engine(subject):
     assert tokens([rows]) == tokens(subject.generate(prompts=[request(3).prompt], seeds=[request(3).seed]))
 
 
+@pytest.mark.slow
 def test_loads_while_requests_come_and_go_stamp_every_token(subject):
     arenas = {subject.load(subject.base): subject.base}
     requests = [request(key, num=8) for key in range(24)]

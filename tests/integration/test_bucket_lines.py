@@ -115,6 +115,7 @@ async def test_take_that_broke_off_goes_on_where_it_was(run, line, tmp_path):
         assert line.down - before < SIZE - have + MIB // 2
 
 
+@pytest.mark.slow
 async def test_put_that_cannot_be_taken_is_streamed_after_a_few_attempts(run, line, tmp_path, caplog):
     payload, before = payload_at(tmp_path / "payload"), received()
     # Answers to puts are short: what is put gets there, and the way back brings nothing.

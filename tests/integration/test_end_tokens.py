@@ -34,6 +34,7 @@ def model_dir(tmp_path):
     return str(directory)
 
 
+@pytest.mark.slow
 async def test_completions_end_by_any_token_of_the_list_and_another_list_is_refused(tmp_path, model_dir):
     learner = LearnerConfig(
         **SHARED, model_dir=model_dir, state_dir=tmp_path / "learner", groups_per_step=2, max_steps=2

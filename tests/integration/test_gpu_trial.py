@@ -14,6 +14,7 @@ def _call(monkeypatch, out, *words, parts=("card",)):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_late_part_ends_alone_and_a_second_call_repeats_only_what_is_not_done(tmp_path, monkeypatch):
     (late,) = _call(monkeypatch, tmp_path, "--minutes", "0")
     assert (late["status"], late["rows"]) == ("out of time", [])

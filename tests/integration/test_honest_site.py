@@ -28,9 +28,9 @@ BOUND = 1e-4
     "options",
     [
         {"forward_weights": "published"},
-        {"forward_weights": "masters"},
-        {"forward_weights": "published", "compute_dtype": "bf16"},
-        {"forward_weights": "published", "dead_band_ulp": 2.0},
+        pytest.param({"forward_weights": "masters"}, marks=pytest.mark.slow),
+        pytest.param({"forward_weights": "published", "compute_dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"forward_weights": "published", "dead_band_ulp": 2.0}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

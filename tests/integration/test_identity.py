@@ -410,7 +410,7 @@ def _heartbeat_by_hand(secure, version):
     return received
 
 
-@pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
+@pytest.mark.parametrize("command", [["status"], pytest.param(["top", "--once"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("name", "a name in the coordinator's certificate"), ("authority", "another authority signed its certificate")],

@@ -36,6 +36,7 @@ SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 6}, "lora": LORA}
 SMALL = {"hidden_size": 32, "num_layers": 2}
 
 
+@pytest.mark.slow
 async def test_adapters_are_trained_sent_verified_and_exported(tmp_path):
     base = write_tiny_model(tmp_path / "base", seed=0, **SMALL)
     learner_config = LearnerConfig(

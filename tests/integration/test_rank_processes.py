@@ -137,6 +137,7 @@ def test_watchdog_that_is_postponed_begins_its_time_anew_and_a_closed_one_has_no
     assert closed == late == 0
 
 
+@pytest.mark.slow
 def test_rank_gives_freed_blocks_back():
     kept = {
         mode: int(subprocess.run([sys.executable, "-c", BLOCKS, mode], capture_output=True, check=True).stdout)

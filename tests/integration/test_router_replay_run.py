@@ -24,6 +24,7 @@ REPLAYED = {"max_new_tokens": 6, "router_replay": "rollout"}
 LAYERS, ACTIVE = 2, 2
 
 
+@pytest.mark.slow
 async def test_experts_of_samplers_are_those_of_the_learners_passes(tmp_path, monkeypatch):
     base = write_model(
         tmp_path / "base", family="Qwen3Moe", num_experts=4, num_experts_per_tok=ACTIVE, moe_intermediate_size=16

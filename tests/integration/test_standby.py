@@ -159,6 +159,7 @@ def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_ow
 
 
 @pytest.mark.parametrize("options", [[], ["--standby"]], ids=["alone", "standby"])
+@pytest.mark.slow
 async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss_ends_with_code_1(
     url, server, tmp_path, options
 ):
@@ -216,6 +217,7 @@ def abandoned(url, operator, statement, waits_for):
     return pid
 
 
+@pytest.mark.slow
 def test_start_behind_a_dead_coordinator_whose_commit_waits_for_a_replica_is_worth_another(url, operator, tmp_path):
     children = []
     try:

@@ -51,6 +51,7 @@ async def _check_states(api, directory, layout, versions, *, variant="int8"):
     return roots
 
 
+@pytest.mark.slow
 async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_weights(tmp_path):
     model = str(write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=2))
     learner = LearnerConfig(

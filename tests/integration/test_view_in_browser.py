@@ -97,6 +97,7 @@ def ids(page):
     return [int(value) for value in page.eval_on_selector_all(".row", "rows => rows.map(row => row.dataset.id)")]
 
 
+@pytest.mark.slow
 def test_the_list_is_walked_by_keyboard(chromium, url):
     with opened(chromium, url) as page:
         shown = ids(page)

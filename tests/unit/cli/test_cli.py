@@ -249,6 +249,7 @@ def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp
     assert "model written to [/x]" in result.output
 
 
+@pytest.mark.slow
 def test_every_screen_takes_text_literally():
     services = Path(__file__).parents[3] / "services"
     sources = {str(path.relative_to(services)): path.read_text() for path in services.rglob("*.py")}

@@ -640,6 +640,7 @@ async def test_data_directory_of_another_run_or_seed_is_refused(tmp_path, clock)
 
 
 @pytest.mark.sqlite
+@pytest.mark.slow
 async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, clock):
     path = tmp_path / "data" / "coordinator.sqlite"
     core = await Coordinator.open(config_of(tmp_path), clock)

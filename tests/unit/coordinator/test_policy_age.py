@@ -194,6 +194,7 @@ async def test_group_with_numbers_at_their_ends_is_dropped_like_any_other(tmp_pa
     await core.close()
 
 
+@pytest.mark.slow
 async def test_half_an_hour_of_transit_each_way_runs_with_the_default_bounds(tmp_path):
     world = await World.open(tmp_path)
     world.settings = {"delay": {"kind": "fixed", "value": 1800.0}}

@@ -276,6 +276,7 @@ def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):
         read_run(far)
 
 
+@pytest.mark.slow
 def test_page_names_what_was_run(tmp_path):
     journal(tmp_path / "learner")
     config = LearnerConfig(model_dir="/models/[small]", state_dir=tmp_path / "learner", max_steps=77)
@@ -324,6 +325,7 @@ def test_no_card_stands_alone_in_the_last_row(count):
     assert count % columns_of(count) != 1
 
 
+@pytest.mark.slow
 async def test_command_writes_one_file_and_the_pictures_on_demand(tmp_path, monkeypatch):
     await past(tmp_path / "data")
     monkeypatch.chdir(tmp_path)

@@ -191,6 +191,7 @@ async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_
     assert (await found(world, 1)).state is EvaluationState.DONE
 
 
+@pytest.mark.slow
 async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog):
     world.settings["evaluation_hold_s"] = 20.0
 
@@ -211,6 +212,7 @@ async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(wor
     assert "the sampler drains without the last evaluation: its weights did not come" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_away_for_a_moment(world):
     await world.run.publish()
     world.start()
@@ -248,6 +250,7 @@ async def test_results_beyond_the_limit_of_messages_are_delivered_as_numbers(wor
     assert sizes.count(0) == len(sizes) / 2
 
 
+@pytest.mark.slow
 async def test_results_that_are_refused_for_good_are_not_drawn_for_ever(world):
     async def never(**_):
         raise MessageTooLarge("17 MB, 16 MB are taken")
@@ -263,6 +266,7 @@ async def test_results_that_are_refused_for_good_are_not_drawn_for_ever(world):
     assert len(of_evaluation(world.engine)) == drawn
 
 
+@pytest.mark.slow
 async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_go_on(world):
     await world.run.publish()
     world.start()
@@ -376,6 +380,7 @@ async def test_a_set_with_an_environment_is_played_to_its_end_and_scored_by_it(w
     assert len({request.seed for request in later}) == len(later) == 12 * 16
 
 
+@pytest.mark.slow
 async def test_turns_that_an_engine_loses_are_drawn_again_and_no_episode_stays_open(world, played):
     await world.run.publish()
     world.start()

@@ -295,6 +295,7 @@ async def test_full_outbox_pauses_generation_and_room_resumes_it(world):
     await world.until(lambda: world.engine.num_batches > batches)
 
 
+@pytest.mark.slow
 async def test_outage_loses_nothing_and_ends_by_itself(world):
     await generating(world, batches=2)
     world.link.is_down = True

@@ -84,6 +84,7 @@ async def test_no_failure_of_the_weight_path_ends_the_sampler(world, method, err
     await world.until(lambda: world.engine.version == 0, step_s=1.0)
 
 
+@pytest.mark.slow
 async def test_attempts_at_damaged_weights_become_rare(world):
     """Each attempt costs a snapshot, so the delay grows to minutes."""
     await world.run.publish()

@@ -36,6 +36,7 @@ def test_a_tracker_must_be_named():
         raise invoke().exception
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_not_there_is_said_at_once():
     with pytest.raises(HeterorlError, match="127.0.0.1:1") as caught:
         raise invoke("--to", "tensorboard").exception

@@ -28,6 +28,7 @@ def _evaluations(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_it_stops_where_it_would_if_every_evaluation_were_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluations: list[float]
 ) -> None:

@@ -94,6 +94,7 @@ async def test_file_that_was_touched_is_proved_again(tmp_path, passes, change):
     assert passes == [digest, digest]
 
 
+@pytest.mark.slow
 async def test_damage_at_2000_places_that_no_file_time_shows_is_never_sent(tmp_path, monkeypatch):
     digest, path = stored(tmp_path)
     reader, chooser = PayloadReader(), random.Random(2)

@@ -309,6 +309,7 @@ def test_scores_are_those_of_the_data_set_itself(name):
         close_task(task)
 
 
+@pytest.mark.slow
 def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task, monkeypatch):
     slow, asleep = run(LOOPS), run(f"import time; time.sleep({0.3 * PATIENCE * gym_reward.LIMIT_S})")
     prompt = task.prompt(0)
@@ -385,6 +386,7 @@ def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, mon
         close_task(task)
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_scores_are_equal_and_a_start_warns(task, caplog):
     with caplog.at_level(logging.WARNING):
         open_ = opened(COUNTDOWN.model_copy(update={"sandbox": False}))

@@ -101,6 +101,7 @@ def small(arena, *, seed, density):
     densities=st.lists(st.sampled_from([0.02, 0.3, 0.9]), min_size=3, max_size=6),
     data=st.data(),
 )
+@pytest.mark.slow
 def test_composing_in_any_bracketing_gives_the_same_bytes(tmp_path_factory, seed, densities, data):
     directory = tmp_path_factory.mktemp("brackets")
     states = [random_arena(LAYOUT, seed=seed)]

@@ -164,6 +164,7 @@ async def test_row_that_one_site_returns_for_ever_waits_for_a_bounded_number_of_
     assert await closed(core) == {}
 
 
+@pytest.mark.slow
 async def test_site_whose_rewards_all_fail_closes_few_and_does_not_stop(core, run):
     seen = await rounds(core, lambda work: True, turns=300)
 

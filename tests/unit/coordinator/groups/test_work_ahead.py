@@ -299,6 +299,7 @@ async def rounds(world, seconds, *living):
     return given
 
 
+@pytest.mark.slow
 async def test_trajectory_of_ten_minutes_is_not_handed_out_again_while_its_site_lives(begin):
     world = await long_world(begin, max_staleness_versions=1000)
     far = await world.lease("far", 4)
@@ -347,6 +348,7 @@ async def test_trajectories_that_end_never_go_to_others_after_their_time(begin):
     assert await world.push("far", far[:2]) == [DropReason.SURPLUS, PushStatus.ACCEPTED]
 
 
+@pytest.mark.slow
 async def test_a_site_whose_groups_come_too_late_gets_work_when_versions_come_less_often(begin):
     world = await long_world(begin, max_staleness_versions=20)
     far = await world.lease("far", 4)

@@ -169,5 +169,6 @@ async def play(steps):
 @pytest.mark.timeout(240)
 @settings(max_examples=examples(24), deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
+@pytest.mark.slow
 def test_any_order_of_silence_and_return(steps):
     asyncio.run(play(steps))

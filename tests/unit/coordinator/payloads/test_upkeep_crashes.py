@@ -147,6 +147,7 @@ def damage(data, chooser):
 
 @pytest.mark.files
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeypatch):
     chooser = random.Random(11)
     async with keeping(tmp_path, snapshot_ratio=0.05) as (core, _):

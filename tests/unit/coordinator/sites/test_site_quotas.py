@@ -106,6 +106,7 @@ def test_plain_turns_serve_the_oldest_policy():
     assert serve(turns, {"loud": 6, "b": 2}, 8) == ["loud"] * 6 + ["b"] * 2
 
 
+@pytest.mark.slow
 def test_fair_turns_give_every_site_one_group_a_round():
     served = serve(Turns(order="fair", share=1.0, window=8), {"loud": 100, "b": 3, "c": 5}, 12)
 

@@ -43,6 +43,7 @@ async def memory(core):
 
 @settings(max_examples=examples(16), deadline=None)
 @given(st.lists(st.lists(st.integers(1, NUM_GROUPS), min_size=1, max_size=6), max_size=12))
+@pytest.mark.slow
 def test_any_order_and_any_duplicates_take_effect_once(batches):
     async def push_all(directory):
         core, run = await begin(directory)

@@ -257,7 +257,9 @@ def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(conf
     assert np.mean(np.load(path) != published) <= 1e-3
 
 
-@pytest.mark.parametrize("family", ["gemma4", "hrm", "glm4-moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hrm", "glm4-moe"))]
+)
 def test_what_is_published_and_not_trained_is_that_of_the_torch_backend(config, ranks, tmp_path, family):
     """A buffer, a parameter that the model's own code freezes, and a router's correction that stays fp32.
 

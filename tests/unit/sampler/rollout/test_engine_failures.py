@@ -95,6 +95,7 @@ async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_aga
     assert world.sampler.generation.reported().policy_version == 1
 
 
+@pytest.mark.slow
 async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rarely(world):
     await generating(world)
     batches, began = world.engine.num_batches, world.clock.monotonic()

@@ -14,6 +14,7 @@ async def world(tmp_path):
     await world.close()
 
 
+@pytest.mark.slow
 async def test_assignment_that_ran_out_and_is_given_again_waits_once(world):
     world.start()
     generation = world.sampler.generation

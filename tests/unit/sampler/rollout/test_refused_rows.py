@@ -195,6 +195,7 @@ def math_rows(path, *, unreadable):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_path, caplog):
     task = math_rows(tmp_path / "rows.jsonl", unreadable={5, 6, 40})
     world.task, world.prompter = MathTask(task), Speaking("it is $7$")
@@ -213,6 +214,7 @@ async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_pa
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world, tmp_path):
     task = math_rows(tmp_path / "rows.jsonl", unreadable=())
     world.task, world.prompter = MathTask(task), Speaking("$7$", "$\\boxed{9^{9^{9^{9}}}}$")
@@ -240,6 +242,7 @@ async def test_the_wait_for_groups_ends_with_the_samplers_own_error(world):
         await world.until_acknowledged(1)
 
 
+@pytest.mark.slow
 async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(world, tmp_path, caplog):
     world.task = RunTask(rows_of(tmp_path / "rows.jsonl", refused=set(range(CONTRACT.num_prompts))))
     world.start()
@@ -254,6 +257,7 @@ async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(
     assert sum((await closed(world)).values()) <= 10
 
 
+@pytest.mark.slow
 async def test_rewards_that_all_fail_are_said_in_the_status(world):
     world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
     world.task.num_prompts = CONTRACT.num_prompts

@@ -33,6 +33,7 @@ def test_directory_is_private_and_goes_with_its_owner(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_what_a_killed_process_left_goes_at_the_next_start_and_what_a_living_one_has_stays(tmp_path):
     (tmp_path / "weights-of-somebody").mkdir()
     owners = [

@@ -7,9 +7,8 @@ held. D is a function of the sampler's seed, a stream and the number of the vers
 D counts seconds (divided by `time_scale`) or versions. In versions only weights are held: a group that waits for
 versions would wait for itself. `sawtooth` and `uniform_lag` give the lag for each head.
 
-Lognormal, Weibull and exponential delays are given by `low` and `high`, which hold 99.5 % of the distribution (0.25 %
-below, 0.25 % above; draws are cut), or by their parameters. From 60 to 1920 s: lognormal mu 5.827212514, sigma
-0.617330640; Weibull k 2.244991927, lambda 864.888494.
+Between `low` and `high` are 99.5 % of a lognormal, Weibull or exponential distribution (0.25 % below, 0.25 % above);
+draws are cut. From 60 to 1920 s: lognormal mu 5.827212514, sigma 0.617330640; Weibull k 2.244991927, lambda 864.888494.
 
 A delay is clip(T - default, low, high) with T from the distribution. The published runs of arXiv 2508.17850 have
 60/1920/60 and 400/3600/400: medians 279 and 800 s, where `default = 0` gives 339 and 1200.
@@ -21,7 +20,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -84,47 +83,6 @@ class _DrawnDelay(TimedDelay):
         """The distribution's delay at quantile `uniform`, before the cut."""
 
 
-class _IntervalDelay(_DrawnDelay):
-    """A distribution between two ends; see the module docstring."""
-
-    parameters: ClassVar[tuple[str, str]]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, table: Any) -> Any:
-        """Compute the parameters from the interval, or the interval from the parameters."""
-        if not isinstance(table, dict):
-            return table
-        names = cls.parameters
-        has_interval = {"low", "high"} <= table.keys()
-        has_parameters = set(names) <= table.keys()
-        given = {key for key in ("low", "high", *names) if key in table}
-        if not has_interval and not has_parameters:
-            found = ", ".join(sorted(given)) or "none of them"
-            raise ValueError(f"give low and high, or {names[0]} and {names[1]}; found {found}")
-        if not all(isinstance(table[key], (int, float)) and not isinstance(table[key], bool) for key in given):
-            return table  # the fields say what is wrong
-        try:
-            derived = cls._from_interval(table["low"], table["high"]) if has_interval else None
-            if derived is None:
-                low, high = cls._to_interval(*(table[name] for name in names))
-                return {**table, "low": low, "high": high}
-        except (ValueError, ZeroDivisionError, OverflowError) as error:
-            raise ValueError("low must be above 0 and below high") from error
-        for name, value in zip(names, derived, strict=True):
-            if name in table and not math.isclose(table[name], value, rel_tol=1e-6):
-                raise ValueError(f"{name} = {table[name]} contradicts low and high, which give {value:.6g}")
-        return {**table, **dict(zip(names, derived, strict=True))}
-
-    @classmethod
-    @abstractmethod
-    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]: ...
-
-    @classmethod
-    @abstractmethod
-    def _to_interval(cls, first: float, second: float) -> tuple[float, float]: ...
-
-
 class UniformDelay(_DrawnDelay):
     """Uniform between low and high."""
 
@@ -134,69 +92,56 @@ class UniformDelay(_DrawnDelay):
         return self.low + (self.high - self.low) * uniform
 
 
-class LognormalDelay(_IntervalDelay):
-    """exp(N(mu, sigma))."""
+class LognormalDelay(_DrawnDelay):
+    """exp(N(mu, sigma)), with 99.5 % of it between low and high."""
 
     kind: Literal["lognormal"] = "lognormal"
-    parameters = ("mu", "sigma")
-    mu: float
-    """Mean of the logarithm."""
-    sigma: float = Field(gt=0)
-    """Standard deviation of the logarithm."""
+    low: float = Field(gt=0)
+    """Lower end."""
 
-    @classmethod
-    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
-        return (math.log(low) + math.log(high)) / 2, (math.log(high) - math.log(low)) / (2 * _Z)
+    @property
+    def mu(self) -> float:
+        return (math.log(self.low) + math.log(self.high)) / 2
 
-    @classmethod
-    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
-        return math.exp(first - _Z * second), math.exp(first + _Z * second)
+    @property
+    def sigma(self) -> float:
+        return (math.log(self.high) - math.log(self.low)) / (2 * _Z)
 
     def quantile(self, uniform: float) -> float:
         return math.exp(self.mu + self.sigma * NormalDist().inv_cdf(uniform))
 
 
-class WeibullDelay(_IntervalDelay):
-    """Survival exp(-(t / scale)^shape)."""
+class WeibullDelay(_DrawnDelay):
+    """Survival exp(-(t / scale)^shape), with 99.5 % of it between low and high."""
 
     kind: Literal["weibull"] = "weibull"
-    parameters = ("shape", "scale")
-    shape: float = Field(gt=0)
-    """Shape k; below 1 the tail is heavier than exponential."""
-    scale: float = Field(gt=0)
-    """Scale lambda."""
+    low: float = Field(gt=0)
+    """Lower end."""
 
-    @classmethod
-    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
-        shape = math.log(_HIGH_HAZARD / _LOW_HAZARD) / math.log(high / low)
-        return shape, high / _HIGH_HAZARD ** (1.0 / shape)
+    @property
+    def shape(self) -> float:
+        return math.log(_HIGH_HAZARD / _LOW_HAZARD) / math.log(self.high / self.low)
 
-    @classmethod
-    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
-        return second * _LOW_HAZARD ** (1.0 / first), second * _HIGH_HAZARD ** (1.0 / first)
+    @property
+    def scale(self) -> float:
+        return self.high / float(_HIGH_HAZARD ** (1.0 / self.shape))
 
     def quantile(self, uniform: float) -> float:
         return float(self.scale * (-math.log1p(-uniform)) ** (1.0 / self.shape))
 
 
-class ExponentialDelay(_IntervalDelay):
-    """start plus an exponential of mean `scale`."""
+class ExponentialDelay(_DrawnDelay):
+    """start plus an exponential, with 99.5 % of it between low and high."""
 
     kind: Literal["exponential"] = "exponential"
-    parameters = ("start", "scale")
-    start: float = Field(ge=0)
-    """Shortest delay."""
-    scale: float = Field(gt=0)
-    """Mean beyond the start."""
 
-    @classmethod
-    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
-        scale = (high - low) / (_HIGH_HAZARD - _LOW_HAZARD)
-        return max(0.0, low - scale * _LOW_HAZARD), scale
+    @property
+    def scale(self) -> float:
+        return (self.high - self.low) / (_HIGH_HAZARD - _LOW_HAZARD)
 
-    @classmethod
-    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
-        return first + second * _LOW_HAZARD, first + second * _HIGH_HAZARD
+    @property
+    def start(self) -> float:
+        return max(0.0, self.low - self.scale * _LOW_HAZARD)
 
     def quantile(self, uniform: float) -> float:
         return self.start - self.scale * math.log1p(-uniform)

@@ -206,8 +206,7 @@ class SamplerConfig(ContractConfig):
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
-    """Delay added to the link's own, for experiments. lognormal, weibull and exponential need low and high, or their
-    two parameters."""
+    """Delay added to the link's own, for experiments."""
     trusted_keys: tuple[PublicKey, ...] = ()
     """Public keys of trusted learners, from `heterorl keys new`; empty accepts unsigned versions."""
     heartbeat_s: float = Field(default=2.0, gt=0)

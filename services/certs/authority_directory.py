@@ -88,15 +88,17 @@ class Authority:
         Raises ConfigError: a bad name, or it has a certificate."""
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
-            if (target / "node.key").exists():
+            # The certificate is written last: without it an earlier call was cut short.
+            if (target / "node.crt").exists():
                 action = f"heterorl certs renew {target}, with --host for other names"
                 raise ConfigError("--out", f"{target} holds a certificate", action=action)
             pair = issue_node(
                 self.pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
             )
-            self._hand_out(pair, target)
             if role in SERVING:
+                target.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_file(target / REVOKED, self.revoked_path.read_bytes(), mode=PUBLIC)
+            self._hand_out(pair, target)
         return target
 
     def renew(
@@ -140,17 +142,16 @@ class Authority:
         ConfigError: this authority issued no such certificate."""
         with locked(self._existing()):
             path = Path(what)
-            if path.is_dir():
-                node = self._read(path / "node.crt")
-                return self._refuse(self._all_of(role=node.role, site=node.site))
-            serial = self._read(path).serial if path.is_file() else _serial(what)
+            is_named = path.is_dir() or path.is_file()
+            serial = self._read(path / "node.crt" if path.is_dir() else path).serial if is_named else _serial(what)
             if not self.path_of(serial).exists():
                 raise ConfigError(
                     "WHAT",
                     f"certificate {serial:x} is not of this authority",
                     action="give a certificate of `heterorl certs list`",
                 )
-            return self._refuse([self._read(self.path_of(serial))])
+            node = self._read(self.path_of(serial))
+            return self._refuse(self._all_of(role=node.role, site=node.site) if path.is_dir() else [node])
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
         """Revoke all certificates of a role and site; returns them.
@@ -176,9 +177,12 @@ class Authority:
         lines = [
             f"{entry.serial:x}  # {entry.role} {entry.site}\n" for entry in identities if entry.serial not in known
         ]
-        text = (self.revoked_path.read_text(encoding="ascii") + "".join(lines)).encode("ascii")
+        before = self.revoked_path.read_text(encoding="ascii")
+        # An operator may have written the last line, without its end.
+        end = "\n" if before and not before.endswith("\n") else ""
+        text = "".join((before, end, *lines))
         for path in (self.revoked_path, *self.copies()):
-            write_file(path, text, mode=PUBLIC)
+            write_file(path, text.encode("ascii"), mode=PUBLIC)
         return list(identities)
 
     def run(self) -> str:

@@ -144,7 +144,7 @@ class EnrolmentServer:
         except JoinRefused as error:
             _LOG.warning("the authority refused a certificate to the node at %s: %s", peer, error)
             reply = bytes([error.reason]) + str(error).encode()[:1024]
-        except HeterorlError as error:
+        except (HeterorlError, OSError) as error:
             # Only the operator gets the reason.
             _LOG.error("the authority cannot issue a certificate to %s: %s", peer, error)
             reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"

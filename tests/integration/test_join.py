@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import re
 import ssl
 import time
@@ -250,6 +251,22 @@ async def test_lost_answer_is_given_again_to_the_same_key_only(office, tmp_path)
     again = x509.load_pem_x509_certificate((tmp_path / "node" / "node.crt").read_bytes())
     assert again.public_bytes(Encoding.DER) == first[1:]
     assert len(office.book()) == 1
+
+
+async def test_a_disk_that_is_full_is_said_at_both_ends_and_the_token_counts(office, tmp_path, monkeypatch, caplog):
+    token = office.token()
+
+    def full(*_arguments, **_keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(enrolment, "write_file", full)
+        with pytest.raises(JoinRefused, match="cannot issue certificates now") as refused:
+            await join(token, address=office.address, out=tmp_path / "node")
+
+    assert refused.value.reason is Refused.FAULT
+    assert "No space left on device" in caplog.text
+    await join(token, address=office.address, out=tmp_path / "node")
 
 
 @pytest.mark.parametrize("point", ["sign_node", "write_file"])

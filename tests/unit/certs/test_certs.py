@@ -6,6 +6,7 @@ import stat
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from typer.testing import CliRunner
 
 from heterorl.certs import authority_directory as book
@@ -136,6 +137,7 @@ def test_no_certificate_outlives_its_authority(tmp_path):
         (("renew", "{}/none"), "a node that joined by token has its files itself"),
         (("renew", "{}/other/sampler-a"), "no certificate of this authority"),
         (("revoke", "{}/other/sampler-a/node.crt"), "is not of this authority"),
+        (("revoke", "{}/other/sampler-a"), "is not of this authority"),
     ],
 )
 def test_mistakes_are_named(tmp_path, issued, arguments, message):
@@ -164,6 +166,45 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
 
 def _fail(_handle):
     raise OSError("no space")
+
+
+@pytest.mark.parametrize("last", ["ca.crt", "node.key", "revoked"])
+def test_an_issue_that_was_cut_short_is_repeated(tmp_path, monkeypatch, last):
+    authority = Authority(tmp_path / "ca")
+    authority.init(run="run", now=now(), lifetime=DAY)
+    write = book.write_file
+
+    def cut(path, data, *, mode):
+        write(path, data, mode=mode)
+        if (path.parent.name, path.name) == ("coordinator-main", last):
+            raise KeyboardInterrupt
+
+    def issue():
+        return authority.issue(role=Role.COORDINATOR, site="main", hosts=(), out=None, now=now(), lifetime=DAY)
+
+    monkeypatch.setattr(book, "write_file", cut)
+    with pytest.raises(KeyboardInterrupt):
+        issue()
+    monkeypatch.setattr(book, "write_file", write)
+
+    node = issue()
+
+    key = load_pem_private_key((node / "node.key").read_bytes(), password=None)
+    certificate = x509.load_pem_x509_certificate((node / "node.crt").read_bytes())
+    assert certificate.public_key() == key.public_key()
+    assert (node / "revoked").exists()
+
+
+@pytest.mark.parametrize("written", ["12ab", "12ab  # by hand"])
+def test_a_list_that_a_person_wrote_keeps_its_last_line(tmp_path, written):
+    certificates = Certificates(tmp_path / "ca")
+    serial = certificates.identity("sampler", "a").serial
+    certificates.authority.revoked_path.write_text(written)
+
+    certificates.authority.revoke(f"{serial:x}")
+
+    assert certificates.authority.is_revoked(serial)
+    assert certificates.authority.is_revoked(0x12AB)
 
 
 def test_list_shows_states_by_the_clock(tmp_path):

@@ -66,6 +66,11 @@ class Node:
     """Directories that it reads."""
 
     @property
+    def directory(self) -> str:
+        """Its directory of state that run.toml names; empty: the launcher chooses."""
+        return str(self.config.get(STATE_KEY[self.kind]) or "")
+
+    @property
     def command(self) -> tuple[str, ...]:
         """Program arguments without the configuration file."""
         return (self.kind, *self.arguments)
@@ -79,7 +84,7 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
         if node.port:
             tls["revoked"] = revoked or f"{tls_dir}/revoked"
     key = STATE_KEY[node.kind]
-    return {key: node.config.get(key) or state_dir, **without(node.config, key), "tls": tls}
+    return {key: node.directory or state_dir, **without(node.config, key), "tls": tls}
 
 
 def memory_limit(node: Node, *, is_container: bool = False) -> str:

@@ -18,8 +18,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import is_loopback
-from heterorl.launch.nodes import CPUS, SHARED_MEMORY_GIB, Node, complete, data_dirs, memory_limit, nodes_of, renumbered
-from heterorl.launch.run_file import RunFile
+from heterorl.common.process.config_file import PATTERNS
+from heterorl.launch.nodes import (
+    CPUS,
+    SHARED_MEMORY_GIB,
+    STATE_KEY,
+    Node,
+    complete,
+    data_dirs,
+    key_in_run,
+    memory_limit,
+    nodes_of,
+    renumbered,
+)
+from heterorl.launch.run_file import PLACE, RunFile
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 Tree = dict[str, str]
@@ -35,7 +47,6 @@ _CERTIFICATES = {
     "slurm": "credentials/{name}", "k8s": "credentials/{name}",
 }  # fmt: skip
 """Directory into which certs.sh puts a node's files; the launcher takes them from there."""
-_REVOKED = "# Serial numbers of revoked certificates; `heterorl certs revoke` writes this list.\n"
 _NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.key=%d/tls_node.key "
 _UNITS = {
     "coordinator": "heterorl-coordinator.service", "learner": "heterorl-learner@.service",
@@ -47,10 +58,12 @@ _UNITS = {
 
 def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     """The files of a run; raises ConfigError for what the launcher lacks."""
-    _check(launcher, run)
     # Containers of one host dial each other by name, and their traffic never leaves it.
     is_alone = launcher == "compose" and len(run.hosts) == 1
     nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
+    _check(launcher, run, nodes)
+    for node in nodes:
+        _check_directory(launcher, node)
     hosts = _hosts(run, nodes)
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
@@ -97,8 +110,10 @@ def project(run_id: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "-", run_id.lower()).lstrip("-_") or "heterorl"
 
 
-def _check(launcher: Launcher, run: RunFile) -> None:
-    if launcher == "systemd" and run.learner.nnodes > 1 and not run.learner.other_hosts:
+def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
+    # Another launcher may start the learner.
+    has_machines = any(node.machines for node in nodes)
+    if launcher == "systemd" and has_machines and not run.learner.other_hosts:
         raise ConfigError(
             "learner.other_hosts",
             f"must name the {run.learner.nnodes - 1} other machines of nnodes = {run.learner.nnodes}",
@@ -109,11 +124,19 @@ def _check(launcher: Launcher, run: RunFile) -> None:
     if run.tls.insecure:
         name = "Compose" if launcher == "compose" else "Kubernetes"
         raise ConfigError("tls.insecure", f"nodes of {name} connect over a network", action="set tls.directory instead")
-    if run.learner.nnodes > 1:
+    if has_machines:
         problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
-    if launcher == "k8s" and run.coordinator.data_dir:
-        raise ConfigError("coordinator.data_dir", "Kubernetes stores it in a volume claim", action="remove it")
+
+
+def _check_directory(launcher: Launcher, node: Node) -> None:
+    """Refuse a directory of state that the launcher cannot give to the node."""
+    key = STATE_KEY[node.kind]
+    where = node.stated.get(key) or key_in_run(node.kind, key)
+    if node.directory and launcher == "k8s":
+        raise ConfigError(where, "Kubernetes stores it in a volume claim", action="remove it")
+    if launcher in ("compose", "systemd") and re.fullmatch(PLACE, node.directory) is None:
+        raise ConfigError(where, f"{node.directory!r} is not {PATTERNS[PLACE]}", action="give an absolute directory")
 
 
 def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
@@ -195,8 +218,6 @@ def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
     for host, own in hosts.items():
         for node in own:
             tree |= _systemd_files(run, host, node, values)
-        if any(node.port for node in own) and not run.tls.insecure:
-            tree[f"{host}/etc/heterorl/revoked"] = _REVOKED
     return tree
 
 
@@ -228,9 +249,10 @@ def _unit(run: RunFile, node: Node) -> str:
         text = text.replace("Description=heterorl coordinator", f"Description=heterorl {node.name}")
         text = text.replace("--log json", " ".join(["--log json", *node.arguments]))
     text = text.replace("%i", node.name)
-    if directory := node.config.get("data_dir"):
-        text = text.replace(f"--set data_dir={STATE}/{node.name}", f"--set data_dir={directory}")
-        text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={directory}\n")
+    if node.directory:
+        key = STATE_KEY[node.kind]
+        text = text.replace(f"--set {key}={STATE}/{node.name}", f"--set {key}={node.directory}")
+        text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={node.directory}\n")
     if limit := memory_limit(node):
         text = re.sub(r"^MemoryMax=.*\n", "", text, flags=re.MULTILINE)
         text = text.replace("[Service]\n", f"[Service]\nMemoryMax={limit.upper()}\n")

@@ -17,6 +17,7 @@ from heterorl.common.process.config_file import Config
 
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
 SITE = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$"
+PLACE = r"^(/[A-Za-z0-9._/@+-]*)?$"
 MAYBE_HOST = r"^([A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)?$"
 Host = Annotated[str, Field(pattern=HOST)]
 MaybeHost = Annotated[str, Field(pattern=MAYBE_HOST)]
@@ -84,7 +85,7 @@ class CoordinatorTable(Config):
     """Name or address that all other nodes dial; 127.0.0.1 for a run on one host."""
     port: Port = 50051
     """Port it listens on."""
-    data_dir: str = Field(default="", pattern=r"^(/[A-Za-z0-9._/@+-]*)?$")
+    data_dir: str = Field(default="", pattern=PLACE)
     """Directory of database and payloads; empty: the launcher chooses."""
     postgres: PostgresTable | None = None
     """PostgreSQL in place of SQLite in data_dir."""
@@ -182,6 +183,8 @@ class SamplerTable(Config):
     def _check_devices(self) -> SamplerTable:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("devices names a GPU twice; name each once")
+        if self.count > 1 and self.config.get("state_dir"):
+            raise ValueError(f"config.state_dir: count = {self.count} samplers cannot share it; name them one by one")
         if len(self.devices) % self.count:
             raise ValueError(f"devices: {len(self.devices)} GPUs cannot be divided among count = {self.count} samplers")
         return self

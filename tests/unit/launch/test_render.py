@@ -122,6 +122,14 @@ def test_units_are_the_installed_ones_with_the_names_of_nodes(tmp_path):
             check(tool("systemd-analyze"), "verify", "--man=no", str(copy))
 
 
+def test_a_copy_to_a_host_leaves_its_list_of_revoked_certificates():
+    tree = render("systemd", run_file())
+
+    assert "cp -rT coord.example/etc /etc" in tree["README.md"]
+    assert 'revoked = "/etc/heterorl/revoked"' in tree["coord.example/etc/heterorl/coordinator.toml"]
+    assert [path for path in tree if path.endswith("revoked")] == []
+
+
 def test_learner_on_several_machines_is_an_agent_on_each():
     table = run_table()
     learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"]}
@@ -140,6 +148,15 @@ def test_learner_on_several_machines_is_an_agent_on_each():
             render(refusing, run_file(learner=learner))
 
 
+@pytest.mark.parametrize(("launcher", "part"), [("systemd", "coordinator"), ("compose", "eu"), ("k8s", "us")])
+def test_machines_of_a_learner_that_slurm_starts_bind_no_other_launcher(launcher, part):
+    run = run_file(learner={**run_table()["learner"], "nnodes": 2})
+
+    assert "README.md" in render(launcher, run, [part])
+    with pytest.raises(ConfigError, match="learner"):
+        render(launcher, run, [part, "learner"])
+
+
 def test_coordinator_with_postgres_finds_its_directory_and_password():
     postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
     coordinator = {"host": "a.example", "data_dir": "/shared/run", "postgres": postgres}
@@ -154,6 +171,45 @@ def test_coordinator_with_postgres_finds_its_directory_and_password():
     assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator-2\n" in unit
     with pytest.raises(ConfigError, match="coordinator.data_dir"):
         render("k8s", run)
+
+
+PLACES = {"learner": "state_dir", "relay-eu": "cache_dir", "sampler-us": "state_dir"}
+
+
+def with_places(place="/big/{}"):
+    """The example with a directory of state for each node of PLACES."""
+    table = run_table()
+    owners = {"learner": table["learner"], "relay-eu": table["relays"][0], "sampler-us": table["samplers"][1]}
+    for name, key in PLACES.items():
+        owners[name]["config"] = {key: place.format(name)}
+    return run_file(**table)
+
+
+def test_a_directory_of_state_in_a_config_table_is_the_nodes():
+    units, compose, jobs = (render(launcher, with_places()) for launcher in ("systemd", "compose", "slurm"))
+
+    for name, key in PLACES.items():
+        place = f"/big/{name}"
+        (unit,) = (text for path, text in units.items() if path.endswith(f"/heterorl-{name}.service"))
+        assert f"--set {key}={place}\n" in unit
+        assert f"ReadWritePaths={place}\n" in unit
+        services = [yaml.safe_load(text)["services"] for path, text in compose.items() if path.endswith("compose.yaml")]
+        (service,) = (each[name] for each in services if name in each)
+        assert {"type": "bind", "source": place, "target": place, "read_only": False} in service["volumes"]
+        assert tomllib.loads(jobs[f"config/{name}.toml"])[key] == place
+
+
+def test_a_directory_of_state_that_no_launcher_can_give_is_refused():
+    with pytest.raises(ConfigError, match=r"relays\.config\.cache_dir: Kubernetes stores it"):
+        render("k8s", with_places())
+    with pytest.raises(ConfigError, match=r"relays\.config\.cache_dir: 'state/relay-eu' is not a path from /"):
+        render("systemd", with_places("state/{}"))
+    samplers = [{**run_table()["samplers"][0], "config": {"state_dir": "/big/eu"}}]
+    with pytest.raises(ValueError, match=r"config\.state_dir: count = 2 samplers cannot share it"):
+        run_file(samplers=samplers)
+    # Another launcher's coordinator may have one.
+    run = run_file(coordinator={"host": "coord.example", "data_dir": "/shared/run"})
+    assert "01-sampler-us.yaml" in render("k8s", run, ["us"])
 
 
 def test_manifests_satisfy_the_api_of_kubernetes():

@@ -156,15 +156,18 @@ class SampleIndex:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._writing, _typed():
+            counts = self._num_bytes, self._num_forgotten, self._num_samples, self._num_read
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
+                # Counts of rows that are not there would make room without an end.
+                self._num_bytes, self._num_forgotten, self._num_samples, self._num_read = counts
                 # On a full disk SQLite has rolled back.
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
-            self._writer.execute("COMMIT")
 
     def add_summaries(self, summaries: Sequence[SampleSummary]) -> None:
         """Add summaries; a sample whose texts arrived since is read again."""

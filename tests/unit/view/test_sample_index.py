@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
 from heterorl.view import sample_query as search
-from heterorl.view.sample_index import SampleIndex
+from heterorl.view.sample_index import IndexFailed, SampleIndex
 from heterorl.view.sample_query import Query
 from tests.support.samples import make_sample, make_turns
 
@@ -187,6 +187,23 @@ def test_the_oldest_make_room(tmp_path):
     assert set(ids(index.find(Query(text="answer"), limit=COUNT))) <= set(
         range(COUNT - held.num_samples + 1, COUNT + 1)
     )
+    index.close()
+
+
+def test_samples_that_the_disk_did_not_take_count_for_nothing(tmp_path):
+    index = SampleIndex(tmp_path, limit_bytes=40_000)
+    index.add_samples([make_sample(1)])
+    (pages,) = index._writer.execute("PRAGMA page_count").fetchone()
+    index._writer.execute(f"PRAGMA max_page_count={pages + 10}")
+    for _ in range(40):
+        with pytest.raises(IndexFailed, match="full"):
+            index.add_samples([make_sample(n) for n in range(2, COUNT)])
+
+    held = index.held()
+    assert (held.num_samples, held.num_read, held.num_forgotten) == (1, 1, 0)
+    index._writer.execute(f"PRAGMA max_page_count={1 << 20}")
+    index.add_samples([make_sample(2)])
+    assert ids(index.find(Query(), limit=5)) == [2, 1]
     index.close()
 
 

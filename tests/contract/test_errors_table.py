@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
 
 from heterorl.common import errors
 from heterorl.common.errors import HeterorlError, RemoteError
@@ -113,3 +115,16 @@ def test_no_status_without_our_detail_is_final(code):
 
     assert is_transient(error or errors.Unreachable("no answer", retry_after_s=1.0))
     assert not isinstance(error, errors.QuotaExceeded)
+
+
+@pytest.mark.parametrize("is_status_whole", [False, True])
+def test_detail_that_cannot_be_read_is_the_transports(is_status_whole):
+    # Field 3 ends before its text, as a detail or as the whole status.
+    data = b"\x1a\x7f"
+    if is_status_whole:
+        packed = any_pb2.Any(type_url="type.googleapis.com/heterorl.v1.ErrorDetail", value=data)
+        data = status_pb2.Status(code=14, message="x", details=[packed]).SerializeToString()
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", data))
+    refused = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers, details="x")
+
+    assert from_rpc_error(refused) is None

@@ -88,8 +88,8 @@ class Fetcher:
 
     def __post_init__(self) -> None:
         cap = self.api.down_bytes_per_s if isinstance(self.api, Calls) else 0.0
-        # Each stream may have one frame that waits for the cap; they are served in order.
-        self._capped_s = self.num_streams * FRAME_BYTES / cap if cap else 0.0
+        self._capped_frame_s = FRAME_BYTES / cap if cap else 0.0
+        self._num_running = 0
         self.link = LinkEstimate()
         self.spool.mkdir(parents=True, exist_ok=True)
 
@@ -201,8 +201,8 @@ class Fetcher:
 
     async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
-        stall_s = STALL_S + self._capped_s
-        pulse = _Pulse(self.clock, stall_s=stall_s)
+        self._num_running += 1
+        pulse = _Pulse(self.clock, allowed_s=self._allowed_s)
         # Two tasks a stream: two a frame would cost more than the frames.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
@@ -212,13 +212,18 @@ class Fetcher:
                 if isinstance(self.api, WeightCalls):
                     # Tell it before the cancellation, which has no reason.
                     self.api.gave_up(payload.digest)
-                raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
+                raise Unreachable(f"no bytes of the payload in {pulse.stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
+            self._num_running -= 1
             receiving.cancel()
             stalled.cancel()
             # Also when cancelled twice: the next fetch appends to the same file.
             await settle(receiving, stalled)
+
+    def _allowed_s(self) -> float:
+        # Each stream, of other fetches too, may have one frame that waits for the cap; they are served in order.
+        return STALL_S + self._num_running * self._capped_frame_s
 
     async def _receive(
         self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest, pulse: _Pulse
@@ -259,21 +264,29 @@ class Fetcher:
 class _Pulse:
     """Signs of life of one stream, and a watch for their absence."""
 
-    def __init__(self, clock: Clock, *, stall_s: float) -> None:
+    def __init__(self, clock: Clock, *, allowed_s: Callable[[], float]) -> None:
         self._clock = clock
-        self._stall_s = stall_s
-        self._at: float | None = clock.monotonic()
+        self._allowed_s = allowed_s
+        self.stall_s = 0.0
+        """Longest time that was allowed since the last beat."""
+        self._at: float | None = None
+        self.beat()
 
     def beat(self) -> None:
         """Wait for the next frame from now on."""
         self._at = self._clock.monotonic()
+        self.stall_s = self._allowed_s()
 
     def pause(self) -> None:
         self._at = None
 
     async def stop(self) -> None:
         """Return after `stall_s` without a beat."""
-        while (left_s := self._stall_s if self._at is None else self._at + self._stall_s - self._clock.monotonic()) > 0:
+        while True:
+            self.stall_s = max(self.stall_s, self._allowed_s())
+            left_s = self.stall_s if self._at is None else self._at + self.stall_s - self._clock.monotonic()
+            if left_s <= 0:
+                return
             await self._clock.sleep(left_s)
 
 

@@ -11,6 +11,7 @@ import re
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
@@ -81,26 +82,17 @@ def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
     """Error that the server raised; None for a failure of the transport."""
-    try:
-        # rpc_status reads only code(), details() and trailing_metadata(), which the aio error has too.
-        status = rpc_status.from_call(error)
-    except ValueError:
-        status = None
-    from_peer, delay_s = False, 0.0
-    for packed in status.details if status is not None else ():
-        detail = errors_pb2.ErrorDetail()
-        if packed.Is(detail.DESCRIPTOR) and packed.Unpack(detail):
-            from_peer, delay_s = True, detail.retry_after_s
-            error_class = _CLASS_OF.get(detail.reason)
-            if error_class is not None:
-                return error_class(
-                    peer_words(error.details() or ""),
-                    action=peer_words(detail.action) or None,
-                    retry_after_s=peer_seconds(detail.retry_after_s),
-                )
-    if from_peer:
+    detail = _detail_of(error)
+    if detail is not None:
+        error_class = _CLASS_OF.get(detail.reason)
+        if error_class is not None:
+            return error_class(
+                peer_words(error.details() or ""),
+                action=peer_words(detail.action) or None,
+                retry_after_s=peer_seconds(detail.retry_after_s),
+            )
         text = f"{error.code().name}: {error.details()}"
-        return RemoteError(text, action="see the coordinator's log", retry_after_s=delay_s)
+        return RemoteError(text, action="see the coordinator's log", retry_after_s=detail.retry_after_s)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(error.details() or ""):
         return errors.MessageTooLarge(error.details() or "")
     if error.code() in _REFUSING_CODES:
@@ -112,4 +104,18 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
     # gRPC also answers a bare INTERNAL when the connection ends during a call, a bare RESOURCE_EXHAUSTED when it is
     # overloaded, and a bare UNKNOWN for a defect. Its client writes a bare INTERNAL over a refusal if it was sending a
     # message when the call ended (grpc/grpc#36066): the next attempt brings the refusal.
+    return None
+
+
+def _detail_of(error: grpc.aio.AioRpcError) -> errors_pb2.ErrorDetail | None:
+    """Our server's detail; None without one that can be read."""
+    try:
+        # rpc_status reads only code(), details() and trailing_metadata(), which the aio error has too.
+        status = rpc_status.from_call(error)
+        for packed in status.details if status is not None else ():
+            detail = errors_pb2.ErrorDetail()
+            if packed.Unpack(detail):
+                return detail
+    except (ValueError, DecodeError):
+        pass
     return None

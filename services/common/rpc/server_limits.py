@@ -53,6 +53,11 @@ class Reservation:
         self.num_bytes = num_bytes
         self.reading: asyncio.Timeout | None = None
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether its silent read was ended or its limit has passed."""
+        return self.reading is None or self.reading.expired()
+
     def shrink(self, num_bytes: int) -> None:
         """Keep only so many bytes, if that is less."""
         self._lane.give_back(self, max(0, self.num_bytes - num_bytes))
@@ -199,7 +204,7 @@ class MessagePool:
             return
         loop = asyncio.get_running_loop()
         now, again = loop.time(), math.inf
-        ending = {room for room in self._silent if room.reading is None}
+        ending = {room for room in self._silent if room.is_ending}
         for waiting in [each for each in self._waiting if self._used[each] < self._message_bytes]:
             if ending:
                 # Their room may be enough.
@@ -225,9 +230,7 @@ class MessagePool:
         candidates = [
             room
             for room in self._silent
-            if room.reading is not None
-            and room.caller != waiting
-            and (not is_own_site or room.caller.owner == waiting.owner)
+            if not room.is_ending and room.caller != waiting and (not is_own_site or room.caller.owner == waiting.owner)
         ]
         if not candidates:
             return None, math.inf

@@ -289,3 +289,19 @@ async def test_limits_are_those_of_the_lanes(monkeypatch):
     assert len((await budget.message(EVIL, PUSH, large))[1]) == SHORT_BYTES + 1
     assert len((await budget.message(LEARNER, BEAT, large))[1]) == SHORT_BYTES + 1
     assert math.isinf(budget.privileged._patience_s)
+
+
+async def test_caller_without_room_meets_a_read_whose_own_limit_has_just_passed():
+    shared = lane(4, patience_s=0.0, limit_s=0.0)
+    reads = [asyncio.create_task(shared.message(EVIL, never, times=1)) for _ in range(OF_CALLER)]
+    # The limits pass in the loop's next turn, before this caller asks and before the reads know.
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(shared.room(HONEST))
+
+    room = await waiting
+
+    await asyncio.wait(reads)
+    assert len(await ended(reads)) == OF_CALLER
+    assert shared.num_bytes == MESSAGE
+    room.close()
+    assert shared.num_bytes == 0

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 
+import blake3
 import grpc
 import grpc.aio
 import pytest
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.pull.fetcher import STALL_S, Fetcher
+from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
 from heterorl.common.rpc.transport_options import BandwidthConfig
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.common.wire.rollout_messages import pushed_from_pb
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
@@ -109,14 +112,41 @@ async def test_deadline_of_a_push_knows_its_bytes_and_the_cap(groups, cap):
         assert slowest >= (4 << 20) / MIN_UP_BYTES_PER_S + (4 << 20) / cap
 
 
-async def test_fetch_waits_longer_for_a_frame_where_its_own_cap_holds_it_back(tmp_path):
-    async with CoordinatorClient(
-        "127.0.0.1:1", tls=TlsConfig(insecure=True), bandwidth=BandwidthConfig(down_bytes_per_s=1000.0)
-    ) as api:
-        fetcher = Fetcher(api=api, spool=tmp_path, clock=ManualClock(), max_bytes=1 << 30, num_streams=4)
-        assert STALL_S + fetcher._capped_s == pytest.approx(60 + 4 * (1 << 20) / 1000)
-    assert Fetcher(api=object(), spool=tmp_path, clock=ManualClock(), max_bytes=1)._capped_s == 0.0
-    await asyncio.sleep(0)
+class Capped(CoordinatorClient):
+    """A link whose frames wait for nothing but the cap."""
+
+    contents: dict[str, bytes]
+
+    async def read_payload(self, *, digest, offset, stop=None):
+        data = self.contents[digest]
+        for start in range(offset, len(data), FRAME_BYTES):
+            frame = data[start : start + FRAME_BYTES]
+            await self._pace(self._down, "down", len(frame))
+            yield frame
+
+
+async def test_fetches_side_by_side_wait_for_their_cap_without_a_stall(tmp_path):
+    clock, frame_s = ManualClock(), 15.0
+    contents = {blake3.blake3(data).hexdigest(): data for data in (bytes([n]) * (FRAME_BYTES + 1) for n in range(8))}
+    bandwidth = BandwidthConfig(down_bytes_per_s=FRAME_BYTES / frame_s)
+    async with Capped("127.0.0.1:1", tls=TlsConfig(insecure=True), clock=clock, bandwidth=bandwidth) as api:
+        api.contents = contents
+        fetcher = Fetcher(api=api, spool=tmp_path, clock=clock, max_bytes=1 << 30)
+        fetches = [
+            asyncio.create_task(
+                fetcher.fetch(
+                    PayloadRef(kind=PayloadKind.DELTA, from_version=0, to_version=1, digest=digest, num_bytes=len(data))
+                )
+            )
+            for digest, data in contents.items()
+        ]
+        began = clock.monotonic()
+        while not all(fetch.done() for fetch in fetches):
+            clock.advance(1.0)
+            await asyncio.sleep(0.002)
+
+    assert [fetch.result().read_bytes() for fetch in fetches] == list(contents.values())
+    assert clock.monotonic() - began == pytest.approx(len(fetches) * frame_s, abs=5.0)
 
 
 @pytest.mark.parametrize(("stated", "used"), [(1, 1 << 20), (2 << 20, 2 << 20), (1 << 40, 512 << 20)])

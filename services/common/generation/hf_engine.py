@@ -352,6 +352,7 @@ class HfEngine:
         self._ends = tuple(end_token_ids)
         self._device = torch.device(device)
         self.version = -1
+        self._is_torn = False
         self._weights_lock = FairLock()
         self._is_seeded = is_seeded
         # Guards the three below; never held during a pass.
@@ -366,7 +367,7 @@ class HfEngine:
 
     def base(self) -> Arena | None:
         """Weights of model_dir in the published type; None after a `load`."""
-        if self.version >= 0:
+        if self.version >= 0 or self._is_torn:
             return None
         arena = Arena(self.layout)
         tensors.store(self.model, arena)
@@ -374,8 +375,13 @@ class HfEngine:
 
     def load(self, arena: Arena, version: int) -> None:
         with self._weights_lock.held():
-            tensors.load(arena, self.model)
-            self.version = version
+            try:
+                tensors.load(arena, self.model)
+            except (RuntimeError, MemoryError) as error:
+                # The weights may be of two versions.
+                self.version, self._is_torn = -1, True
+                raise _failure(error) from error
+            self.version, self._is_torn = version, False
 
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
@@ -478,10 +484,14 @@ class HfEngine:
     def _run(self, **inputs: Any) -> tuple[Any, int]:
         """One pass: its output and the version of its weights."""
         with self._weights_lock.held():
+            if self._is_torn:
+                raise EngineError("no whole version is loaded")
             return self.model(**inputs), self.version
 
 
 def _failure(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
     # The CPU allocator raises RuntimeError.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         return EngineError(f"the device is out of memory: {first_line(error)}", action="lower engine.batch_rows")

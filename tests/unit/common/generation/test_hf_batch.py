@@ -9,6 +9,7 @@ import torch
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText, generate_all, in_order
+from heterorl.common.model import tensors
 from heterorl.common.model.model_loading import token_limits_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
@@ -163,6 +164,30 @@ def test_cancel_ends_a_collect_that_computes(engine):
 
     assert engine.collect() == []
     assert {one.key for one in collected(engine)} == {1}
+
+
+def test_a_load_that_fails_half_way_gives_everything_up_until_one_succeeds(engine, monkeypatch):
+    arenas = {version: disturbed(engine.base(), seed=version, scale=0.05) for version in range(2)}
+    engine.load(arenas[0], 0)
+    engine.submit(request(0))
+    assert engine.collect()
+
+    def half(arena, model):
+        next(model.parameters()).data.zero_()
+        raise torch.OutOfMemoryError("2 GiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensors, "load", half)
+        with pytest.raises(EngineError, match=r"out of memory: 2 GiB .*batch_rows"):
+            engine.load(arenas[1], 1)
+    assert engine.version == -1
+    assert engine.base() is None
+    with pytest.raises(EngineError, match="no whole version"):
+        engine.collect()
+
+    engine.load(arenas[1], 1)
+    engine.submit(request(1))
+    assert {span.version for one in collected(engine) for span in one.completion.spans} == {1}
 
 
 def test_weights_change_under_what_joined(engine, model_dir):

@@ -295,7 +295,10 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
                     action="write the keys below it in a [table] of this name, or remove the dot",
                 )
         section[keys[-1]] = value
-        sources[".".join(keys)] = "--set"
+        key = ".".join(keys)
+        # A table takes the place of all that was below it.
+        sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
+        sources.update(dict.fromkeys(flatten({key: value}), "--set"))
     return table, sources
 
 
@@ -329,10 +332,10 @@ def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to leaf values."""
+    """Map dotted keys to leaf values; an empty table is one."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value

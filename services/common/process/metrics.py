@@ -14,6 +14,7 @@ the first two, and no metric of a sampler or relay the third.
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import socket
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -305,9 +306,17 @@ SITES = SiteLabels()
 
 
 def watch_disk(path: Path) -> None:
-    """Show free space and size of an existing directory's disk."""
-    DISK_FREE_BYTES.set_function(lambda: shutil.disk_usage(path).free)
-    DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
+    """Show free space and size of a directory's disk, NaN after errors."""
+    DISK_FREE_BYTES.set_function(lambda: _disk(path, "free"))
+    DISK_SIZE_BYTES.set_function(lambda: _disk(path, "total"))
+
+
+def _disk(path: Path, field: Literal["free", "total"]) -> float:
+    try:
+        return float(getattr(shutil.disk_usage(path), field))
+    except OSError:
+        # An error would hide all other metrics, and end their push for good.
+        return math.nan
 
 
 def labels_of(metric: Metric) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.process.config_file import FORMER, all_keys, problems_of
+from heterorl.common.process.config_file import FORMER, all_keys, explain, load, problems_of, read_tables
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_spec import ALGORITHMS
@@ -81,3 +81,17 @@ def test_no_former_key_is_a_key_today(former):
 )
 def test_key_or_kind_of_an_earlier_loss_says_where_it_is(table, said):
     assert re.search(said, problem(table, LearnerConfig))
+
+
+def test_source_of_a_key_below_a_table_that_was_set_and_every_empty_table_is_shown(tmp_path):
+    path = tmp_path / "sampler.toml"
+    path.write_text("[sampling]\ntop_p = 0.9\n[tls]\ninsecure = true\n")
+    overrides = ["sampling={temperature = 0.5}"]
+
+    config, (_, sources) = load(SamplerConfig, path, overrides), read_tables(path, overrides)
+
+    shown = {row.key: (row.value, row.source) for row in explain(config, sources)}
+    assert shown["sampling.temperature"] == (0.5, "--set")
+    assert shown["sampling.top_p"] == (1.0, "default")
+    assert shown["tls.insecure"] == (True, str(path))
+    assert shown["chat_template_arguments"] == ({}, "default")

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 import re
 import urllib.request
 
@@ -9,6 +10,7 @@ import pytest
 
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import logs, metrics
+from heterorl.common.process.pushed_metrics import series_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig
@@ -90,6 +92,15 @@ def test_site_labels_are_bounded_and_stable():
     labels = metrics.SiteLabels(limit=2)
 
     assert [labels.of(site) for site in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_disk_that_cannot_be_asked_hides_no_other_metric(tmp_path):
+    metrics.watch_disk(tmp_path / "gone")
+
+    shown = {one.name: one.values for one in series_of(metrics.registry_of("sampler"))}
+
+    assert math.isnan(shown["heterorl_disk_free_bytes"][0])
+    assert "heterorl_sampler_policy_version" in shown
 
 
 def test_disk_is_measured_when_asked(tmp_path):

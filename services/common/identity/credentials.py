@@ -9,6 +9,7 @@ start it is a ConfigError; after a change the old set stays and one warning is l
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,38 @@ from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 _LOG = logging.getLogger(__name__)
 SETTLE_S = 0.05
 """Long enough for gRPC's threads, which need microseconds to take hold of the credentials."""
-_Stamp = tuple[tuple[int, int, int], ...]
+_CERTIFICATE = "name a .crt file of `heterorl certs issue`"
+AGAIN_S = 10.0
+"""Between two attempts to read changed files that cannot be used."""
+
+
+class _Changes:
+    """Changes of files, which are read again while they cannot be used.
+
+    Ownership, mode, a full table of descriptors and the clock get right without a change of the files.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen = self._look()
+        self._again_at = math.inf
+        self._problem = ""
+
+    def are_due(self) -> bool:
+        before, self._seen = self._seen, self._look()
+        return self._seen != before or time.monotonic() >= self._again_at
+
+    def used(self) -> None:
+        self._again_at, self._problem = math.inf, ""
+
+    def refused(self, problem: str) -> bool:
+        """Note that they cannot be used; returns whether that is news."""
+        before, self._problem = self._problem, problem
+        self._again_at = time.monotonic() + AGAIN_S
+        return problem != before
+
+    def _look(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(map(stamp_of, self._paths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +79,20 @@ class MaterialFiles:
     def __init__(self, tls: TlsConfig) -> None:
         """Read the files; raises ConfigError with the key of an unusable one."""
         self._tls = tls
-        self._stamp = self._look()
+        self._changes = _Changes(*map(Path, (tls.ca, tls.cert, tls.key)))
         self._material = read_material(tls, number=0, now=time.time())
 
     def current(self) -> Material:
-        stamp = self._look()
-        if stamp != self._stamp:
-            self._stamp = stamp
+        if self._changes.are_due():
             try:
                 self._material = read_material(self._tls, number=self._material.number + 1, now=time.time())
             except ConfigError as error:
-                _LOG.warning("the old certificates stay in use, the changed ones are unusable: %s", error)
+                if self._changes.refused(str(error)):
+                    _LOG.warning("the old certificates stay in use, the changed ones are unusable: %s", error)
             else:
+                self._changes.used()
                 _LOG.info("changed certificates are in use: %s", self._material.identity.uri)
         return self._material
-
-    def _look(self) -> _Stamp:
-        return tuple(stamp_of(Path(path)) for path in (self._tls.ca, self._tls.cert, self._tls.key))
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
@@ -89,7 +118,11 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
             action="name node.key of `heterorl certs issue`, without a password",
         ) from error
     public = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if private.public_key().public_bytes(*public) != chain[0].public_key().public_bytes(*public):
+    try:
+        certified = chain[0].public_key().public_bytes(*public)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError("tls.cert", f"has a public key that cannot be read: {error}", action=_CERTIFICATE) from error
+    if private.public_key().public_bytes(*public) != certified:
         raise ConfigError(
             "tls.key",
             "is not the key of tls.cert",
@@ -171,10 +204,8 @@ def _read(key: str, path: str) -> bytes:
 def _certificates(key: str, pem: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise ConfigError(
-            key, f"holds no PEM certificate: {error}", action="name a .crt file of `heterorl certs issue`"
-        ) from error
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ConfigError(key, f"holds no PEM certificate: {error}", action=_CERTIFICATE) from error
 
 
 def parse_serials(text: str) -> frozenset[int]:
@@ -193,7 +224,7 @@ class Revocations:
     def __init__(self, path: Path) -> None:
         """Read the file; raises ConfigError if it cannot be read."""
         self._path = path
-        self._stamp = stamp_of(path)
+        self._changes = _Changes(path)
         try:
             self._serials = parse_serials(path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
@@ -203,13 +234,13 @@ class Revocations:
         return serial in self.current()
 
     def current(self) -> frozenset[int]:
-        stamp = stamp_of(self._path)
-        if stamp != self._stamp:
-            self._stamp = stamp
+        if self._changes.are_due():
             try:
                 self._serials = parse_serials(self._path.read_text(encoding="ascii"))
             except (OSError, ValueError) as error:
-                _LOG.error("the old list of revoked certificates stays in use, correct the changed one: %s", error)
+                if self._changes.refused(str(error)):
+                    _LOG.error("the old list of revoked certificates stays in use, correct the changed one: %s", error)
             else:
+                self._changes.used()
                 _LOG.info("%d certificates are revoked", len(self._serials))
         return self._serials

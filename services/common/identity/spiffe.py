@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
 from heterorl.common.errors import PermissionDenied, Unauthenticated
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
@@ -145,7 +145,7 @@ def read_identity(pem: bytes) -> Identity | Refusal:
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         uris = _uris(certificate)
-    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
         return Refusal(reason=RefusalReason.NO_IDENTITY, message=f"the certificate cannot be read: {error}")
     if len(uris) != 1:
         return Refusal(
@@ -256,6 +256,6 @@ def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> boo
     """Whether the authority signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True

@@ -47,7 +47,7 @@ from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.state_directory import hold_directory, write_run_file
+from heterorl.learner.run.state_directory import hold_directory, read_epochs, write_run_file
 from heterorl.learner.run.training_run import RunResult, TrainingRun
 from heterorl.learner.sample_notes import NoteReader
 from heterorl.learner.step_metrics import BusyTime, new_step_timer, observe_start
@@ -250,5 +250,6 @@ def _begin_term(
         epoch=grant.epoch,
         state_dir=directory,
         adopt_without_optimizer=config.adopt_without_optimizer,
+        own_epochs=read_epochs(directory),
     )
     return Rollback(resumption=resumption, directory=payloads)

@@ -4,6 +4,7 @@
     is the head                       CONTINUE    its state becomes the masters, without a publication
     never committed, after the head   REPUBLISH   publishes it; if its groups are refused, tries an older one
     in the lineage, before the head   ROLL_BACK   publishes it again over the head: abandons the versions between
+    the same, and one is another's    ADOPT       as without a checkpoint: no other learner's version is abandoned
     never committed, after another    SKIP        tries the next older checkpoint
     abandoned                         SKIP        the same
 
@@ -21,7 +22,9 @@ checkpoint whose state root is the head's, or rebuilt from the coordinator.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +59,7 @@ from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import Position
+from heterorl.learner.run.state_directory import EPOCHS_FILE
 
 _LOG = logging.getLogger(__name__)
 NUM_READS = 3
@@ -74,12 +78,18 @@ class ResumePlan(enum.Enum):
 
 
 def decide(
-    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
+    cursor: Cursor,
+    *,
+    head_version: int,
+    committed_version: int | None,
+    is_in_lineage: bool,
+    anothers_version: int | None = None,
 ) -> tuple[ResumePlan, str]:
     """The plan for a checkpoint.
 
     `committed_version` is the version of its publication; None is final under the newest epoch, since an older epoch's
-    publication can no longer arrive. A version in the lineage was not abandoned.
+    publication can no longer arrive. A version in the lineage was not abandoned. `anothers_version` is a later version
+    that another learner published, if any.
     """
     if committed_version is None:
         if cursor.parent_version == head_version:
@@ -87,6 +97,8 @@ def decide(
         return ResumePlan.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
     if committed_version == head_version:
         return ResumePlan.CONTINUE, f"it is the head, version {head_version}"
+    if is_in_lineage and anothers_version is not None:
+        return ResumePlan.ADOPT, f"it is version {committed_version}, another learner published {anothers_version}"
     if is_in_lineage:
         return ResumePlan.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
     return ResumePlan.SKIP, f"version {committed_version} was abandoned"
@@ -230,6 +242,8 @@ class Resumption:
     epoch: int
     state_dir: Path
     adopt_without_optimizer: bool = False
+    own_epochs: Sequence[int] = ()
+    """Epochs of this state directory's learner, ascending; earlier ones may be its own too."""
 
     async def run(self) -> int:
         """Resume; returns the number of optimizer steps in the weights.
@@ -271,10 +285,13 @@ class Resumption:
             head_version=head,
             committed_version=committed,
             is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
+            anothers_version=None if committed is None else await self._anothers(committed + 1, head),
         )
         _LOG.info("checkpoint %s leads to plan %s: %s", path.name, plan.value, reason)
         if plan is ResumePlan.SKIP:
             return None
+        if plan is ResumePlan.ADOPT:
+            return await self._adopt(head, instead_of=committed)
         try:
             arena = await self.restorer.restore(path, cursor)
         except (CorruptData, OSError) as error:
@@ -299,6 +316,17 @@ class Resumption:
         except UnknownVersion:
             return False
         return True
+
+    async def _anothers(self, first: int, last: int) -> int | None:
+        """The newest of these versions that another learner published."""
+        while first <= last and self.own_epochs:
+            ask = functools.partial(self.api.list_manifests, first_version=first, last_version=last)
+            page = await self.backoff.retry(ask)
+            for manifest in map(manifest_from_bytes, page):
+                if manifest.epoch > self.own_epochs[0] and manifest.epoch not in self.own_epochs:
+                    return manifest.version
+            last -= max(1, len(page))
+        return None
 
     async def _own_manifest(self, version: int, cursor: Cursor) -> bytes:
         """The manifest of the version that a checkpoint's publication became."""
@@ -382,16 +410,19 @@ class Resumption:
             _LOG.error("version %d cannot be rebuilt, the next version is a snapshot: %s", version, error)
             return None
 
-    async def _adopt(self, head: int) -> int:
+    async def _adopt(self, head: int, *, instead_of: int | None = None) -> int:
+        """Take the head's published weights; `instead_of` is the version of a checkpoint that is not used."""
         data = await self.published.manifest(head)
         step = manifest_from_bytes(data).step
         if step and not self.adopt_without_optimizer:
+            epochs = self.state_dir / EPOCHS_FILE
+            back = "" if instead_of is None else f", or remove {epochs} to go back to {instead_of}"
             problem = f"{self.state_dir} has no usable checkpoint of run {self.run_id}, which stands at version {head}"
             raise ConfigError(
                 "adopt_without_optimizer",
                 f"{problem}, step {step}: going on from its published weights discards the optimizer's state",
                 action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
-                " set adopt_without_optimizer = true for one start",
+                f" set adopt_without_optimizer = true for one start{back}",
             )
         _LOG.warning(
             "VERSION %d HAS NO USABLE CHECKPOINT: its published weights become the masters; the optimizer is new", head

@@ -1,11 +1,13 @@
 """The state directory's lock and run.json, and the learner's lease.
 
     state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
+    state_dir/epochs         epochs of the leases that its learner held
     state_dir/run.json       release and configuration of the learner
 
 Guarantees: a restart is told from a second learner. Every start from the same directory has the same random name, also
 after SIGKILL; a copied directory gets another one, because its file has another inode. Such a learner, or one whose
-file was lost, waits for the end of a lease. A task of its own renews the lease, so no long step loses it.
+file was lost, waits for the end of a lease. A version of an epoch that is not noted is another learner's. A task of its
+own renews the lease, so no long step loses it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from heterorl.learner.step_metrics import StepTimer
 
 _LOG = logging.getLogger(__name__)
 INCARNATION_FILE = "incarnation"
+EPOCHS_FILE = "epochs"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
 RENEWALS_PER_TERM = 3
@@ -77,15 +80,42 @@ def read_incarnation(directory: Path) -> str:
 
 def _make(path: Path) -> str:
     name = secrets.token_hex(16)
+    # A rename keeps the inode.
+    with _written(path) as file:
+        file.write(f"{name} {_inode(file)}\n".encode("ascii"))
+    return name
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
     try:
-        # A rename keeps the inode.
         with replacing(path) as file:
-            file.write(f"{name} {_inode(file)}\n".encode("ascii"))
+            yield file
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(str(path.parent)) from error
         raise
-    return name
+
+
+def read_epochs(directory: Path) -> tuple[int, ...]:
+    """Epochs of this state directory's learner, ascending; none where the file is missing or damaged."""
+    try:
+        words = (directory / EPOCHS_FILE).read_text(encoding="ascii").split()
+        return tuple(sorted(int(word) for word in words))
+    except (FileNotFoundError, ValueError):
+        return ()
+
+
+def note_epoch(directory: Path, epoch: int) -> None:
+    """Note durably that this state directory's learner holds an epoch.
+
+    Raises:
+        DiskFull: it cannot be written.
+    """
+    known = read_epochs(directory)
+    if epoch not in known:
+        with _written(directory / EPOCHS_FILE) as file:
+            file.write((" ".join(map(str, (*known, epoch))) + "\n").encode("ascii"))
 
 
 def _inode(file: IO[bytes] | IO[str]) -> int:

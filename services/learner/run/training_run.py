@@ -24,7 +24,14 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.run.inbox import GroupSelection, Inbox, feed
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.state_directory import check_groups, check_messages, describe_run, read_incarnation, renew
+from heterorl.learner.run.state_directory import (
+    check_groups,
+    check_messages,
+    describe_run,
+    note_epoch,
+    read_incarnation,
+    renew,
+)
 from heterorl.learner.run.training_loop import Outcome, TrainingLoop
 from heterorl.learner.sample_notes import NoteReader, SampleNotes
 from heterorl.learner.step_metrics import StepTimer
@@ -131,6 +138,8 @@ class TrainingRun:
                         progress=self.progress,
                     )
                 )
+                # Before its first version: a later start must know these as its own.
+                await in_thread(note_epoch, self.config.state_dir, grant.epoch)
                 await describe_run(self.api, self.config, epoch=grant.epoch, backoff=self.backoff())
                 await self.train(grant)
                 renewal.cancel()

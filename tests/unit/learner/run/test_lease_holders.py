@@ -128,6 +128,30 @@ async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path):
     assert (result.step, result.version) == (4, 4)
 
 
+async def test_first_learner_that_returns_abandons_no_version_of_the_second(coordinator, tmp_path, caplog):
+    await asyncio.gather(learn(learner_config(tmp_path, max_steps=2), coordinator), fill(coordinator, 4))
+    config = _copy(tmp_path, max_steps=4, adopt_without_optimizer=True)
+    await asyncio.gather(learn(config, coordinator), fill(coordinator, 4, incarnation="later"))
+    assert (await coordinator.get_status()).head_version == 4
+
+    # Its newest checkpoint is version 2, which both share.
+    with pytest.raises(ConfigError, match="adopt_without_optimizer = true") as refused:
+        await learn(learner_config(tmp_path, max_steps=2), coordinator)
+    assert f"remove {tmp_path / 'learner' / 'epochs'} to go back to 2" in str(refused.value.action)
+    assert (await coordinator.get_status()).head_version == 4
+
+    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=9, adopt_without_optimizer=True)
+    filling = asyncio.create_task(fill(coordinator, 4, incarnation="latest"))
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(coordinator, die_after=("publish_version", 1)))
+    await filling
+    # Version 5 is its own, but the way back to version 2 leads over those of the second.
+    result = await learn(config, coordinator)
+
+    assert (result.step, result.version, result.is_finished) == (6, 6, True)
+    assert "ROLLS BACK" not in caplog.text
+
+
 async def test_run_without_a_step_may_be_taken_over(coordinator, tmp_path):
     """Version 0 has seen no optimizer: there is nothing to lose."""
     with pytest.raises(Killed):

@@ -23,7 +23,10 @@ from heterorl.common.types.common import Digest, file_name, is_digest
 
 
 class CacheDirectory:
-    """One directory of this process; blocking, except for questions of the index."""
+    """One directory of this process.
+
+    Only the event loop uses the index; `move`, which waits for the disk, may run in a thread.
+    """
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
         """Take and index the directory; foreign files among the payloads stay.
@@ -102,16 +105,21 @@ class CacheDirectory:
         self._show()
         return True
 
-    def adopt(self, digest: Digest) -> None:
-        """Take an arrived payload over, durably. Raises OSError: the disk refused."""
+    def move(self, digest: Digest) -> int:
+        """Move an arrived payload's file to the payloads, durably; returns its size.
+        `adopt` follows. Raises OSError: the disk refused."""
         source = self.incoming / file_name(digest)
         with source.open("rb") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
         source.replace(self._payloads / file_name(digest))
         sync_directory(self._payloads)
+        return size
+
+    def adopt(self, digest: Digest, num_bytes: int) -> None:
+        """Take a moved payload into the index."""
         self._arriving.pop(digest, None)
-        self._sizes[digest] = size
+        self._sizes[digest] = num_bytes
         self._show()
 
     def discard(self, digest: Digest) -> None:

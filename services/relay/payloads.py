@@ -183,7 +183,7 @@ class Payloads:
     async def _fetch(self, ref: PayloadRef) -> None:
         try:
             await self._fetcher.fetch(ref)
-            await in_thread(self._cache.adopt, ref.digest)
+            self._cache.adopt(ref.digest, await in_thread(self._cache.move, ref.digest))
         except (CorruptData, UnknownPayload) as error:
             if isinstance(error, LimitExceeded):
                 _LOG.error("the relay refuses payload %s: %s", ref.digest[:12], error)

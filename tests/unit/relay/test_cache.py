@@ -28,7 +28,7 @@ def make(tmp_path):
 def arrive(cache, digest, num_bytes=10):
     assert cache.expect(digest, num_bytes, keep=())
     (cache.incoming / digest).write_bytes(bytes(num_bytes))
-    cache.adopt(digest)
+    cache.adopt(digest, cache.move(digest))
 
 
 def test_the_index_is_what_is_there(make, tmp_path):

@@ -3,6 +3,9 @@
 import asyncio
 import errno
 import os
+import threading
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import blake3
 import pytest
@@ -11,6 +14,7 @@ from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull import payload_reader
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.payloads import Payloads
 
@@ -23,7 +27,7 @@ async def cache(tmp_path):
     made = CacheDirectory(tmp_path, max_bytes=1 << 30)
     assert made.expect(DIGEST, len(DATA), keep=())
     (made.incoming / DIGEST).write_bytes(DATA)
-    made.adopt(DIGEST)
+    made.adopt(DIGEST, made.move(DIGEST))
     yield made
     made.close()
 
@@ -75,3 +79,35 @@ async def test_a_kept_payload_that_the_disk_does_not_give_is_dropped(payloads, c
         await read(payloads)
 
     assert cache.num_bytes == 0
+
+
+async def test_only_the_event_loop_changes_the_index(tmp_path):
+    """A thread that did would end a loop over it with an error."""
+    threads = set()
+
+    class Index(OrderedDict):
+        def __setitem__(self, key, value):
+            threads.add(threading.get_ident())
+            super().__setitem__(key, value)
+
+        def pop(self, *given):
+            threads.add(threading.get_ident())
+            return super().pop(*given)
+
+    class Upstream:
+        async def read_payload(self, *, digest, offset, stop=None):
+            yield DATA[offset:stop]
+
+    cache = CacheDirectory(tmp_path, max_bytes=1 << 30)
+    cache._sizes, cache._arriving = Index(), Index()
+    payloads = Payloads(api=Upstream(), cache=cache, clock=SystemClock())
+    ref = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=DIGEST, num_bytes=len(DATA))
+    payloads.note(SimpleNamespace(payloads=[ref]))
+
+    assert await read(payloads) == DATA
+    # The reader has all bytes before the file is moved.
+    await asyncio.gather(*(arrival.fetching for arrival in payloads._arrivals.values()))
+    await payloads.close()
+    cache.close()
+
+    assert threads == {threading.get_ident()}

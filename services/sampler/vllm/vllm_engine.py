@@ -172,7 +172,12 @@ class VllmEngine:
             if isinstance(answer, EngineDied):
                 self._fail(answer)
                 return
-            row = completion(answer.outputs[0], end_token_ids=self._ends)
+            try:
+                row = completion(answer.outputs[0], end_token_ids=self._ends)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                # An error on this thread reaches no one, and `collect` would wait for ever.
+                self._fail(EngineError(f"vLLM gave an answer that is no completion: {error!r}"))
+                return
             self._ended.append(Finished(key=key, member=member, completion=row))
             self._news.notify_all()
 

@@ -1,11 +1,12 @@
 """A vLLM process that died is noticed by several at once and gives up what was under way; what needs no process."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from heterorl.common.errors import EngineDied
+from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.types.common import LogprobMode
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
@@ -30,6 +31,18 @@ def test_a_death_that_is_told_twice_is_still_told_to_who_collects():
     with pytest.raises(EngineDied):
         engine.collect()
     assert engine.collect() == []
+
+
+def test_an_answer_without_tokens_ends_the_wait_of_who_collects():
+    engine = engine_with(num_open=2)
+    engine._ends = (2,)
+    output = SimpleNamespace(token_ids=[], logprobs=[], weight_versions=[])
+
+    engine._take(0, 5, 0, SimpleNamespace(outputs=[output]))
+
+    with pytest.raises(EngineError, match="no completion"):
+        engine.collect()
+    assert engine.version == -1
 
 
 def test_a_death_with_nothing_under_way_is_nobodys():

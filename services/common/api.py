@@ -218,7 +218,10 @@ class OperatorApi(SamplesApi, Protocol):
         """Return the state of the run."""
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
-        """Return at most `limit` (1 to 1000) reports after `after_step`, oldest first."""
+        """Return at most `limit` (1 to 1000) reports after `after_step`, oldest first.
+
+        Fewer where they would not fit a message; none is the end.
+        """
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work; only a learner names its epoch."""

@@ -42,6 +42,8 @@ from heterorl.coordinator.versions import lineage, published_variants, rollback_
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**62
+STEPS_BYTES = 4 << 20
+"""Bytes of the step reports in one answer."""
 
 
 class RunColumn:
@@ -235,8 +237,9 @@ class RunColumn:
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
+        most = min(STEPS_BYTES, self._context.config.max_group_bytes)
         return await self._context.database.run(
-            lambda connection: status_report.list_steps(connection, after_step, limit)
+            lambda connection: status_report.list_steps(connection, after_step, limit, max_bytes=most)
         )
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:

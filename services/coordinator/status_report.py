@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
@@ -25,14 +26,27 @@ def encode(report: StepReport) -> bytes:
     return json.dumps(dataclasses.asdict(report)).encode()
 
 
-def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
-    """Step reports after a step, oldest first, with their versions' publication times."""
+def list_steps(
+    connection: Connection, after_step: int, limit: int, *, max_bytes: float = math.inf
+) -> tuple[StepReport, ...]:
+    """Step reports after a step, oldest first, with their versions' publication times.
+
+    Whole steps as many as fit `max_bytes`, at least one.
+    """
     rows = connection.execute(
-        "SELECT report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
+        "SELECT step, report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
         " ORDER BY step, version LIMIT ?",
         (after_step, limit),
-    )
-    return tuple(value_of_row(StepReport, {**json.loads(report), "published_time": at or 0.0}) for report, at in rows)
+    ).fetchall()
+    found: list[StepReport] = []
+    num_bytes = 0
+    for step, report, at in rows:
+        # A report is shorter in a message than as JSON.
+        num_bytes += len(report)
+        if found and step != found[-1].step and num_bytes > max_bytes:
+            break
+        found.append(value_of_row(StepReport, {**json.loads(report), "published_time": at or 0.0}))
+    return tuple(found)
 
 
 def run_status(

@@ -227,8 +227,6 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     reports: list[StepReport] = []
     while newest := await api.list_steps(after_step=reports[-1].step if reports else -1, limit=STEPS_A_CALL):
         reports += newest
-        if len(newest) < STEPS_A_CALL:
-            break
     if not any(report.is_applied for report in reports):
         raise OperatorError(f"{address}: the run took no step yet", action="run the report after the first step")
     known: list[Evaluation] = []

@@ -23,7 +23,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
 from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
-from heterorl.report.past_run import PastRun
+from heterorl.report.past_run import PastRun, SiteTotals
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -48,6 +48,8 @@ NOTES = {
     "sites": "Dropped groups were too old, too many, or failed a check: the ledger below gives the counts.",
 }
 """Under each picture: what to look for."""
+MOST_BARS = 40
+"""Bars of the picture of sites, which costs 20 ms a bar and would be 70,000 pixels high with 800; a table has all."""
 _Draw = Callable[[Any], None]
 
 
@@ -98,7 +100,8 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         axis = f"{unit} since version 0"
         drawn.append(("progress", "Versions over time", partial(_progress, run.published, unit_s), axis, HEIGHT))
     if run.sites:
-        drawn.append(("sites", "Groups by site", partial(_sites, run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
+        bars = bars_of(run.sites)
+        drawn.append(("sites", "Groups by site", partial(_sites, bars), "groups", max(1.8, 1.1 + 0.4 * len(bars))))
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
     page = fill(
@@ -224,18 +227,35 @@ def _progress(published: Sequence[tuple[int, float]], unit_s: float, axes: Any) 
     axes.set_ylim(0, None)
 
 
-def _sites(run: PastRun, axes: Any) -> None:
+def bars_of(sites: Sequence[SiteTotals]) -> list[SiteTotals]:
+    """The sites with most groups, in their order, and the sum of the others as one."""
+    if len(sites) <= MOST_BARS:
+        return list(sites)
+    by_size = sorted(sites, key=lambda site: -(site.accepted + site.dropped))
+    large = {site.site for site in by_size[: MOST_BARS - 1]}
+    others = [site for site in sites if site.site not in large]
+    rest = SiteTotals(
+        site=f"{len(others)} others",
+        engines=(),
+        accepted=sum(site.accepted for site in others),
+        dropped=sum(site.dropped for site in others),
+        incarnations=sum(site.incarnations for site in others),
+    )
+    return [*(site for site in sites if site.site in large), rest]
+
+
+def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    names = [site.site if len(site.site) <= 24 else f"{site.site[:21]}..." for site in run.sites]
+    names = [site.site if len(site.site) <= 24 else f"{site.site[:21]}..." for site in sites]
     places = range(len(names))
-    accepted = [site.accepted for site in run.sites]
+    accepted = [site.accepted for site in sites]
     axes.barh(places, accepted, color=STRONG, height=0.6, label="accepted")
-    axes.barh(places, [site.dropped for site in run.sites], left=accepted, color=WEAK, height=0.6, label="dropped")
+    axes.barh(places, [site.dropped for site in sites], left=accepted, color=WEAK, height=0.6, label="dropped")
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in run.sites)))
+    axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in sites)))
     axes.legend(loc="center right")
 
 

@@ -61,14 +61,14 @@ class StepFeed:
 
     async def _list(self, cursor: int) -> list[StepReport]:
         reports: list[StepReport] = []
-        while True:
-            page = await self._api.list_steps(after_step=cursor, limit=STEPS_A_CALL)
-            if len(page) < STEPS_A_CALL:
-                return [*reports, *page]
-            # A step may have several versions and the cursor counts steps: the last step is read again.
-            whole = [report for report in page if report.step < page[-1].step] or list(page)
+        while page := await self._api.list_steps(after_step=cursor, limit=STEPS_A_CALL):
+            whole = list(page)
+            if len(page) == STEPS_A_CALL:
+                # A step may have several versions and the cursor counts steps: the last step is read again.
+                whole = [report for report in page if report.step < page[-1].step] or whole
             reports += whole
             cursor = whole[-1].step
+        return reports
 
 
 class EvaluationFeed:

@@ -154,7 +154,7 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
     while max(view.reports, default=0) < newest:
         reports = await api.list_steps(after_step=max(view.reports, default=0), limit=STEPS_A_CALL)
         view.reports.update((report.step, report) for report in reports)
-        if len(reports) < STEPS_A_CALL:
+        if not reports:
             return
 
 

@@ -25,7 +25,7 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )  # fmt: skip
-from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress, SiteId
+from heterorl.common.types.common import CompletionNumbers, Digest, LearnerPhase, LearnerProgress, SiteId, SiteTokens
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, Span
 from heterorl.common.types.run import Command, Heartbeat, changed_steps
@@ -34,8 +34,10 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_t
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.coordinator.sites import audit
-from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
+from heterorl.v1 import run_pb2
+from tests.support.run import CONTRACT, INCARNATION, LAYOUT, REPORT, SITE, Run, credits_of, frames, rollout
 
 
 def config_of(tmp_path, **changes):
@@ -603,6 +605,32 @@ async def test_plan_trusts_no_claim_about_what_the_caller_holds(core, run):
         with pytest.raises(InvalidRequest, match=r"limit: .* is not in 1\.\.1000"):
             await core.list_steps(after_step=0, limit=limit)
     assert [report.step for report in await core.list_steps(after_step=0, limit=1000)] == [1]
+
+
+async def test_steps_of_many_sites_are_listed_in_pages_that_fit_a_message(tmp_path, clock):
+    """32 sites of long names are 2.9 KB a step, and a page is 1000 steps."""
+    core = await Coordinator.open(config_of(tmp_path, max_message_bytes=2 << 20), clock)
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    numbers = CompletionNumbers(
+        length_mean=3.0, length_p95=4.0, length_max=5, truncated_fraction=0.0, uniform_fraction=0.0,
+        sites=tuple(SiteTokens(site=f"{n:02}" * 32, num_groups=4, num_tokens=9999) for n in range(32)),
+    )  # fmt: skip
+    reports = [dataclasses.replace(REPORT, step=step, completions=numbers) for step in range(1, 1001)]
+    await core.publish_version(dataclasses.replace(await run.prepare(), reports=tuple(reports)))
+    servicer = RunServicer(core.run)
+
+    found, cursor = [], 0
+    while page := (
+        await servicer.ListSteps(run_pb2.ListStepsRequest(after_step=cursor, limit=1000), context=None)
+    ).reports:
+        assert sum(report.ByteSize() for report in page) < 2 << 20
+        found += page
+        cursor = page[-1].step
+
+    assert [report.step for report in found] == list(range(1, 1001))
+    await core.close()
 
 
 async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, clock):

@@ -87,8 +87,7 @@ class RolloutColumn:
 
         def operation(connection: Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             self._context.sites.require(connection, site, incarnation)
-            if self._context.config.is_finished(lineage.head_version(connection)):
-                raise RunFinished(f"the run ended with version {self._context.config.max_versions}")
+            self._check_end(connection)
             if get_meta(connection, "draining"):
                 raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
             head = stated_version(lineage.head_version(connection))
@@ -123,6 +122,10 @@ class RolloutColumn:
         assignments, reason = await self._context.database.run(operation)
         self._context.sites.see(site, incarnation, now, policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
+
+    def _check_end(self, connection: Connection) -> None:
+        if self._context.config.is_finished(lineage.head_version(connection)):
+            raise RunFinished(f"the run ended with version {self._context.config.max_versions}")
 
     def _pace(self, connection: Connection, holder: Holder, now: float) -> Pace:
         config = self._context.config
@@ -253,6 +256,8 @@ class RolloutColumn:
             lineage.check_epoch(connection, epoch)
             if self._stream is not stream:
                 return False
+            # No site makes groups any more, and no version would take them.
+            self._check_end(connection)
             # An undone operation runs again.
             leased.clear()
             self._has_stale = False

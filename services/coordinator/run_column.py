@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
@@ -51,7 +51,7 @@ class RunColumn:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
-        self._beats = Beats(context.database, context.config)
+        self._beats = Beats(context.database, context.config, context.queue.quotas.full)
         self._is_idle = False
 
     async def register(self, registration: Registration) -> RegisterAnswer:
@@ -276,9 +276,11 @@ class Beats:
     heartbeats it got 500 of 780 in 22 s.
     """
 
-    def __init__(self, database: Database, config: CoordinatorConfig) -> None:
+    def __init__(self, database: Database, config: CoordinatorConfig, full: Container[str]) -> None:
+        """`full` has the sites whose groups find no room in the queue."""
         self._database = database
         self._config = config
+        self._full = full
         self._lock = threading.Lock()
         self._open: _Round | None = None
         """Open for heartbeats until the store's thread takes it."""
@@ -297,16 +299,23 @@ class Beats:
         with self._lock:
             if self._open is asked:
                 self._open = None
-        return commands_of(connection, asked.holders, self._config)
+        return commands_of(connection, asked.holders, self._config, self._full)
 
 
-def commands_of(connection: Connection, holders: Iterable[Holder], config: CoordinatorConfig) -> Commands:
-    """Commands for holders; unregistered ones are left out."""
+def commands_of(
+    connection: Connection, holders: Iterable[Holder], config: CoordinatorConfig, full: Container[str] = ()
+) -> Commands:
+    """Commands for holders; unregistered ones are left out.
+    A drained run has no learner, so a site of `full` would push the rest of its outbox for ever."""
     wide = incarnations.wide_gaps(connection, holders)
     if config.is_finished(lineage.head_version(connection)):
         # A draining sampler evaluates the last version before it stops.
         last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)
         return dict.fromkeys(wide, last)
     draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+    stopped = [holder for holder in wide if draining and holder[0] in full]
+    if get_meta(connection, "lease_released") != "1" or evaluations.is_pending(connection):
+        stopped = []
     # A site that registers again states its lowest sequence, and the watermark passes over the missing ones.
-    return {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}
+    answers = {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}
+    return {**answers, **dict.fromkeys(stopped, (Command.STOP,))}

@@ -143,6 +143,8 @@ class Quotas:
         }
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._used: dict[tuple[str, str], float] = {}
+        self.full: set[str] = set()
+        """Sites whose newest group was refused, because theirs in the queue leave it no room."""
         self.refused: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
@@ -155,7 +157,9 @@ class Quotas:
         self._used[site, "pending_bytes"] = pending_bytes / self._pending_limit
         if pending_bytes + num_bytes > self._pending_limit:
             self._refuse(site, "pending_bytes")
+            self.full.add(site)
             return 1.0, f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {self._pending_limit}"
+        self.full.discard(site)
         amounts = {"groups": 1.0, "bytes": float(num_bytes)}
         buckets = {name: filled(self._buckets.get((site, name)), rate, now) for name, rate in self._rates.items()}
         for name, rate in self._rates.items():

@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import GroupNotAvailable
+from heterorl.common.errors import GroupNotAvailable, RunFinished
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.backoff import Backoff
@@ -182,6 +182,7 @@ class Publisher:
 
         Raises:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
+            RunFinished: the same, and no version comes after the head.
             ParentNotHead, StaleEpoch: this learner must stop.
             DiskFull: there is no room for a checkpoint; the upload has not begun.
         """
@@ -220,7 +221,7 @@ class Publisher:
         self.is_undecided = True
         try:
             await commit(self.api, request, files, backoff=self.backoff)
-        except GroupNotAvailable:
+        except (GroupNotAvailable, RunFinished):
             self.is_undecided = False
             if checkpoint is not None:
                 await in_thread(self.store.discard, checkpoint)

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import RemoteError
+from heterorl.common.errors import RemoteError, RunFinished
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import LearnerPhase
@@ -61,6 +61,8 @@ class Inbox:
         self._granted = 0
         self._stream = 0
         self.is_closed = False
+        self.is_over = False
+        """Whether it closed because the run has ended."""
 
     @property
     def num_waiting(self) -> int:
@@ -188,6 +190,10 @@ async def feed(
                     await hand_on(queued, finding)
             else:
                 await _examine(arrivals, verifier, hand_on, most=inbox.capacity)
+        except RunFinished as error:
+            _LOG.info("no more groups come: %s", error)
+            inbox.is_over = True
+            await inbox.close()
         except (RemoteError, TimeoutError) as error:
             if not is_transient(error):
                 raise

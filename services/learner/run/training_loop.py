@@ -16,7 +16,7 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import GroupNotAvailable, OperatorError
+from heterorl.common.errors import GroupNotAvailable, OperatorError, RunFinished
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
@@ -95,8 +95,12 @@ class TrainingLoop:
             except GroupNotAvailable as error:
                 _LOG.warning("steps since version %d are undone: %s", self.publisher.position.head_version, error)
                 return Outcome.REFUSED
+            except RunFinished as error:
+                _LOG.info("the last steps are in no version: %s", error)
+                self.inbox.is_over = True
+                return Outcome.FINISHED
             if trained is None:
-                return Outcome.CLOSED
+                return Outcome.FINISHED if self.inbox.is_over else Outcome.CLOSED
             if not trained.reports:
                 return Outcome.FINISHED
             ready = await self._prepare(trained)

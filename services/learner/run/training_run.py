@@ -206,6 +206,8 @@ class TrainingRun:
                 outcome = await self._run_loop(loop)
             finally:
                 self._note(term.publisher, loop)
+        if loop.inbox.is_over:
+            return
         reason = f"step {loop.step} of {self.config.max_steps} is reached"
         _LOG.info("the learner drains the run: %s", reason)
         await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))

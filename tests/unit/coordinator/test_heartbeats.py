@@ -5,13 +5,14 @@ import asyncio
 import pytest
 
 from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import PushStatus
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.coordinator import run_column as column
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import incarnations
 from tests.support.clock import ManualClock
-from tests.support.run import Run
+from tests.support.run import INCARNATION, SITE, Run
 
 NUM_SITES = 20
 
@@ -42,9 +43,9 @@ async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_
     asked = []
     commands_of = column.commands_of
 
-    def counting(connection, holders, config):
+    def counting(connection, holders, *others):
         asked.append(len(holders))
-        return commands_of(connection, holders, config)
+        return commands_of(connection, holders, *others)
 
     def widen(connection):
         connection.execute(
@@ -77,3 +78,23 @@ async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_
     assert await beat(core, "site-1") == (Command.DRAIN,)
     assert await beat(core, "site-3") == (Command.DRAIN, Command.REGISTER)
     assert asked[1:] == [1, 1]
+
+
+async def test_site_whose_outbox_finds_no_room_ends_with_the_run(tmp_path):
+    """No learner takes groups out of the queue any more: the sampler's drain would never end."""
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=9), ManualClock())
+    core.context.queue.quotas._pending_limit = 400
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    groups = [run.group(work) for work in await run.lease(9)]
+    await core.drain(reason="step 1 of 1 is reached", epoch=run.epoch)
+    outcomes = await core.push_groups(groups)
+    assert {outcome.status for outcome in outcomes} == {PushStatus.ACCEPTED, PushStatus.RETRY}
+    assert await beat(core, SITE, INCARNATION) == (Command.DRAIN,), "the learner still takes groups"
+
+    await core.release_lease(epoch=run.epoch)
+
+    assert await beat(core, SITE, INCARNATION) == (Command.STOP,)
+    await core.close()

@@ -118,6 +118,17 @@ async def test_learner_finishes_when_fewer_steps_are_wanted_than_samplers_lag(co
     assert result.is_finished
 
 
+@pytest.mark.parametrize("num_groups", [2, 4], ids=["queue-is-empty", "queue-has-more"])
+async def test_learner_ends_with_the_version_that_ends_the_run(tmp_path, num_groups):
+    """No site makes groups any more, so that it would wait for them without end."""
+    core = await open_coordinator(tmp_path, max_versions=1)
+    async with asyncio.timeout(WAIT_S):
+        result, _ = await asyncio.gather(learn(learner_config(tmp_path), core), fill(core, num_groups))
+        again = await learn(learner_config(tmp_path), core)
+    assert (result.version, again.version, again.step) == (1, 1, 1)
+    await core.close()
+
+
 async def test_finished_run_does_nothing_when_started_again(coordinator, tmp_path):
     config = learner_config(tmp_path)
     await asyncio.gather(learn(config, coordinator), fill(coordinator, QUEUE))

@@ -317,5 +317,7 @@ def commands_of(
     if get_meta(connection, "lease_released") != "1" or evaluations.is_pending(connection):
         stopped = []
     # A site that registers again states its lowest sequence, and the watermark passes over the missing ones.
-    answers = {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}
+    answers: Commands = {
+        holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()
+    }
     return {**answers, **dict.fromkeys(stopped, (Command.STOP,))}

@@ -228,7 +228,8 @@ def _progress(published: Sequence[tuple[int, float]], unit_s: float, axes: Any) 
 
 
 def bars_of(sites: Sequence[SiteTotals]) -> list[SiteTotals]:
-    """The sites with most groups, in their order, and the sum of the others as one."""
+    """The sites with most groups, and the sum of the others.
+    The order stays."""
     if len(sites) <= MOST_BARS:
         return list(sites)
     by_size = sorted(sites, key=lambda site: -(site.accepted + site.dropped))

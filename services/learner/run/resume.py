@@ -411,7 +411,10 @@ class Resumption:
             return None
 
     async def _adopt(self, head: int, *, instead_of: int | None = None) -> int:
-        """Take the head's published weights; `instead_of` is the version of a checkpoint that is not used."""
+        """Take the head's published weights.
+
+        `instead_of` is the version of a checkpoint that is not used.
+        """
         data = await self.published.manifest(head)
         step = manifest_from_bytes(data).step
         if step and not self.adopt_without_optimizer:

@@ -98,7 +98,8 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_epochs(directory: Path) -> tuple[int, ...]:
-    """Epochs of this state directory's learner, ascending; none where the file is missing or damaged."""
+    """Epochs of this state directory's learner, ascending.
+    None where the file is missing or damaged."""
     try:
         words = (directory / EPOCHS_FILE).read_text(encoding="ascii").split()
         return tuple(sorted(int(word) for word in words))

@@ -23,7 +23,8 @@ ROLE is one of these. NAME names /etc/heterorl/NAME.toml and the instance of the
                    to /etc/heterorl/NAME.env, which is never overwritten
   PYTHON           the interpreter to build environments with (environment variable, default python3)
 
-A second run with the same sources changes nothing; configuration files that are there are never overwritten.
+A second run with the same sources changes nothing. A role keeps its packages when a later call names another one;
+configuration files that are there are never overwritten.
 TEXT
 }
 
@@ -123,13 +124,26 @@ digest_of_extras() {
   done
 }
 
-# make_environment LINK KIND...: what these kinds of roles need, under a name that its units know.
+# The kinds of roles that an environment was made for.
+kinds_of() {
+  local path kind
+  for path in "$1"/share/heterorl/requirements/*.txt; do
+    kind=$(basename "$path" .txt)
+    if [[ -e $source_dir/requirements/$kind.txt ]]; then printf '%s\n' "$kind"; fi
+  done
+}
+
+# make_environment LINK KIND...: what these kinds of roles and the kinds of earlier calls need.
 make_environment() {
-  local link=/opt/heterorl/$1 kinds=("${@:2}") target
+  local link=/opt/heterorl/$1 kinds target
+  mapfile -t kinds < <({ printf '%s\n' "${@:2}" && kinds_of "$link"; } | LC_ALL=C sort -u)
   target=/opt/heterorl/$(digest_of_sources "${kinds[@]}")
   if [[ ! -e $target/complete ]]; then
-    local requirements=() kind
-    for kind in "${kinds[@]}"; do requirements+=(-r "$source_dir/requirements/$kind.txt"); done
+    local files=() requirements=() kind
+    for kind in "${kinds[@]}"; do
+      files+=("$source_dir/requirements/$kind.txt")
+      requirements+=(-r "${files[-1]}")
+    done
     run rm -rf "$target"
     run "$python" -m venv "$target"
     # DeepSpeed comes as source; its own kernels, which would take CUDA's compiler, are not used.
@@ -137,6 +151,7 @@ make_environment() {
     run "$target/bin/pip" install --quiet --disable-pip-version-check --no-deps "$source_dir"
     if ((${#with[@]})); then run "$target/bin/pip" install --quiet --disable-pip-version-check "${with[@]}"; fi
     run install -D -m 0644 "$source_dir/deploy/README.md" "$target/share/heterorl/README.md"
+    run install -D -m 0644 -t "$target/share/heterorl/requirements" "${files[@]}"
     run touch "$target/complete"
   fi
   if [[ $(readlink "$link" 2>/dev/null || true) != "$target" ]]; then

@@ -1,5 +1,6 @@
 """The installer: prints before it does, does nothing twice, and never overwrites what an operator wrote."""
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -154,6 +155,28 @@ def test_vllm_has_an_environment_of_its_own_under_the_name_that_its_unit_knows()
         ]
         assert "DS_BUILD_OPS=0" in line
         assert any(line.endswith(f"/opt/heterorl/.next {link}") for line in environment)
+
+
+def test_a_later_call_for_one_role_keeps_the_packages_of_the_others(tmp_path):
+    opt = tmp_path / "opt"
+    text = SCRIPT.read_text().replace("/opt/heterorl", str(opt))
+    script = tmp_path / "install.sh"
+    script.write_text(text.replace('"$(dirname "${BASH_SOURCE[0]}")/.."', shlex.quote(str(ROOT))))
+
+    def installed(role):
+        """Files of requirements of the environment that a call for one role makes."""
+        found = subprocess.run(["bash", str(script), "--dry-run", role], capture_output=True, text=True, check=True)
+        steps = [shlex.split(line[2:]) for line in found.stdout.splitlines() if str(opt) in line]
+        for step in steps:
+            if step[0] in ("install", "touch", "ln", "mv"):
+                subprocess.run(step, check=True)
+        return {Path(word).stem for step in steps if "-r" in step for word in step if word.endswith(".txt")}
+
+    assert installed("coordinator") == {"coordinator"}
+    assert installed("sampler-vllm:b") == {"sampler-vllm"}
+    assert installed("sampler:a") == {"coordinator", "sampler"}
+    assert installed("relay:eu") == set()
+    assert installed("learner:l") == {"coordinator", "sampler", "learner"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Source of an export file: a JSON or Parquet row a completion.
 
 Completions of one sample must follow each other. The file is not trusted: line size, types and bounds are checked, and
-errors name the row.
+errors name row and key. A sample with a faulty row is left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import math
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.types.common import SiteId
@@ -45,7 +46,21 @@ Count = Annotated[int, Field(ge=0, le=(1 << 62))]
 Version = Annotated[int, Field(ge=-1, le=(1 << 62))]
 Index = Annotated[int, Field(ge=0, lt=(1 << 31))]
 _EMPTY = BeforeValidator(lambda value: [] if value is None else value)
-_PAIRS = BeforeValidator(lambda value: dict(value or ()) if not isinstance(value, dict) else value)
+
+
+def _pairs(value: Any) -> Any:
+    """Make a dict of Arrow's form of a map."""
+    if value is None:
+        return {}
+    is_map = isinstance(value, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+    )
+    return dict(value) if is_map else value
+
+
+def _known(kept_because: str) -> str:
+    _kind(kept_because)
+    return kept_because
 
 
 class _Span(BaseModel):
@@ -64,7 +79,7 @@ class _Row(BaseModel):
 
     id: Id
     index: Count
-    group: str | None = None
+    group: Annotated[str, Field(pattern=r"^[\s\S]*/[^/]*/[0-9]{1,18}$")] | None = None
     version: Version = -1
     oldest_version: Version = -1
     versions: Annotated[list[Version], _EMPTY] = []
@@ -74,12 +89,12 @@ class _Row(BaseModel):
     answer: str | None = None
     completion: str | None = None
     reward: float | None = None
-    reward_parts: Annotated[dict[str, float | None], _PAIRS] = {}
+    reward_parts: Annotated[dict[str, float | None], BeforeValidator(_pairs)] = {}
     finish_reason: FinishReason
     num_tokens: Count = 0
     spans: Annotated[list[_Span], _EMPTY] = []
     log_ratio_mean: float | None = None
-    kept_because: str
+    kept_because: Annotated[str, AfterValidator(_known)]
     detail: str = ""
     kept_time: float = 0.0
     prompt_token_ids: Annotated[list[Index], _EMPTY] = []
@@ -98,6 +113,7 @@ class ExportedSamples:
         self.progress = SourceProgress()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
         self._is_closed = False
+        self._num_left_out, self._first_fault = 0, ""
         for _ in islice(read_export(path), 1):
             pass
 
@@ -113,7 +129,7 @@ class ExportedSamples:
         return None
 
     def _run(self) -> None:
-        samples = read_export(self._path)
+        samples = read_export(self._path, refuse=self._leave_out)
         try:
             while not self._is_closed and (batch := list(islice(samples, BATCH))):
                 self._index.add_samples(batch)
@@ -121,45 +137,65 @@ class ExportedSamples:
             self.progress = dataclasses.replace(self.progress, problem=str(error) or type(error).__name__)
         self.progress = dataclasses.replace(self.progress, is_done=True)
 
+    def _leave_out(self, error: ConfigError) -> None:
+        self._num_left_out += 1
+        self._first_fault = self._first_fault or str(error)
+        problem = f"{self._num_left_out} faulty parts of the file are left out; the first: {self._first_fault}"
+        self.progress = dataclasses.replace(self.progress, problem=problem)
 
-def read_export(path: Path) -> Iterator[Sample]:
-    """The samples of a file, in its order.
-    Raises ConfigError: names the row; DependencyMissing: pyarrow."""
+
+def _raise(error: ConfigError) -> None:
+    raise error
+
+
+def read_export(path: Path, *, refuse: Callable[[ConfigError], None] = _raise) -> Iterator[Sample]:
+    """The samples of a file, in its order; `refuse` takes errors.
+    A faulty sample is left out.
+    Raises ConfigError: the file cannot be read; DependencyMissing: pyarrow."""
     numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     seen: set[int] = set()
-    for sample_id, rows in groupby(numbered, key=lambda pair: pair[1].id):
-        completions = list(rows)
+    for sample_id, group in groupby(numbered, key=itemgetter(1)):
+        found = list(group)
+        place = f"{path}, row {found[0][0]}"
+        errors = [row for *_, row in found if isinstance(row, ConfigError)]
         if sample_id in seen:
-            raise ConfigError(
-                f"{path}, row {completions[0][0]}",
-                f"sample {sample_id} appears again after another sample",
-                action="sort the rows by id and index; view exports of two runs one by one",
-            )
+            action = "sort the rows by id and index; view exports of two runs one by one"
+            errors.append(ConfigError(place, f"sample {sample_id} appears again after another sample", action=action))
         seen.add(sample_id)
-        try:
-            yield _sample([row for _, row in completions])
-        except ValueError as error:
-            raise ConfigError(f"{path}, row {completions[0][0]}", str(error), action=_EXPORT) from None
+        if not errors:
+            try:
+                yield _sample([row for *_, row in found if isinstance(row, _Row)])
+            except ValueError as error:
+                errors.append(ConfigError(place, str(error), action=_EXPORT))
+        if errors:
+            refuse(errors[0])
 
 
 _EXPORT = "`heterorl samples export` writes files in this format"
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, _Row]]:
+_Numbered = tuple[int, int, _Row | ConfigError]
+"""Number of a row, id of its sample (below 0 if unknown), and the row or its fault."""
+
+
+def _json_rows(path: Path) -> Iterator[_Numbered]:
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{path}, row {number}", f"is over {MAX_LINE_BYTES:,} bytes", action=_EXPORT)
-                if line.strip():
-                    yield number, _row(path, number, line)
+                    problem = f"is over {MAX_LINE_BYTES:,} bytes"
+                    yield number, -number, ConfigError(f"{path}, row {number}", problem, action=_EXPORT)
+                    while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                        line = file.readline(MAX_LINE_BYTES + 1)
+                elif line.strip():
+                    yield _row(path, number, line)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="give an export of samples") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
+def _parquet_rows(path: Path) -> Iterator[_Numbered]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -171,22 +207,28 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
             for batch in file.iter_batches(batch_size=_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _row(path, number, row)
+                    yield _row(path, number, row)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(str(path), f"cannot be read: {error}", action="give an export of samples") from error
 
 
-def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Row:
+def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Numbered:
+    found: Any = None
     try:
         # Pydantic's JSON reader refuses lone surrogates, which models write.
         found = json.loads(row) if isinstance(row, bytes) else row
-        return _Row.model_validate(found)
+        read = _Row.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}, row {number}", f"{key}: {first['msg']}", action=_EXPORT) from None
+        problem = f"{key}: {first['msg']}"
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, row {number}", f"is not JSON: {error}", action=_EXPORT) from None
+        problem = f"is not JSON: {error}"
+    else:
+        return number, read.id, read
+    known = found.get("id") if isinstance(found, dict) else None
+    sample_id = known if isinstance(known, int) else -number
+    return number, sample_id, ConfigError(f"{path}, row {number}", problem, action=_EXPORT)
 
 
 def _sample(rows: Sequence[_Row]) -> Sample:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 
 import pytest
 
@@ -115,9 +116,10 @@ def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
         (ROW | {"id": 1 << 63}, "id: "),
         (ROW | {"reward": "high"}, "reward: "),
         (ROW | {"finish_reason": "tired"}, "finish_reason: "),
-        (ROW | {"kept_because": "love"}, "love"),
+        (ROW | {"kept_because": "love"}, "kept_because: "),
         (ROW | {"token_ids": [1 << 40]}, "token_ids.0: "),
-        (ROW | {"group": "eu-1"}, "row 1"),
+        (ROW | {"group": "eu-1"}, "group: "),
+        (ROW | {"group": "eu-1/a/" + "1" * 5000}, "group: "),
         (ROW | {"spans": [{"start": 0, "end": -1, "version": 3}]}, "spans.0.end: "),
         (ROW | {"spans": [{"start": 0, "end": 1, "version": 3}]}, "spans: completion 0 has tokens outside"),
         (
@@ -134,6 +136,18 @@ def test_a_line_that_is_wrong_is_named(tmp_path, row, words):
 
     assert words in str(caught.value)
     assert "samples export" in str(caught.value)
+
+
+WRONG = (5, "x", True, [1], [[1, 2]], [[[], 1]], [["a"]], {"a": "b"}, {"a": {}}, 10**400, math.inf, -(10**30))
+
+
+@pytest.mark.parametrize("key", export._Row.model_fields)
+def test_a_value_of_a_wrong_type_is_read_or_named(tmp_path, key):
+    for value in WRONG:
+        refused = []
+        found = list(read_export(lines(tmp_path / "x.jsonl", ROW | {key: value}), refuse=refused.append))
+        assert len(found) + len(refused) == 1
+        assert all(re.search(rf"row 1: ({key}[.:]|spans: )", str(error)) for error in refused), (value, refused)
 
 
 def test_a_line_has_a_largest_size(tmp_path, monkeypatch):
@@ -163,17 +177,21 @@ def test_a_file_that_cannot_be_read_is_refused_before_a_page_is_served(tmp_path)
     index.close()
 
 
-async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path):
+async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path, monkeypatch):
     index = SampleIndex(tmp_path, limit_bytes=1 << 30)
     rows = [ROW | {"id": n} for n in range(1, 201)]
-    source = ExportedSamples(lines(tmp_path / "x.jsonl", *rows, "{"), index)
+    rows[9] |= {"reward_parts": 5}
+    # A sample of two completions, one of them faulty, would have a wrong mean.
+    rows[20:21] = [rows[20], rows[20] | {"index": 1, "token_ids": 3}]
+    monkeypatch.setattr(export, "MAX_LINE_BYTES", 20_000)
+    path = lines(tmp_path / "x.jsonl", *rows[:150], "{", "y" * 50_000, *rows[150:])
+    source = ExportedSamples(path, index)
 
     source.start()
     await asyncio.to_thread(source._thread.join)
 
     assert source.progress.is_done
-    assert "row 201" in source.progress.problem
-    # All batches before the one that ends in the fault.
-    assert index.held().num_samples == 192
-    source.close()
+    assert "row 10: reward_parts: " in source.progress.problem
+    assert "4 faulty" in source.progress.problem
+    assert index.held().num_samples == 198
     index.close()

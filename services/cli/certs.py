@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import re
 import shlex
 import signal
@@ -26,6 +25,7 @@ from rich.text import Text
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address
+from heterorl.common.process.config_file import quoted
 
 app = typer.Typer(
     help="Certificates of a run, signed by a private authority in a directory.",
@@ -101,9 +101,9 @@ def issue(
         write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
-        _print(f'  tls.{key} = "{target / name}"')
+        _print(f"  tls.{key} = {quoted(str(target / name))}")
     if role in ("coordinator", "relay"):
-        _print(f'  tls.revoked = "{target / REVOKED}"')
+        _print(f"  tls.revoked = {quoted(str(target / REVOKED))}")
 
 
 @app.command("renew")
@@ -352,11 +352,7 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
         lines.append(f'site = "{site}"')
     else:
         lines += [f'run_id = "{run}"', f'holder = "{site}"']
-    return [
-        *lines,
-        f'coordinator = "{coordinator}"',
-        *(f"tls.{key} = {json.dumps(path)}" for key, path in paths.items()),
-    ]
+    return [*lines, f'coordinator = "{coordinator}"', *(f"tls.{key} = {quoted(path)}" for key, path in paths.items())]
 
 
 def parse_duration(text: str) -> float:

@@ -14,7 +14,7 @@ from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
-from heterorl.common.process.config_file import flatten, read_tables
+from heterorl.common.process.config_file import flatten, quoted, read_tables
 
 
 def doctor(
@@ -44,7 +44,7 @@ def doctor(
 
     overrides = list(set_ or ())
     if credentials is not None:
-        overrides += [f"tls.{key}={json.dumps(path)}" for key, path in files_in(credentials).items()]
+        overrides += [f"tls.{key}={quoted(path)}" for key, path in files_in(credentials).items()]
     chosen = role or guess_role(config, overrides)
     checks = asyncio.run(examine(target_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
     if json_:

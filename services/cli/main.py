@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import importlib.util
 import json
@@ -10,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import typer
 from rich.table import Table
@@ -32,7 +33,7 @@ from heterorl.cli.plan import plan
 from heterorl.cli.report import report
 from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
-from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
+from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, OperatorError
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.config_file import explain, read_tables
 
@@ -321,17 +322,40 @@ add_lab(app)
 
 
 def main() -> None:
-    """Run the command line; typed errors become one line and exit code."""
+    """Run the command line; typed errors become one line and exit code.
+    So do files that a command cannot use."""
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:
-        from heterorl.common.process import logs
+        _end(error)
+    except OSError as error:
+        refusal = _refusal(error)
+        # A service may find its file at the next start, and its log needs the place in the code.
+        if refusal is None or sys.argv[1:2] in ([service] for service in get_args(Service)):
+            raise
+        _end(refusal)
 
-        if logs.is_for_machines():
-            logging.getLogger("heterorl").error("error: %s", error)
-            sys.exit(error.exit_code)
+
+def _refusal(error: OSError) -> OperatorError | None:
+    """The error for an unusable file or disk; None for other faults."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if error.filename is None:
+        return OperatorError("no space left on the disk", action="free space, then retry") if is_full else None
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename
+    if is_full:
+        return DiskFull(str(name))
+    action = "run the command as a user with that right" if isinstance(error, PermissionError) else "check the path"
+    return OperatorError(f"cannot use {name}: {error.strerror}", action=action)
+
+
+def _end(error: HeterorlError) -> NoReturn:
+    from heterorl.common.process import logs
+
+    if logs.is_for_machines():
+        logging.getLogger("heterorl").error("error: %s", error)
+    else:
         console_of(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
-        sys.exit(error.exit_code)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from heterorl.cli.connection import bytes_bar, console_of
+from heterorl.common.process.config_file import quoted
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
@@ -112,7 +113,7 @@ def evaluate(
 
 def _in_place_of_the_files(task: str) -> list[str]:
     """Overrides for a named task in place of a sampler file's own."""
-    keys = [f'task.name="{task}"', 'task.evaluation_path=""', 'task.data.evaluation_split=""']
+    keys = [f"task.name={quoted(task)}", 'task.evaluation_path=""', 'task.data.evaluation_split=""']
     return keys if task == "mixture" else [*keys, "task.sources=[]"]
 
 

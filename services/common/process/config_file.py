@@ -8,6 +8,7 @@ Precedence: `--set a.b=value`, then the file, then the default.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 import types
@@ -251,16 +252,23 @@ class Resolved:
     source: str
 
 
+def quoted(text: str) -> str:
+    """A text as TOML has it."""
+    # JSON's escapes are TOML's, but for halves of pairs and this character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def parse_override(text: str) -> tuple[list[str], Any]:
     """Split `a.b=value`; the value is TOML, or else a plain string."""
     path, separator, raw = text.partition("=")
     if not separator or not path.strip():
         raise ConfigError(text, "is not of the form key.path=value", action="write --set backend.lr=1e-6")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        table = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
-        value = raw
-    return path.strip().split("."), value
+        table = {}
+    # A text of several lines may read like one value and other keys.
+    return path.strip().split("."), table["value"] if table.keys() == {"value"} else raw
 
 
 def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

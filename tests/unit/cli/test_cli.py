@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import errno
 import fcntl
 import importlib.util
 import io
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli import main as cli
+from heterorl.cli.certs import first_lines
 from heterorl.cli.connection import Link
 from heterorl.cli.live.run_tables import site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
+from heterorl.cli.models import _in_place_of_the_files
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config_file import load, parse_override
 from heterorl.common.types.rollout import DropReason
@@ -206,6 +210,26 @@ def test_overrides_are_toml_values_or_plain_text():
     assert parse_override("a.b=3") == (["a", "b"], 3)
     assert parse_override("a=true") == (["a"], True)
     assert parse_override("a=plain text") == (["a"], "plain text")
+    assert parse_override("a=[1,\n2]") == (["a"], [1, 2])
+    assert parse_override("a=2\nb = 3") == (["a"], "2\nb = 3")
+
+
+@pytest.mark.parametrize("name", ['a "b"', "back\\slash", "\U0001f600", "del\x7f", "two\nlines"])
+def test_odd_characters_of_a_path_are_read_back_from_overrides_and_printed_tables(tmp_path, monkeypatch, name):
+    overrides = _in_place_of_the_files(f"jsonl:/data/{name}.jsonl")
+    assert parse_override(overrides[0]) == (["task", "name"], f"jsonl:/data/{name}.jsonl")
+    lines = first_lines(run="r", site="s", role="learner", coordinator="c:1", paths={"ca": f"/x/{name}/ca.crt"})
+    assert tomllib.loads("\n".join(lines))["tls"] == {"ca": f"/x/{name}/ca.crt"}
+
+    given = []
+    monkeypatch.setattr("heterorl.cli.doctor.load_service", lambda _, config, overrides: given.extend(overrides))
+    invoke("doctor", "--role", "sampler", "--credentials", name)
+    assert parse_override(given[0]) == (["tls", "ca"], f"{name}/ca.crt")
+
+    base = ["--dir", str(tmp_path / name)]
+    assert invoke("certs", "init", "r", *base).exit_code == 0
+    printed = invoke("certs", "issue", "relay", "eu", *base).output.rpartition("  tls.ca")
+    assert tomllib.loads("".join(printed[1:]))["tls"]["revoked"] == str(tmp_path / name / "relay-eu" / "revoked")
 
 
 def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
@@ -228,6 +252,35 @@ def test_what_another_try_may_not_meet_ends_with_code_1(monkeypatch, capsys):
 
     assert end.value.code == 1
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_a_file_that_a_command_cannot_use_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["heterorl", "certs", "init", "run", "--dir", str(tmp_path / "file" / "certs")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: cannot use {tmp_path}/file")
+
+
+@pytest.mark.parametrize(
+    ("service", "error", "words"),
+    [
+        ("certs", PermissionError(errno.EACCES, "Permission denied", "ca.key"), "ca.key: Permission denied"),
+        ("certs", OSError(errno.ENOSPC, "No space left on device"), "free space"),
+        ("certs", ConnectionResetError(errno.ECONNRESET, "reset"), ""),
+        ("sampler", PermissionError(errno.EACCES, "Permission denied", "state"), ""),
+    ],
+)
+def test_other_faults_and_a_services_keep_their_place_in_the_code(monkeypatch, capsys, service, error, words):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("heterorl.cli.main.app", fail)
+    monkeypatch.setattr(sys, "argv", ["heterorl", service])
+    with pytest.raises(SystemExit if words else type(error)):
+        main()
+    assert words in capsys.readouterr().err
 
 
 def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp_path):

@@ -110,7 +110,17 @@ def project(run_id: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "-", run_id.lower()).lstrip("-_") or "heterorl"
 
 
+POD_NAME = 52
+"""Kubernetes puts a StatefulSet's name, a dash and ten characters into one label of 63."""
+
+
 def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        if "tls" in node.config:
+            raise ConfigError(key_in_run(node.kind, "tls"), "the launcher sets this table", action="remove it")
+        if launcher == "k8s" and len(node.name) > POD_NAME:
+            problem = f"the name {node.name} has {len(node.name)} characters, and Kubernetes allows {POD_NAME}"
+            raise ConfigError(f"{node.kind}s.site", problem, action="shorten the site")
     # Another launcher may start the learner.
     has_machines = any(node.machines for node in nodes)
     if launcher == "systemd" and has_machines and not run.learner.other_hosts:
@@ -130,7 +140,7 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
 
 
 def _check_directory(launcher: Launcher, node: Node) -> None:
-    """Refuse a directory of state that the launcher cannot give to the node."""
+    """Refuse a directory of state that the launcher cannot give."""
     key = STATE_KEY[node.kind]
     where = node.stated.get(key) or key_in_run(node.kind, key)
     if node.directory and launcher == "k8s":

@@ -395,3 +395,26 @@ def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
 
     assert entry["labels"]["run"] == "2026"
     assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "2026"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_certificates_in_a_config_table_are_refused_rather_than_replaced(launcher):
+    relays = [{**run_table()["relays"][0], "config": {"tls": {"revoked": "/srv/revoked"}}}]
+
+    with pytest.raises(ConfigError, match=r"relays\.config\.tls: the launcher sets this table"):
+        render(launcher, run_file(relays=relays))
+
+
+def test_names_are_as_long_as_kubernetes_takes_them():
+    def tree(site, launcher="k8s"):
+        # Each of Kubernetes' labels takes 63 characters, the last of them a letter or digit.
+        run = {**run_table()["run"], "id": "r" * 62 + "--"}
+        return render(launcher, run_file(run=run, relays=[], samplers=[{"site": site, "host": "us.example"}]))
+
+    longest = f"{'a' * 32}.{'b' * 11}"
+    documents = manifests(tree(longest)["03-sampler-" + longest.replace(".", "-") + ".yaml"])
+    labels = [each["metadata"]["labels"]["app.kubernetes.io/part-of"] for each in documents]
+    assert labels == ["r" * 62] * 2
+    with pytest.raises(ConfigError, match=r"samplers\.site: the name sampler-a+-b+ has 53 characters"):
+        tree(longest + "b")
+    assert "README.md" in tree(longest + "b", "systemd")

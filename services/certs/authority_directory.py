@@ -64,8 +64,10 @@ class Authority:
         """Make the directory and its authority. Raises ConfigError: there is one already."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self._directory):
-            if (self._directory / "ca.key").exists():
-                raise ConfigError("--dir", f"{self._directory} holds an authority", action="choose another directory")
+            # Its key may be kept elsewhere: a new one would forget its certificates and what is revoked.
+            if (self._directory / "ca.key").exists() or any((self._directory / "issued").glob("*.crt")):
+                action = "choose another directory, or put its ca.key back"
+                raise ConfigError("--dir", f"{self._directory} holds an authority", action=action)
             pair = make_authority(run=run, now=now, lifetime=lifetime)
             (self._directory / "issued").mkdir(exist_ok=True)
             write_file(self.revoked_path, b"# Serial numbers, hexadecimal, one a line.\n", mode=PUBLIC)

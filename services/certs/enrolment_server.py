@@ -153,7 +153,9 @@ class EnrolmentServer:
 
     async def _answer(self, token: bytes, csr: bytes, peer: str) -> x509.Certificate:
         number = token[:ID_BYTES]
-        wait_s = self._limit.wait_s(peer, number, now=self._wall_time())
+        # A wall clock may go back.
+        clock = asyncio.get_running_loop().time
+        wait_s = self._limit.wait_s(peer, number, now=clock())
         if wait_s > 0:
             raise JoinRefused(Refused.TOO_MANY, f"too many wrong tokens from {peer}, wait {wait_s:.0f} s")
         try:
@@ -168,7 +170,7 @@ class EnrolmentServer:
                 wall_time=self._wall_time,
             )
         except JoinRefused:
-            self._limit.note(peer, number, now=self._wall_time())
+            self._limit.note(peer, number, now=clock())
             raise
         _LOG.info("the authority issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
         return certificate

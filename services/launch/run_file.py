@@ -194,7 +194,7 @@ class TlsTable(Config):
     """Security of the links."""
 
     directory: str = Field(default="certs", min_length=1, max_length=4096)
-    """Directory of the run's authority, made by `heterorl certs init`; never on a node."""
+    """Directory of the run's authority, relative to run.toml; never on a node."""
     insecure: bool = False
     """Plaintext; allowed only if every host is loopback."""
 

@@ -185,6 +185,17 @@ async def test_of_many_at_once_exactly_one_gets_a_certificate(office):
     assert office.book() == [f"{issued[0][1].serial_number:x}.crt"]
 
 
+async def test_a_clock_that_goes_back_does_not_lengthen_the_wait_after_guesses(office):
+    office.limit = GuessLimit(window_s=1.0)
+    token = office.token()
+    async with office.open():
+        for _ in range(5):
+            await refusal(office, dataclasses.replace(token, secret=bytes(32)))
+        office.ahead_s = -3600.0
+        await asyncio.sleep(1.1)
+        await ask(token, address=office.address, key=new_key(), now=time.time())
+
+
 async def test_guesses_are_slowed_down_and_the_right_token_waits_with_them(office):
     token = office.token()
     wrong = dataclasses.replace(token, secret=bytes(32))

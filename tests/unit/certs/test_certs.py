@@ -107,6 +107,16 @@ def issued(tmp_path_factory):
     return directory
 
 
+def test_an_authority_whose_key_is_kept_elsewhere_is_not_replaced(tmp_path):
+    authority = Authority(tmp_path / "ca")
+    authority.init(run="run", now=now(), lifetime=DAY)
+    authority.issue(role=Role.SAMPLER, site="a", hosts=(), out=None, now=now(), lifetime=DAY)
+    (tmp_path / "ca" / "ca.key").unlink()
+
+    with pytest.raises(ConfigError, match=r"holds an authority.*put its ca\.key back"):
+        authority.init(run="run", now=now(), lifetime=DAY)
+
+
 def test_no_certificate_outlives_its_authority(tmp_path):
     authority = Authority(tmp_path / "ca")
     authority.init(run="run", now=now(), lifetime=DAY)

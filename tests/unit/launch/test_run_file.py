@@ -1,5 +1,7 @@
 """run.toml: what fits together, and what is said where it does not."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,69 @@ def test_example_of_the_documentation_is_a_run(tmp_path):
     path.write_text(path.read_text().replace("max_new_tokens = 2048", "max_new_tokens = 0"))
     refused = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "other")])
     assert f"`{refused.exception}`" in text.replace("\n", " ")
+
+
+HETERORL = """#!/bin/bash
+set -eu
+if [[ $2 == init ]]; then
+  mkdir -p "$5" && touch "$5/ca.crt" "$5/ca.key" "$5/revoked"
+  exit
+fi
+mkdir -p "${@: -1}" && touch "${@: -1}/node.crt"
+if [[ $3 == relay ]]; then cp "${@: -3:1}/revoked" "${@: -1}"; fi
+"""
+"""Stands in for `heterorl certs init RUN --dir DIR` and `certs issue ROLE SITE ... --dir DIR --out OUT`."""
+
+
+def run_certs(tmp_path, out):
+    """Render the example and make its certificates, from another directory."""
+    program = tmp_path / "heterorl"
+    program.write_text(HETERORL)
+    program.chmod(0o755)
+    (tmp_path / "run.toml").write_text(RUN)
+    if not out.exists():
+        result = CliRunner().invoke(app, ["launch", "slurm", str(tmp_path / "run.toml"), "--out", str(out)])
+        assert result.exit_code == 0, result.exception
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    subprocess.run(
+        [out / "certs.sh"],
+        cwd=tmp_path / "elsewhere",
+        env={"PATH": os.environ["PATH"], "HETERORL": program},
+        check=True,
+    )
+    return out / "credentials"
+
+
+@pytest.mark.process
+def test_certificates_made_again_come_with_the_list_of_revoked_ones(tmp_path):
+    nodes = run_certs(tmp_path, tmp_path / "out")
+    (authority,) = (path.parent for path in tmp_path.rglob("ca.key"))
+    (authority / "revoked").write_text("12ab\n")
+
+    run_certs(tmp_path, tmp_path / "out")
+
+    assert (nodes / "relay-eu" / "revoked").read_text() == "12ab\n"
+    assert not (nodes / "sampler-us" / "revoked").exists()
+
+
+@pytest.mark.process
+def test_an_authority_that_was_cut_short_is_made_again(tmp_path):
+    nodes = run_certs(tmp_path, tmp_path / "out")
+    (key,) = tmp_path.rglob("ca.key")
+    key.unlink()
+
+    run_certs(tmp_path, tmp_path / "out")
+
+    assert key.exists()
+    assert (nodes / "learner" / "node.crt").exists()
+
+
+@pytest.mark.process
+def test_a_run_that_is_rendered_again_keeps_its_authority(tmp_path):
+    for name in ("first", "second"):
+        run_certs(tmp_path, tmp_path / name)
+
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("ca.key")] == [Path("certs/ca.key")]
 
 
 @pytest.mark.parametrize(("directory", "code"), [("certs", 1), ("/root/certs", 0)])

@@ -12,9 +12,10 @@ succeeds updates the estimate of the link.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.threads import settle
+from heterorl.common.process.threads import in_thread, settle
 from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved
 from heterorl.common.rpc.calls import Calls, WeightCalls
 from heterorl.common.types.common import file_name
@@ -138,11 +139,21 @@ class Fetcher:
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
-        if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
+        # Also when cancelled: the next fetch appends to the same file.
+        if await in_thread(join, path, self._parts(payload), digest) != payload.digest:
             if isinstance(self.api, WeightCalls):
                 self.api.distrust_address(payload.digest)
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
+
+    @contextlib.contextmanager
+    def sharing_cap(self) -> Iterator[None]:
+        """Count a read that shares the bandwidth cap with the fetches."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
 
     def keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
         names = {payload.digest for payload in payloads}
@@ -184,7 +195,8 @@ class Fetcher:
         async def fill(gap: Gap) -> None:
             async with free:
                 try:
-                    await self._append(payload, gap, watch, digest)
+                    with self.sharing_cap():
+                        await self._append(payload, gap, watch, digest)
                 except Unreachable as error:
                     broken.append(error)
 
@@ -201,7 +213,6 @@ class Fetcher:
 
     async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
-        self._num_running += 1
         pulse = _Pulse(self.clock, allowed_s=self._allowed_s)
         # Two tasks a stream: two a frame would cost more than the frames.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
@@ -215,14 +226,13 @@ class Fetcher:
                 raise Unreachable(f"no bytes of the payload in {pulse.stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
-            self._num_running -= 1
             receiving.cancel()
             stalled.cancel()
             # Also when cancelled twice: the next fetch appends to the same file.
             await settle(receiving, stalled)
 
     def _allowed_s(self) -> float:
-        # Each stream, of other fetches too, may have one frame that waits for the cap; they are served in order.
+        # Each stream, of other reads too, may have one frame that waits for the cap; they are served in order.
         return STALL_S + self._num_running * self._capped_frame_s
 
     async def _receive(

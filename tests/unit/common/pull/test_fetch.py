@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import blake3
 import numpy as np
 import pytest
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
+from heterorl.common.pull import fetcher, partial_download
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.pull.partial_download import SPLIT_BYTES
 from heterorl.common.types.common import Digest
@@ -112,6 +114,32 @@ async def test_joining_goes_on_after_a_crash_at_any_point(source, tmp_path):
     assert path.read_bytes() == DATA
     assert source.asked == []
     assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_cancelled_fetch_leaves_no_thread_that_joins_its_pieces(source, tmp_path, monkeypatch):
+    half, begun, may_go_on = len(DATA) // 2, threading.Event(), threading.Event()
+    (tmp_path / PAYLOAD.digest).write_bytes(DATA[:half])
+    (tmp_path / f"{PAYLOAD.digest}.{half}").write_bytes(DATA[half:])
+
+    def slow(*pieces):
+        begun.set()
+        may_go_on.wait(30.0)
+        return partial_download.join(*pieces)
+
+    monkeypatch.setattr(fetcher, "join", slow)
+    fetching = asyncio.create_task(_fetcher(source, tmp_path, 2).fetch(PAYLOAD))
+    await asyncio.to_thread(begun.wait, 30.0)
+    fetching.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+    # The next fetch would join the same pieces meanwhile.
+    was_over = fetching.done()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert not was_over
+    assert (tmp_path / PAYLOAD.digest).read_bytes() == DATA
 
 
 async def test_damaged_part_is_not_returned(source, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import blake3
 import grpc
@@ -10,7 +11,7 @@ import pytest
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.pull.fetcher import Fetcher
+from heterorl.common.pull.fetcher import STALL_S, Fetcher
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
 from heterorl.common.rpc.transport_options import BandwidthConfig
@@ -18,6 +19,8 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.common.wire.rollout_messages import pushed_from_pb
+from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.payloads import Payloads
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import Run
@@ -125,28 +128,65 @@ class Capped(CoordinatorClient):
             yield frame
 
 
-async def test_fetches_side_by_side_wait_for_their_cap_without_a_stall(tmp_path):
-    clock, frame_s = ManualClock(), 15.0
-    contents = {blake3.blake3(data).hexdigest(): data for data in (bytes([n]) * (FRAME_BYTES + 1) for n in range(8))}
-    bandwidth = BandwidthConfig(down_bytes_per_s=FRAME_BYTES / frame_s)
-    async with Capped("127.0.0.1:1", tls=TlsConfig(insecure=True), clock=clock, bandwidth=bandwidth) as api:
-        api.contents = contents
-        fetcher = Fetcher(api=api, spool=tmp_path, clock=clock, max_bytes=1 << 30)
-        fetches = [
-            asyncio.create_task(
-                fetcher.fetch(
-                    PayloadRef(kind=PayloadKind.DELTA, from_version=0, to_version=1, digest=digest, num_bytes=len(data))
-                )
-            )
-            for digest, data in contents.items()
-        ]
-        began = clock.monotonic()
-        while not all(fetch.done() for fetch in fetches):
-            clock.advance(1.0)
-            await asyncio.sleep(0.002)
+FRAME_S = 15.0
 
-    assert [fetch.result().read_bytes() for fetch in fetches] == list(contents.values())
-    assert clock.monotonic() - began == pytest.approx(len(fetches) * frame_s, abs=5.0)
+
+@contextlib.asynccontextmanager
+async def eight_payloads(clock):
+    """A link under a cap of a frame in FRAME_S, and the payloads that it has, by their content."""
+    datas = [bytes([number]) * (FRAME_BYTES + 1) for number in range(8)]
+    refs = [
+        PayloadRef(
+            kind=PayloadKind.DELTA, from_version=0, to_version=1, digest=blake3.blake3(data).hexdigest(),
+            num_bytes=len(data),
+        )
+        for data in datas
+    ]  # fmt: skip
+    bandwidth = BandwidthConfig(down_bytes_per_s=FRAME_BYTES / FRAME_S)
+    async with Capped("127.0.0.1:1", tls=TlsConfig(insecure=True), clock=clock, bandwidth=bandwidth) as api:
+        api.contents = {ref.digest: data for ref, data in zip(refs, datas, strict=True)}
+        yield api, dict(zip(datas, refs, strict=True))
+
+
+async def all_done(tasks, clock):
+    """Seconds until all tasks are done."""
+    began = clock.monotonic()
+    while not all(task.done() for task in tasks):
+        clock.advance(1.0)
+        await asyncio.sleep(0.002)
+    return clock.monotonic() - began
+
+
+async def test_fetches_side_by_side_wait_for_their_cap_without_a_stall(tmp_path):
+    clock = ManualClock()
+    async with eight_payloads(clock) as (api, payloads):
+        fetcher = Fetcher(api=api, spool=tmp_path, clock=clock, max_bytes=1 << 30)
+        fetches = [asyncio.create_task(fetcher.fetch(ref)) for ref in payloads.values()]
+        seconds = await all_done(fetches, clock)
+
+    assert [fetch.result().read_bytes() for fetch in fetches] == list(payloads)
+    assert seconds == pytest.approx(len(fetches) * FRAME_S, abs=5.0)
+
+
+async def test_fetch_of_a_relay_waits_for_payloads_that_it_passes_on_without_a_stall(tmp_path):
+    clock = ManualClock()
+    # One of them fits the cache.
+    cache = CacheDirectory(tmp_path, max_bytes=FRAME_BYTES + 1)
+    async with eight_payloads(clock) as (api, payloads):
+        relay = Payloads(api=api, cache=cache, clock=clock)
+        relay.note(SimpleNamespace(payloads=list(payloads.values())))
+
+        async def read(ref):
+            return b"".join([frame async for frame in relay.read(digest=ref.digest, offset=0, stop=None)])
+
+        reads = [asyncio.create_task(read(ref)) for ref in payloads.values()]
+        seconds = await all_done(reads, clock)
+        await relay.close()
+    cache.close()
+
+    assert [each.result() for each in reads] == list(payloads)
+    # Threads write meanwhile; a stall costs STALL_S.
+    assert seconds < len(reads) * FRAME_S + STALL_S
 
 
 @pytest.mark.parametrize(("stated", "used"), [(1, 1 << 20), (2 << 20, 2 << 20), (1 << 40, 512 << 20)])

@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 _SWITCH = "set use_chat_template = true"
 _NO_TOOLS = "take an environment without tools, or another model"
+_CORRECT = "correct the data, or what refuses it"
 _PROBE = "0"
 _ENDS = "eos_token_id"
 
@@ -140,8 +141,10 @@ class Prompter:
 
     def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
         """A prompt's token ids with messages and tools, int32; raises PromptRefused."""
-        ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
-        return np.array(self._opened(ids), np.int32)
+        ids = self._opened(self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False))
+        if not ids:
+            raise PromptRefused("task", "the prompt has no tokens", action=_CORRECT)
+        return np.array(ids, np.int32)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError where a prompt would not show the tools."""
@@ -203,7 +206,8 @@ class Prompter:
             return [None] * len(prompts)
         found = self.tokenizer(list(texts.values()), add_special_tokens=False, return_attention_mask=False)
         sizes = {number: len(self._opened(ids)) for number, ids in zip(texts, found["input_ids"], strict=True)}
-        return [sizes.get(number) for number in range(len(prompts))]
+        # Without tokens it is refused too.
+        return [sizes.get(number) or None for number in range(len(prompts))]
 
     def _opened(self, ids: list[int]) -> list[int]:
         """Ids with a text's opening tokens once; a template writes its own."""
@@ -211,7 +215,15 @@ class Prompter:
 
     def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if prompt.refusal:
-            raise PromptRefused("task", prompt.refusal, action="correct the data, or what refuses it")
+            raise PromptRefused("task", prompt.refusal, action=_CORRECT)
+        text = self._text(prompt, tools=tools)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptRefused("task", "half a surrogate pair is not text", action=_CORRECT) from error
+        return text
+
+    def _text(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:
             if tools:
                 raise PromptRefused("use_chat_template", "tools are shown by a template", action=_SWITCH)

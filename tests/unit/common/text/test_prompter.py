@@ -75,6 +75,17 @@ def test_what_the_template_cannot_write_names_the_key(model_dir):
             Prompter(str(model_dir), use_chat_template=True).encode_prompt(asked)
 
 
+def test_prompts_that_have_no_tokens_are_refused(model_dir):
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    halved, empty = (Prompt(index=0, text=text, answer="") for text in ("3\ud800", ""))
+
+    with pytest.raises(PromptRefused, match="half a surrogate pair"):
+        prompter.encode_prompt(halved)
+    with pytest.raises(PromptRefused, match="no tokens"):
+        prompter.encode_prompt(empty)
+    assert prompter.num_tokens([halved, empty, Prompt(index=0, text="3", answer="")]) == [None, None, 1]
+
+
 def test_arguments_that_nothing_takes_are_refused(model_dir):
     with pytest.raises(ConfigError, match="chat_template_arguments: prompts go through no template"):
         Prompter(str(model_dir), use_chat_template=False, template_arguments={"enable_thinking": True})

@@ -61,6 +61,10 @@ class KeptGroup:
     def turns(self) -> list[KeptTurn]:
         return [turn for turns in self.members.values() for turn in turns]
 
+    @property
+    def newest_version(self) -> int:
+        return max(span.version for kept in self.turns for rollout in kept.turn.rollouts for span in rollout.spans)
+
 
 class TurnStore:
     """The turns table of one outbox."""

@@ -144,8 +144,14 @@ class GenerationLoop:
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
         left, self._journal.left = self._journal.left, ()
+        newest = self.policy.record.highest_version
         resumed = []
         for group in left:
+            if group.newest_version > newest:
+                # An operator agreed that the run went back: no coordinator takes such a group.
+                _LOG.warning("assignment %d is returned: its version is of another history", group.first.assignment)
+                self.collector.give_back([group.first.assignment])
+                continue
             draft = await asyncio.to_thread(self.builder.resume, group, begun_at=self._journal.begun_at(group))
             if draft is None:
                 _LOG.warning("assignment %d is returned: its prompt has changed", group.first.assignment)

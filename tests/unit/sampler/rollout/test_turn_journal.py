@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong
-from heterorl.common.types.rollout import FinishReason, WorkAssignment
-from heterorl.sampler.outbox.turn_store import MAX_RESUMED
+from heterorl.common.types.rollout import GIVEN, FinishReason, WorkAssignment
+from heterorl.sampler.outbox.turn_store import MAX_RESUMED, KeptGroup, TurnStore
 from tests.support.games import SIZE, TURNS, Games, collected
 
 LONG = dataclasses.replace(TURNS, max_turns=9, trajectory_s=600.0, max_trajectory_tokens=100)
@@ -94,6 +94,31 @@ async def test_killed_sampler_draws_only_the_turn_that_was_under_way(play, monke
     assert not mine & {assignment for assignment, _ in kept(world)}
     # Nothing was handed back, so no prompt waits behind others.
     assert not world.link.calls["abandon_work"]
+
+
+def of_version(group, version):
+    def moved(kept):
+        (rollout,) = kept.turn.rollouts
+        spans = tuple(dataclasses.replace(s, version=version) if s.is_drawn else s for s in rollout.spans)
+        rollouts = (dataclasses.replace(rollout, spans=spans),)
+        return dataclasses.replace(kept, turn=dataclasses.replace(kept.turn, rollouts=rollouts, oldest_version=version))
+
+    return KeptGroup(members={member: [moved(kept) for kept in turns] for member, turns in group.members.items()})
+
+
+async def test_turns_of_versions_that_an_operator_gave_up_are_handed_back(play, monkeypatch):
+    games = held(2)
+    world = await begun(play, games)
+    await killed_in(world, games)
+    # As after `heterorl accept-rewind`: the run goes on from a version below theirs.
+    real = TurnStore.take
+    monkeypatch.setattr(TurnStore, "take", lambda *turns, **since: [of_version(g, 4) for g in real(*turns, **since)])
+    world.conversations = free()
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {span.version for group in groups for rollout in group.rollouts for span in rollout.spans} == {GIVEN, 0}
+    assert world.link.calls["abandon_work"]
 
 
 async def test_member_whose_first_turn_was_under_way_is_drawn_alone(play, monkeypatch):

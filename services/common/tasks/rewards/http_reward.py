@@ -143,6 +143,9 @@ class Server:
                     raise ServerRefused(f"an answer of more than {MAX_REPLY_BYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError("the answer did not end in time")
+            if response.length:
+                # `read1` takes a connection that ended for the end of the answer.
+                raise http.client.IncompleteRead(received, response.length)
             return received
 
     def _parsed(self, data: bytes) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class JudgeStore:
     """Cache file; one connection of one process."""
 
     def __init__(self, path: str, *, max_entries: int) -> None:
-        """Open or create the file; raise ValueError where that fails."""
+        """Open or create the file; raise ValueError except for a lock."""
         self._max_entries = max_entries
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,9 @@ class JudgeStore:
             self._connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
             self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;" + _SCHEMA)
         except (OSError, sqlite3.Error) as error:
+            # Processes that create it at once meet: only one of them changes its form.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                return
             raise ValueError(f"cannot keep the judge's cache in {path}: {error}") from None
 
     def get(self, digest: bytes) -> float | None:

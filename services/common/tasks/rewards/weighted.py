@@ -246,21 +246,22 @@ def _remote(
 def _rubric(reward: JudgeRewardConfig, *, key: str) -> str:
     if bool(reward.rubric) == bool(reward.rubric_file):
         raise ConfigError(f"{key}.rubric", "set either rubric or rubric_file")
-    text = reward.rubric
+    text, is_long = reward.rubric, False
     if reward.rubric_file:
         try:
             with Path(reward.rubric_file).open("rb") as file:
-                text = file.read(MAX_RUBRIC_BYTES + 1).decode()
+                data = file.read(MAX_RUBRIC_BYTES + 1)
+            # A text that is cut here may end within a character.
+            is_long = len(data) > MAX_RUBRIC_BYTES
+            text = data.decode(errors="ignore" if is_long else "strict")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{key}.rubric_file",
                 f"cannot read {reward.rubric_file}: {error}",
                 action="check the path, and that this user can read the file",
             ) from error
-    if len(text) > MAX_RUBRIC_BYTES:
-        raise ConfigError(
-            f"{key}.rubric_file", f"longer than {MAX_RUBRIC_BYTES} characters", action="shorten the rubric"
-        )
+    if is_long:
+        raise ConfigError(f"{key}.rubric_file", f"longer than {MAX_RUBRIC_BYTES} bytes", action="shorten the rubric")
     if "{completion}" not in text:
         raise ConfigError(
             f"{key}.rubric", "has no {completion}", action="add it, since the judge must see the completion"

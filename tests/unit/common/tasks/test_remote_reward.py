@@ -102,6 +102,13 @@ def test_each_status_that_passes_is_asked_again_and_the_page_names_it(status):
     assert f"| {named}, a failed connection |" in (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
 
 
+def test_an_answer_that_is_cut_off_is_asked_again():
+    replies = [(200, {"Content-Length": "99"}, b'{"rewards": [0.'), {"rewards": [0.5]}]
+
+    with serving(lambda _: replies.pop(0)) as server:
+        assert http_reward.Server(url=server.url).post({}, deadline=time.monotonic() + 20) == {"rewards": [0.5]}
+
+
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 501, 505])
 def test_any_other_status_is_an_error_at_once(status):
     with serving(lambda _: (status, {}, b"no")) as server:
@@ -367,6 +374,19 @@ def test_the_oldest_scores_give_way_and_a_damaged_cache_is_refused_by_its_key(tm
             task.score(task.prompt(0), "x")
 
 
+def test_a_cache_that_another_process_creates_is_no_error(tmp_path):
+    path = tmp_path / "judge.sqlite"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    store = JudgeStore(str(path), max_entries=9)
+    other.execute("COMMIT")
+    other.close()
+
+    assert store.get(question_digest([1])) is None
+    JudgeStore(str(path), max_entries=9).put(question_digest([1]), 2.0)
+    assert store.get(question_digest([1])) == 2.0
+
+
 @pytest.mark.parametrize(
     ("words", "pattern", "score"),
     [
@@ -397,6 +417,15 @@ def test_what_stands_in_a_text_is_no_place_of_the_rubric():
 def test_a_rubric_that_cannot_be_used_is_refused_by_its_key(change, message, tmp_path):
     with serving(lengths) as server, pytest.raises(ConfigError, match=message):
         with task_of(judge(server, tmp_path, **change)):
+            pass
+
+
+@pytest.mark.parametrize("first", ["{completion}", "{completion}a"])
+def test_a_rubric_is_not_cut(first, tmp_path):
+    # The first one is cut within a character, the second one between two.
+    (tmp_path / "rubric.md").write_text(first + "\u00e9" * 40_000, encoding="utf-8")
+    with serving(lengths) as server, pytest.raises(ConfigError, match="rubric_file: longer than 65536 bytes"):
+        with task_of(judge(server, tmp_path, rubric="", rubric_file=str(tmp_path / "rubric.md"))):
             pass
 
 

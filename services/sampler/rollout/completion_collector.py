@@ -339,7 +339,8 @@ class CompletionCollector:
         await self.journal.forget([number for number, _ in given])
         for reason in dict.fromkeys(reason for _, reason in given):
             await self.work.abandon([number for number, other in given if other is reason], reason)
-        self._returned = [each for each in self._returned if each not in set(given)]
+        done = set(given)
+        self._returned = [each for each in self._returned if each not in done]
 
     async def hand_back(self) -> None:
         """Return assignments within HAND_BACK_S; without an answer they expire."""
@@ -356,6 +357,7 @@ class WorkLog:
     _said_at: float = -math.inf
     _num_groups: int = 0
     _num_rollouts: int = 0
+    _num_lost: int = 0
     _num_failed: int = 0
     _rewards: float = 0.0
 
@@ -363,9 +365,10 @@ class WorkLog:
         self._num_failed += 1
 
     def note(self, groups: Sequence[Group]) -> None:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.trainable]
         self._num_groups += len(groups)
         self._num_rollouts += len(rollouts)
+        self._num_lost += sum(len(group.rollouts) for group in groups) - len(rollouts)
         self._rewards += sum(rollout.reward for rollout in rollouts)
 
     def say(self, *, tokens_per_s: float, now: float, version: int, head: int, level: Level, num_ahead: int) -> None:
@@ -374,12 +377,13 @@ class WorkLog:
             return
         reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"
         failed = f", {self._num_failed} without a reward" if self._num_failed else ""
+        lost = f" and {self._num_lost} lost members" if self._num_lost else ""
         _LOG.info(
-            "the sampler made %d groups, %d rollouts%s, %s tokens/s, mean reward %s; version %d, %d behind the head; "
+            "the sampler made %d groups, %d rollouts%s%s, %s tokens/s, mean reward %s; version %d, %d behind the head; "
             "%d assignments ahead; outbox %d groups, %s",
-            self._num_groups, self._num_rollouts, failed, f"{tokens_per_s:,.0f}", reward, version,
+            self._num_groups, self._num_rollouts, lost, failed, f"{tokens_per_s:,.0f}", reward, version,
             max(0, head - version), num_ahead, level.num_groups, decimal(level.num_bytes),
         )  # fmt: skip
         self._said_at = now
-        self._num_groups = self._num_rollouts = self._num_failed = 0
+        self._num_groups = self._num_rollouts = self._num_lost = self._num_failed = 0
         self._rewards = 0.0

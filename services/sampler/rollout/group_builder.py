@@ -109,10 +109,12 @@ class GroupBuilder:
         """Draft of an earlier process's group; None if its prompt changed."""
         first = left.first.turn
         prompt = self.task.prompt(first.prompt_index) if first.prompt_index < self.task.num_prompts else None
-        conversation = self.conversations.of(prompt) if self.conversations and prompt else None
-        if prompt is None or conversation is None or max(left.members) >= self.group_size:
+        if prompt is None or self.conversations is None or max(left.members) >= self.group_size:
             return None
         try:
+            conversation = self.conversations.of(prompt)
+            if conversation is None:
+                return None
             with self.lock:
                 ids = conversation.encode(prompt)
         except PromptRefused:

@@ -109,14 +109,14 @@ class World:
 
 
 async def until(log, child, text):
-    while any(f"{name}: " not in line for name, line in _newest(log, text).items()):
+    while any(f" {name} took " not in line for name, line in _newest(log, text).items()):
         assert child.poll() is None, log.read_text()
         await asyncio.sleep(0.05)
 
 
 def _newest(log, text):
     lines = log.read_text(errors="replace").splitlines()
-    return {name: next((line for line in lines if f"{name}: " in line and text in line), "") for name in TRACKERS}
+    return {name: next((line for line in lines if f" {name} took " in line and text in line), "") for name in TRACKERS}
 
 
 async def publish(run, *reports, **changes):
@@ -168,7 +168,7 @@ async def _tell(world):
         await publish(run, report(2), report(3))
         await evaluate(run)
         tracker, log = world.track()
-        await until(log, tracker, "up to 3 of version 2")
+        await until(log, tracker, "up to step 3 of version 2")
         world.kill(tracker)
         await publish(run, report(4))
         await publish(run, report(5))
@@ -177,7 +177,7 @@ async def _tell(world):
         coordinator = world.coordinator()
         await client.get_status()
         tracker, log = world.track()
-        await until(log, tracker, "up to 5 of version 4")
+        await until(log, tracker, "up to step 5 of version 4")
         world.kill(coordinator)
         while "coordinator: " not in log.read_text(errors="replace"):  # noqa: ASYNC110 - of a file
             await asyncio.sleep(0.05)

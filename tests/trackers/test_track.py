@@ -179,7 +179,7 @@ async def _tell(world):
         tracker, log = world.track()
         await until(log, tracker, "up to step 5 of version 4")
         world.kill(coordinator)
-        while "coordinator: " not in log.read_text(errors="replace"):  # noqa: ASYNC110 - of a file
+        while "coordinator is asked again" not in log.read_text(errors="replace"):  # noqa: ASYNC110 - of a file
             await asyncio.sleep(0.05)
         coordinator = world.coordinator()
         # An upload is tried once: the coordinator must answer before.

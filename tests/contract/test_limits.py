@@ -140,7 +140,10 @@ def test_limit_is_longer_where_other_processes_want_the_cores(monkeypatch):
     loads = {0.5: 1.0, 3.0: 3.0 / limits._CORES, 1000.0: limits.MOST_PATIENCE}
     for load, times in loads.items():
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 5000.0))
+        monkeypatch.delenv("HETERORL_TEST_EXAMPLES", raising=False)
         assert limits.patience() == max(1.0, times)
+        monkeypatch.setenv("HETERORL_TEST_EXAMPLES", "4")
+        assert limits.patience() == 4 * max(1.0, times)
     monkeypatch.setenv("HETERORL_TEST_PATIENCE", "2.5")
     assert limits.patience() == 2.5
 

@@ -23,6 +23,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.support.examples import MORE
+
 LIMIT_S = 60.0
 PROCESS_LIMIT_S = 240.0
 MOST_PATIENCE = 10.0
@@ -30,10 +32,13 @@ _CORES = len(os.sched_getaffinity(0))
 
 
 def patience() -> float:
-    """HETERORL_TEST_PATIENCE, else by how many processes want each core now, from 1 to MOST_PATIENCE."""
+    """HETERORL_TEST_PATIENCE, else by how many processes want each core now, from 1 to MOST_PATIENCE.
+
+    A tier of more random examples has that many times longer.
+    """
     if stated := os.environ.get("HETERORL_TEST_PATIENCE"):
         return float(stated)
-    return min(max(1.0, max(os.getloadavg()[:2]) / _CORES), MOST_PATIENCE)
+    return min(max(1.0, max(os.getloadavg()[:2]) / _CORES), MOST_PATIENCE) * int(os.environ.get(MORE, "1"))
 
 
 PATIENCE = patience()

@@ -13,6 +13,7 @@ import numpy as np
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import Config
 from heterorl.common.wire.common_messages import bytes_digest
+from heterorl.sampler.delay import DelayConfig
 from heterorl_research.lab.cell import Cell
 from heterorl_research.losses.kinds import level_of
 
@@ -59,6 +60,7 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     ),
 }
 """Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
+PARAMETERS = {"lognormal": ("mu", "sigma"), "weibull": ("shape", "scale"), "exponential": ("start", "scale")}
 _POINTS = 10
 _DIGITS = 3
 _DIGITS_OF_MEANS = 6
@@ -79,13 +81,20 @@ def cell_digest(cell: Cell) -> str:
     """Digest of everything that a run depends on."""
     parts = (
         cell.algorithm.model_dump_json(exclude={"loss": _unset(cell.algorithm.loss, "loss")}),
-        cell.delay.model_dump_json(exclude=_unset(cell.delay, "delay")),
+        _with_parameters(cell.delay),
         cell.task.model_dump_json(
             exclude={"task": _unset(cell.task.task, "prompts"), **dict.fromkeys(_unset(cell.task, "task"), True)}
         ),
         cell.regime.model_dump_json(exclude=_unset(cell.regime, "regime")),
     )
     return bytes_digest("\n".join([cell.run_id, *parts]).encode())
+
+
+def _with_parameters(delay: DelayConfig) -> str:
+    """A delay as JSON, with the parameters that earlier results state too."""
+    text = delay.model_dump_json(exclude=_unset(delay, "delay"))
+    names = PARAMETERS.get(delay.kind, ())
+    return text[:-1] + "".join(f",{json.dumps(name)}:{getattr(delay, name)!r}" for name in names) + "}"
 
 
 def _unset(part: Config, name: str) -> set[str]:

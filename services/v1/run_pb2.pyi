@@ -747,7 +747,7 @@ class ListStepsResponse(google.protobuf.message.Message):
     REPORTS_FIELD_NUMBER: builtins.int
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.StepReport]:
-        """Reports, oldest first."""
+        """Reports, oldest first, as many as fit a message; none is the end."""
 
     def __init__(
         self,

@@ -313,11 +313,7 @@ def commands_of(
         last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)
         return dict.fromkeys(wide, last)
     draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
-    stopped = [holder for holder in wide if draining and holder[0] in full]
-    if get_meta(connection, "lease_released") != "1" or evaluations.is_pending(connection):
-        stopped = []
+    is_over = draining and get_meta(connection, "lease_released") == "1" and not evaluations.is_pending(connection)
     # A site that registers again states its lowest sequence, and the watermark passes over the missing ones.
-    answers: Commands = {
-        holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()
-    }
-    return {**answers, **dict.fromkeys(stopped, (Command.STOP,))}
+    answers = {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}
+    return answers | {holder: (Command.STOP,) for holder in wide if is_over and holder[0] in full}

@@ -13,6 +13,7 @@ import secrets
 import socketserver
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -115,14 +116,14 @@ class Endpoint:
             return turn
 
 
-class EndpointEpisode:
+class EndpointEpisode(ABC):
     """An episode whose agent asks an endpoint: each request is a turn."""
 
     _endpoint: Endpoint
 
+    @abstractmethod
     def _next(self) -> tuple[Message, ...] | None:
         """Messages of the next request; None at the end."""
-        raise NotImplementedError
 
     def _first(self, agent: str) -> tuple[Message, ...]:
         first = self._next()

@@ -100,8 +100,9 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         axis = f"{unit} since version 0"
         drawn.append(("progress", "Versions over time", partial(_progress, run.published, unit_s), axis, HEIGHT))
     if run.sites:
-        bars = bars_of(run.sites)
-        drawn.append(("sites", "Groups by site", partial(_sites, bars), "groups", max(1.8, 1.1 + 0.4 * len(bars))))
+        bars = largest(run.sites)
+        title = "Groups by site" if len(bars) == len(run.sites) else f"Groups of the {len(bars)} largest sites"
+        drawn.append(("sites", title, partial(_sites, bars), "groups", max(1.8, 1.1 + 0.4 * len(bars))))
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
     page = fill(
@@ -227,22 +228,11 @@ def _progress(published: Sequence[tuple[int, float]], unit_s: float, axes: Any) 
     axes.set_ylim(0, None)
 
 
-def bars_of(sites: Sequence[SiteTotals]) -> list[SiteTotals]:
-    """The sites with most groups, and the sum of the others.
-    The order stays."""
-    if len(sites) <= MOST_BARS:
-        return list(sites)
+def largest(sites: Sequence[SiteTotals]) -> list[SiteTotals]:
+    """The MOST_BARS sites with most groups, in their order."""
     by_size = sorted(sites, key=lambda site: -(site.accepted + site.dropped))
-    large = {site.site for site in by_size[: MOST_BARS - 1]}
-    others = [site for site in sites if site.site not in large]
-    rest = SiteTotals(
-        site=f"{len(others)} others",
-        engines=(),
-        accepted=sum(site.accepted for site in others),
-        dropped=sum(site.dropped for site in others),
-        incarnations=sum(site.incarnations for site in others),
-    )
-    return [*(site for site in sites if site.site in large), rest]
+    names = {site.site for site in by_size[:MOST_BARS]}
+    return [site for site in sites if site.site in names]
 
 
 def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:

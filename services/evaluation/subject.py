@@ -1,4 +1,4 @@
-"""Subjects of `heterorl evaluate`: sets, model files, pulled versions."""
+"""Engines with loaded weights to evaluate, and the evaluation sets."""
 
 from __future__ import annotations
 

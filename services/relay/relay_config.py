@@ -12,7 +12,7 @@ from heterorl.common.rpc.node_config import NodeConfig
 
 
 class RelayConfig(NodeConfig):
-    """One relay serves the samplers of one site."""
+    """One relay serves the samplers of one place."""
 
     listen: Listen = "127.0.0.1:50061"
     """host:port to serve on; port 0: any free one, in the file `address` of data_dir or cache_dir."""

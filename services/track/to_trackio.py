@@ -1,4 +1,4 @@
-"""trackio: SQLite files of this machine in TRACKIO_DIR, one row a step."""
+"""Writer of steps, evaluations and samples to trackio's files in TRACKIO_DIR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP server for one user: GET and HEAD on loopback, by key.
+"""Loopback HTTP server for one user, protected by a URL's secret.
 
 The Host check stops DNS rebinding by foreign pages; the key of the printed URL stops other users of this machine. The
 first visit moves the key from the URL into a cookie.

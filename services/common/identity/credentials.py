@@ -1,4 +1,4 @@
-"""Certificates of a node and revoked serials, as gRPC credentials.
+"""TLS credentials of a node, reloaded on change, and its revocation list.
 
 Files are checked when read, and read again when changed.
 

@@ -1,4 +1,4 @@
-"""Loading of transformers models.
+"""Model loading: one at a time, context-window limits, fixed rotary positions.
 
 One loads at a time in a process, with rotary positions that other texts do not change.
 

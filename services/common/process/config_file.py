@@ -50,7 +50,7 @@ FORMER = {
     "flavours": "it is `variants`",
     "ballast_bytes": "groups are refused before the disk is full: see min_free_bytes",
     "payloads.take_over": "a prefix is free when no coordinator runs and its object `run` is deleted (docs/operate.md)",
-    "share_dir": "use a relay for several samplers of one site (docs/relay.md), or engine.devices in one sampler",
+    "share_dir": "use a relay for several samplers of one place (docs/relay.md), or engine.devices in one sampler",
     "share_bytes": "use a relay with cache_bytes (docs/relay.md)",
     "publish_interval": "set steps_per_version",
     "evaluation_lease_s": "held-out prompts are leased for work_lease_s; see evaluation_hold_s of the sampler",

@@ -1,4 +1,4 @@
-"""Values of all three columns: names, digests, contract, sampling, step report."""
+"""Shared domain types: run contract, sampling settings, step reports, digests."""
 
 from __future__ import annotations
 

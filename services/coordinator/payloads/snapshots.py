@@ -1,4 +1,4 @@
-"""Snapshots: when one is due, its writing, and proof of a path.
+"""Snapshots: schedule, composition from deltas, verification of a delta chain.
 
 Both work chunk by chunk, so memory does not grow with the model. The proof rebuilds each state and compares the chunk
 digests with the version's manifest, which also locates a damaged payload.

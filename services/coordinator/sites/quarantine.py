@@ -1,4 +1,4 @@
-"""Quarantine of sites: by canary, by the learner's checks, by lost members.
+"""Quarantine by canary or failed checks; limit on lost members.
 
 Store operations. Reasons:
 

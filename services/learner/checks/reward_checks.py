@@ -1,4 +1,4 @@
-"""Rewards computed again from the prompt's number and the tokens.
+"""Reward verification: prompts scored again, episodes replayed, trust rules.
 
 Trajectories of several turns are stepped again: given ids and rewards must be the environment's. With a deterministic
 environment a site can invent neither. A failure of a machine is not held against its site; the group is not trained on.

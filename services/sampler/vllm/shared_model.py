@@ -1,4 +1,4 @@
-"""The shared model of a node's vLLM engines: reference, layout, weight files.
+"""Reference model and weight files, shared by a node's vLLM engines.
 
     all weights   one safetensors file, read by every worker's `load_arena_file`; or a whole model, to start from
     adapters      a directory in the format of `peft`, read by vLLM's own loader, over the base model

@@ -324,12 +324,25 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
     """Check every node before anything is written; raises InvalidNodes."""
     lines: dict[str, None] = {}
     for node in nodes:
-        for key, text in problems(node.kind, node.config):
+        for key, text in (*problems(node.kind, node.config), *_conflicts(node)):
             where = node.stated.get(key) or key_in_run(node.kind, key)
             lines[f"{where}: {text}" if where else f"{node.name}: {text}"] = None
     if lines:
         head = [f"run.toml has {len(lines)} problems:"] if len(lines) > 1 else []
         raise InvalidNodes("\n".join([*head, *lines]))
+
+
+def _conflicts(node: Node) -> Iterator[tuple[str, str]]:
+    """Keys of a node's table that contradict what other nodes and certificates are made from."""
+    if node.port and str(node.config["listen"]).rpartition(":")[2] != str(node.port):
+        yield "listen", f"the port is not {node.port}, which the nodes dial; change `port`"
+    if node.kind != "sampler":
+        return
+    if node.config["site"] != node.site:
+        yield "site", f"the certificate's site is {node.site}; change `samplers.site`"
+    engine = node.config.get("engine")
+    if isinstance(engine, dict) and tuple(engine.get("devices") or ()) != node.devices:
+        yield "engine.devices", "the launcher gives the node other GPUs; change `samplers.devices`"
 
 
 def key_in_run(kind: Kind, key: str) -> str:

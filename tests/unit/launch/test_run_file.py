@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,26 @@ def test_command_refuses_what_a_service_would_and_writes_nothing(right, tmp_path
     assert isinstance(result.exception, HeterorlError)
     assert said in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+CONTRADICT = {
+    'host = "eu.example"\n\n': ('host = "eu.example"\nconfig = {listen = "0.0.0.0:7"}\n\n', "relays.config.listen: the port"),
+    "config = {max_staleness_versions = 32}": ('config = {listen = "0.0.0.0:7"}', "coordinator.config.listen: the port"),
+    "engine = {threads = 2}": ("engine = {devices = [1]}", "change `samplers.devices`"),
+    'engine = {kind = "vllm"}': ("config = {engine = {devices = [5]}}", "change `samplers.devices`"),
+    'host = "us.example"': ('host = "us.example"\nconfig = {site = "asia"}', "change `samplers.site`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("right", CONTRADICT)
+def test_key_that_contradicts_what_other_nodes_are_made_from_is_refused(right):
+    wrong, said = CONTRADICT[right]
+    assert right in RUN
+    nodes = nodes_of(RunFile.model_validate(tomllib.loads(RUN.replace(right, wrong))))
+
+    with pytest.raises(InvalidNodes) as refused:
+        check_nodes(nodes, lambda *_: ())
+    assert said in str(refused.value)
 
 
 def test_problem_of_a_key_is_said_where_the_run_has_it():

@@ -108,7 +108,10 @@ class Episodes:
         """Rows of its data set; None: without an end."""
         self.shares_process = bool(facts["shares_process"])
         self._places: list[_Place] = []
-        self._lock = threading.Lock()
+        self._num_shared = 0
+        """Processes of the places, and of those that begin."""
+        self._changed = threading.Condition()
+        self._is_closed = False
         self._numbers = itertools.count()
         if "num_files" in facts:
             _LOG.info("environment %s has loaded %d files of %s", name, facts["num_files"], facts["place"])
@@ -145,31 +148,52 @@ class Episodes:
 
     def close(self) -> None:
         """Kill all processes; callers that wait get an error."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         self._pool.close()
 
     def _enter(self) -> _Place:
-        with self._lock:
-            for place in self._places:
-                if place.live < EPISODES_A_PROCESS and place.worker.is_running:
-                    place.live += 1
-                    return place
+        if self.shares_process and (shared := self._shared()) is not None:
+            return shared
         try:
             place = _Place(self._pool.take())
         except RewardError as error:
             raise ToolLost(f"{self.name}: no episode begins any more") from error
         if self.shares_process:
-            with self._lock:
+            with self._changed:
                 self._places.append(place)
+                self._changed.notify_all()
         return place
 
+    def _shared(self) -> _Place | None:
+        """A place with room; None: a process is free for another one."""
+        with self._changed:
+            while not self._is_closed:
+                roomy = [place for place in self._places if place.live < EPISODES_A_PROCESS]
+                running = [place for place in roomy if place.worker.is_running]
+                if not running and self._num_shared < self.num_processes:
+                    self._num_shared += 1
+                    return None
+                # A process that ended starts again.
+                if roomy:
+                    place = (running or roomy)[0]
+                    place.live += 1
+                    return place
+                self._changed.wait()
+            return None
+
     def leave(self, place: _Place) -> None:
-        with self._lock:
+        with self._changed:
             place.live -= 1
+            # A caller may wait for room in this process.
+            self._changed.notify_all()
             if place.live:
                 return
+            self._pool.give(place.worker)
             if place in self._places:
                 self._places.remove(place)
-        self._pool.give(place.worker)
+                self._num_shared -= 1
 
 
 class Episode:
@@ -179,6 +203,7 @@ class Episode:
         self.first: tuple[Message, ...] | None = None
         """First messages, which replace the row's prompt; None keeps the prompt."""
         self._episodes, self._place, self._number = episodes, place, number
+        self._process: object = None
         self._error: EpisodeError | None = None
         self._is_closed = False
 
@@ -227,7 +252,7 @@ class Episode:
         request, name = {"do": do, "episode": self._number, **words}, f"{self._episodes.name}, {do}"
         try:
             with self._place.lock:
-                return self._place.worker.ask(request, starts=do == "open")
+                return self._asked(request, starts=do == "open")
         except WorkerLost as error:
             self._error = ToolLost(f"{name}: {error}")
             raise self._error from error
@@ -235,6 +260,17 @@ class Episode:
             # Arguments that JSON cannot hold, such as too deep ones, end the episode in the same way.
             self._error = EnvironmentFailed(f"{name}: {error}")
             raise self._error from error
+
+    def _asked(self, request: Mapping[str, Any], *, starts: bool) -> dict[str, Any]:
+        worker = self._place.worker
+        if not starts and worker.process is not self._process:
+            # Another episode of this place started a new one.
+            raise WorkerLost("its process has ended")
+        try:
+            return worker.ask(request, starts=starts)
+        finally:
+            if starts:
+                self._process = worker.process
 
 
 def _parsed(name: str) -> dict[str, str]:

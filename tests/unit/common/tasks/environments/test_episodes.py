@@ -366,6 +366,40 @@ def test_who_begins_beyond_the_processes_waits_for_one(opened):
             assert episode.step(Action("x"))
 
 
+def test_who_finds_shared_processes_full_begins_once_one_episode_ends(opened):
+    episodes = opened("play:Shared", num_processes=1)
+    live = [episodes.open({}, seed=1) for _ in range(EPISODES_A_PROCESS)]
+    with ThreadPoolExecutor(1) as thread:
+        later = thread.submit(episodes.open, {}, 2)
+        try:
+            with pytest.raises(TimeoutError):
+                later.result(0.2)
+            live.pop().close()
+            later.result(20.0).close()
+        finally:
+            for episode in live:
+                episode.close()
+
+
+def test_who_begins_in_a_process_that_ended_leaves_the_others_lost(opened):
+    episodes = opened("play:Shared", num_processes=1)
+    lost = [episodes.open({}, seed=1) for _ in range(2)]
+    episodes._pool.workers[0].process.kill()
+    episodes._pool.workers[0].process.wait()
+    with ThreadPoolExecutor(1) as thread:
+        later = thread.submit(episodes.open, {}, 1)
+        try:
+            with later.result(20.0) as episode:
+                assert episode.step(Action("x"))
+                with pytest.raises(ToolLost, match="its process has ended"):
+                    lost[0].step(Action("x"))
+                lost[0].close()
+                assert episode.step(Action("x"))
+        finally:
+            for each in lost:
+                each.close()
+
+
 def test_an_episode_that_does_not_close_costs_its_process_alone(opened, caplog):
     episodes = opened(num_processes=1)
     with episodes.open({"closes": "badly"}, seed=1) as episode:

@@ -184,12 +184,21 @@ def _sequences(group: Group, spec: LossSpec, *, number: int, scale: float, head_
             number=place,
             staleness=_staleness(rollout, head_version) if spec.needs_staleness else None,
             turns=_turns(rollout) if spec.custom is not None else None,
-            routed_experts=rollout.routed_experts,
+            routed_experts=_record(group, rollout, own),
         )
         for (place, rollout), own, advantage, centred_reward, log_denominator in zip(
             members, strips, advantages_G, centred_G, log_denominators_G, strict=True
         )
     ]
+
+
+def _record(group: Group, rollout: Rollout, strips: Sequence[Strip]) -> bytes:
+    """The recorded experts of the tokens that the model reads.
+
+    It does not read a stale end.
+    """
+    num_recorded = group.prompt_token_ids.size + rollout.token_ids.size - 1
+    return rollout.routed_experts[: len(rollout.routed_experts) // num_recorded * strips[0].num_inputs]
 
 
 def _staleness(rollout: Rollout, head_version: int) -> Int32Array:

@@ -210,6 +210,25 @@ def test_what_is_left_of_a_stale_group_counts_its_age_from_the_oldest_token_left
     assert without_stale(_aged_group(), oldest=3).trainable == ()
 
 
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_recorded_experts_of_a_stale_end_are_left_out(batching):
+    """A site may state an older version behind a newer one; the record is of all tokens."""
+    pieces = [([4, 5], [-1.0, -2.0], None), ([7, 8, 9], [-0.5, -1.0, -0.2], None)]
+    member = _rollout(pieces, 1.0, versions=(2, 1))
+    value = group([member, _rollout([([6], [-0.3], None)], 0.0, versions=(2, 2))], version=1)
+    num_read = value.prompt_token_ids.size + 4
+    record = bytes(range(2 * num_read))
+    value = dataclasses.replace(value, rollouts=(dataclasses.replace(member, routed_experts=record), value.rollouts[1]))
+
+    batch = build_batch([without_stale(value, oldest=2)], loss=GepoConfig())
+    routed = collate(batch.sequences[:1], batching=batching).routed
+
+    assert routed.is_recorded_N.tolist() == [True] * (num_read - 3)
+    assert routed.ids_NC.tolist() == [[2 * place, 2 * place + 1] for place in range(num_read - 3)]
+    assert build_batch([value], loss=GepoConfig()).sequences[0].routed_experts == record
+    assert collate(batch.sequences, batching=batching).routed.is_recorded_N.sum() == num_read - 3
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_lost_members_and_trailing_given_tokens_change_nothing(name):
     groups = _groups(6)

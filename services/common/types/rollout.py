@@ -76,6 +76,8 @@ class Span:
     end: int
     keeps: int | None = None
     """Begins another sequence behind the first `keeps` tokens of the one before, prompt included; None continues."""
+    is_stale: bool = False
+    """Whether a policy drew them, too long ago to be trained."""
 
     @property
     def is_drawn(self) -> bool:
@@ -422,6 +424,20 @@ def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
     return tuple((part.start, part.end) for part in parts_of(rollout.spans) if part.is_drawn)
 
 
+def turn_numbers(spans: Sequence[Span]) -> list[int]:
+    """Turn of each span, from 0; given tokens have the one before.
+
+    Stale turns count.
+    """
+    numbers, number, was_said = [], -1, False
+    for span in spans:
+        is_said = span.is_drawn or span.is_stale
+        number += is_said and (span.keeps is not None or not was_said)
+        numbers.append(number)
+        was_said = is_said
+    return numbers
+
+
 def without_stale(group: Group, *, oldest: int) -> Group:
     """The group with tokens drawn before version `oldest` as given tokens.
 
@@ -439,7 +455,10 @@ def _without_stale(rollout: Rollout, oldest: int) -> Rollout:
     is_kept = np.repeat([span.version >= oldest for span in drawn], [span.end - span.start for span in drawn])
     if is_kept.all():
         return rollout
-    spans = tuple(replace(span, version=GIVEN) if span.version < oldest else span for span in rollout.spans)
+    spans = tuple(
+        replace(span, version=GIVEN, is_stale=True) if span.is_drawn and span.version < oldest else span
+        for span in rollout.spans
+    )
     return replace(rollout, spans=spans, sampler_logprobs=rollout.sampler_logprobs[is_kept])
 
 

@@ -26,7 +26,7 @@ import torch
 
 from heterorl.common.model.router_replay import RoutedTokens
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Group, Rollout, Strip, strips_of, turns_of
+from heterorl.common.types.rollout import Group, Rollout, Strip, strips_of, turn_numbers
 from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
 from heterorl.learner.loss.loss_config import LossConfig
@@ -208,8 +208,12 @@ def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
 
 
 def _turns(rollout: Rollout) -> Int32Array:
-    lengths = [end - start for start, end in turns_of(rollout)]
-    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    drawn = [
+        (number, span.end - span.start)
+        for number, span in zip(turn_numbers(rollout.spans), rollout.spans, strict=True)
+        if span.is_drawn
+    ]
+    return np.repeat(np.array([number for number, _ in drawn], np.int32), [length for _, length in drawn])
 
 
 Batching = Literal["padded", "packed"]

@@ -20,7 +20,7 @@ from heterorl.common.types.common import (
     SiteTokens,
     SourceReport,
 )
-from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout, turns_of
+from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout, turn_numbers
 
 
 def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
@@ -33,7 +33,7 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         return None
     lengths_B = np.array([rollout.num_drawn for rollout in rollouts], np.float64)
     is_high_B = _above_mean([rollout.reward for rollout in rollouts])
-    turns = [len(turns_of(rollout)) for rollout in rollouts]
+    turns = [max(turn_numbers(rollout.spans), default=-1) + 1 for rollout in rollouts]
     endings = Counter(rollout.finish_reason.value for rollout in rollouts)
     is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     return CompletionNumbers(
@@ -48,9 +48,14 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         sites=_sites(groups),
         turns_mean=statistics.fmean(turns),
         turns_max=max(turns),
-        given_mean=statistics.fmean(rollout.token_ids.size - rollout.num_drawn for rollout in rollouts),
+        given_mean=statistics.fmean(_num_given(rollout) for rollout in rollouts),
         endings=tuple(PartMean(name=name, mean=count / len(rollouts)) for name, count in endings.most_common()),
     )
+
+
+def _num_given(rollout: Rollout) -> int:
+    """Tokens of the environment; stale ones are the policy's."""
+    return rollout.token_ids.size - rollout.num_drawn - sum(s.end - s.start for s in rollout.spans if s.is_stale)
 
 
 def has_signal(group: Group) -> bool:

@@ -11,6 +11,7 @@ from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Roll
 from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import build_batch, collate
+from heterorl.learner.train.completion_stats import completion_numbers
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
 from heterorl.learner.train.step_report import wanted_log_ratios
 from tests.support.losses import CATALOGUE
@@ -208,6 +209,19 @@ def test_what_is_left_of_a_stale_group_counts_its_age_from_the_oldest_token_left
         [GIVEN, 2], [GIVEN, GIVEN, 2], [2], [GIVEN],
     ]  # fmt: skip
     assert without_stale(_aged_group(), oldest=3).trainable == ()
+
+
+def test_turns_keep_their_numbers_when_stale_ones_become_context():
+    pieces = [([4, 5], [-1.0, -2.0], None), ([3], None, None), ([7, 8], [-0.5, -1.0], None)]
+    half = [([4], [-1.0], None), ([5, 6], [-2.0, -0.1], None), ([3], None, None), ([7], [-0.5], None)]
+    value = group([_rollout(pieces, 1.0), _rollout(half, 0.0)], version=1)
+
+    for oldest, turns in ((1, [[0, 0, 1, 1], [0, 0, 0, 1]]), (2, [[1, 1, 0], [0, 0, 1]])):
+        masked = without_stale(value, oldest=oldest)
+        inputs = collate(build_batch([masked], loss=BY_TURN).sequences, batching="padded").loss_inputs
+        assert inputs.turns_BT.tolist() == turns
+        numbers = completion_numbers([masked])
+        assert (numbers.turns_mean, numbers.turns_max, numbers.given_mean) == (2.0, 2, 1.0)
 
 
 @pytest.mark.parametrize("batching", ["padded", "packed"])

@@ -95,9 +95,8 @@ class Conversations:
         """Check that the template writes turns and tools."""
         self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(end_token_ids)
         environments = environments_of(task)
-        self._parsers = {
-            each.name: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments
-        }
+        # By object: sources of a mixture may have one name in two directories.
+        self._parsers = {each: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments}
         self.max_live = sum(each.max_live for each in environments)
         """Most episodes at once; 0 without environments."""
 
@@ -107,10 +106,7 @@ class Conversations:
         if spec is None:
             return None
         return Conversation(
-            prompter=self._prompter,
-            spec=spec,
-            parser=self._parsers[spec.episodes.name],
-            end_token_ids=self._end_token_ids,
+            prompter=self._prompter, spec=spec, parser=self._parsers[spec.episodes], end_token_ids=self._end_token_ids
         )
 
     def at(self, index: int) -> Episodes | None:
@@ -123,9 +119,9 @@ class Conversations:
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):
             found = None if prompt.refusal else self.of(prompt)
-            if found is None or found.spec.episodes.name not in untried:
+            if found is None or found.spec.episodes not in untried:
                 continue
-            del untried[found.spec.episodes.name]
+            del untried[found.spec.episodes]
             try:
                 with found.spec.open() as episode:
                     found.step(episode, turn)

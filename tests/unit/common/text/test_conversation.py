@@ -1,15 +1,20 @@
 """A policy and a file of tools: calls are read of drawn ids, results become given ids, the same ones at every node."""
 
+import contextlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.task import close_task
+from heterorl.common.errors import ConfigError, EnvironmentFailed
+from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, EpisodeLimits
+from heterorl.common.tasks.task import Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from tests.support.conversations import CHATML, QWEN3, prompter_of, words_of
+from tests.support.conversations import TOOLS as FAMILY_TOOLS
 
 pytestmark = pytest.mark.process
 TOOLS = """
@@ -93,6 +98,38 @@ def test_call_that_cannot_be_made_is_something_that_the_policy_reads(task, promp
         assert heard in prompter.tokenizer.decode(given)
         assert conversation.step(episode, turn(prompter, "I give up")) is None
         assert episode.score()[0].value == 0.0
+
+
+class Named:
+    """An environment that has a name and tools alone."""
+
+    name, max_live = "program:agent.py:run", 1
+
+    def __init__(self, *tools):
+        self.tools, self.num_opened = tools, 0
+
+    def open(self, row, seed):
+        self.num_opened += 1
+        raise EnvironmentFailed("it was opened")
+
+
+def test_environments_of_one_name_in_two_directories_have_their_own_tools(prompter):
+    limits = EpisodeLimits(max_turns=2, trajectory_s=1.0)
+    with_tools, without = Named(*FAMILY_TOOLS), Named()
+    specs = [EnvironmentSpec(episodes=each, limits=limits, row={}, seed=0) for each in (with_tools, without)]
+    task = SimpleNamespace(
+        environments=(with_tools, without), environment_of=lambda prompt: specs[prompt.index % 2], num_prompts=4,
+        prompt=lambda index: Prompt(index=index, text="x", answer=""),
+    )  # fmt: skip
+    made = conversations(task, prompter)
+
+    assert [made.of(task.prompt(index)).parser for index in range(2)] == ["hermes", None]
+    with_tools.open = lambda row, seed: contextlib.nullcontext(
+        SimpleNamespace(first=None, step=lambda action: Observation((), done=True), score=lambda: ())
+    )
+    with pytest.raises(ConfigError, match="it was opened"):
+        made.try_episodes()
+    assert without.num_opened == 1
 
 
 def test_turn_that_was_cut_gets_its_end_token_first(task, prompter):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
 from heterorl.common.tasks.environments.environment_task import environments_of
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.rewards.remote_reward import Terms
@@ -20,7 +20,16 @@ from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
 from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompter import Prompter
-from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, turns_of, weighted_sum
+from heterorl.common.types.rollout import (
+    DropReason,
+    FinishReason,
+    Group,
+    RewardPart,
+    Rollout,
+    total_reward,
+    turns_of,
+    weighted_sum,
+)
 from heterorl.learner.checks.findings import SOUND, Finding
 
 RUN_AGAIN = 2
@@ -95,7 +104,7 @@ def judge_rewards(
 
 def _has_reward(task: Task, prompt: Prompt, completion: str) -> bool:
     try:
-        task.score(prompt, completion)
+        total_reward(task.score(prompt, completion))
     except RewardError:
         return False
     return True
@@ -240,7 +249,8 @@ def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float
         try:
             with conversation.spec.open() as episode:
                 problem = _episode_problem(rollout, conversation, episode, tolerance=tolerance)
-        except EpisodeError as error:
+        except (EpisodeError, PromptRefused, RewardError) as error:
+            # All that loses a member at its site.
             if is_lost:
                 continue
             raise RewardError(f"the environment of rollouts[{number}] failed: {error}") from error
@@ -268,4 +278,7 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
                 return f"what is given behind turn {number + 1} is not the environment's"
     if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
         return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
-    return _problem(rollout, episode.score(), tolerance=tolerance)
+    parts = episode.score()
+    if not rollout.is_trainable:
+        total_reward(parts)
+    return _problem(rollout, parts, tolerance=tolerance)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from heterorl.common.errors import EnvironmentFailed, RewardError
-from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, RewardPart, Span
+from heterorl.common.errors import EnvironmentFailed, PromptRefused, RewardError
+from heterorl.common.types.rollout import GIVEN, MAX_REWARD, DropReason, FinishReason, RewardPart, Span
 from heterorl.learner.checks.reward_checks import judge_episodes
 from tests.support.training import group, rollout
 
@@ -21,6 +21,8 @@ class Game:
     def __init__(self):
         self.spec = SimpleNamespace(open=self._open)
         self.fails_at_score = False
+        self.error = EnvironmentFailed("nobody says 9")
+        self.parts = PARTS
 
     @contextlib.contextmanager
     def _open(self):
@@ -28,14 +30,14 @@ class Game:
 
     def step(self, episode, turn):
         if 9 in turn:
-            raise EnvironmentFailed("nobody says 9")
+            raise self.error
         episode.num_turns += 1
         return None if episode.num_turns == 2 else np.array([70 + episode.num_turns], np.int32)
 
     def _score(self):
         if self.fails_at_score:
             raise EnvironmentFailed("no score")
-        return PARTS
+        return self.parts
 
 
 def _played(ids=(5, 71, 6), *, drawn=(1, 0, 1), reward=1.0, reason=FinishReason.EOS, parts=PARTS, keeps=None):
@@ -93,6 +95,25 @@ def test_member_that_is_lost_here_too_is_sound(reason):
     game.fails_at_score = True
     with pytest.raises(RewardError, match="failed"):
         _judged(_played(reward=0.0, parts=(), reason=reason), game=game)
+
+
+def test_member_whose_answer_no_template_writes_is_lost_here_too():
+    game = Game()
+    game.error = PromptRefused("use_chat_template", "no message of a system")
+
+    assert _judged(
+        _played((5, 71, 9), reward=0.0, parts=(), reason=FinishReason.ENVIRONMENT_FAILED), game=game
+    ).is_sound
+    with pytest.raises(RewardError, match=r"rollouts\[1\] failed: .*no message of a system"):
+        _judged(_played((9, 71, 6)), game=game)
+
+
+def test_member_with_a_reward_beyond_the_largest_one_is_lost_here_too():
+    game = Game()
+    game.parts = (RewardPart(name="found", value=2 * MAX_REWARD),)
+    lost = _played(reward=0.0, parts=(), reason=FinishReason.REWARD_FAILED)
+
+    assert judge_episodes(group([lost, lost]), game, tolerance=1e-6).is_sound
 
 
 def test_lost_member_whose_environment_goes_on_costs_its_group_and_not_its_site():

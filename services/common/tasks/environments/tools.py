@@ -33,6 +33,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, to_json
 
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
+from heterorl.common.tasks.rewards.worker_main import message_of
 from heterorl.common.tasks.task import Message
 
 Tool = Callable[..., Any]
@@ -137,7 +138,7 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
     except Exception as error:  # noqa: BLE001 - the policy reads it, and may do better
-        return f"error: {type(error).__name__}: {error}"[:MAX_WORDS]
+        return f"error: {type(error).__name__}: {message_of(error)}"[:MAX_WORDS]
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 

@@ -191,7 +191,15 @@ def words_of(error: BaseException) -> str:
     own = [frame for frame in own if not frame.filename.startswith("<frozen")]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     # A long text must not push the place out.
-    return f"{type(error).__name__}: {str(error)[:MAX_WORDS]}{place}"
+    return f"{type(error).__name__}: {message_of(error)[:MAX_WORDS]}{place}"
+
+
+def message_of(error: BaseException) -> str:
+    """Message of an error, whose own code may fail."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the error itself is what counts
+        return "its message cannot be read"
 
 
 def _near(name: str, module: ModuleType) -> str:

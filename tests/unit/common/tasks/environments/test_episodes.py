@@ -42,6 +42,10 @@ from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
 
+class Silent(Exception):
+    def __str__(self):
+        return self.text
+
 class Play:
     def reset(self, row, *, seed):
         self.row, self.held = row, []
@@ -57,6 +61,8 @@ class Play:
             pass
         if word == "raise":
             raise KeyError(rest)
+        if word == "hush":
+            raise Silent
         if word == "exit":
             os._exit(3)
         if word == "take":
@@ -213,6 +219,16 @@ def test_an_error_names_the_authors_line_and_its_process_goes_on(opened):
 
     with episodes.open({}, seed=1) as episode:
         assert said(episode.step(Action("x")))[0] == pid
+
+
+def test_an_error_without_a_readable_message_costs_no_sibling(opened):
+    episodes = opened("play:Shared", num_processes=1)
+    with episodes.open({}, seed=1) as episode, episodes.open({}, seed=1) as other:
+        with pytest.raises(
+            EnvironmentFailed, match=r"step: Silent: its message cannot be read \(.*play.py, line \d+\)"
+        ):
+            episode.step(Action("hush"))
+        assert other.step(Action("x"))
 
 
 def test_what_hangs_is_killed_and_its_siblings_go_on(opened):

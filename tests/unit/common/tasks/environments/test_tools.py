@@ -53,6 +53,14 @@ def halve() -> str:
     """Raise no text."""
     raise ValueError(chr(0xD800))
 
+class Silent(Exception):
+    def __str__(self):
+        return self.text
+
+def hush() -> str:
+    """Raise no message."""
+    raise Silent
+
 def _hidden(a: int) -> int:
     return a
 
@@ -76,7 +84,7 @@ def called(*calls, most=1000):
 
 
 def test_public_functions_but_for_the_score_are_tools():
-    assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve"]
+    assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve", "hush"]
     with pytest.raises(ValueError, match="no public function except score"):
         functions_of(module("from json import dumps\ndef score(messages):\n    return 1\n"))
 
@@ -134,7 +142,8 @@ def test_calls_are_answered_in_order_as_text():
         ("add", {"a": 1, "c": 2}, "error: wrong arguments of add: c: Unexpected keyword argument"),
         ("look", {"at": {"x": []}}, "error: wrong arguments of look: at.x: Input should be a valid integer"),
         ("fail", {"text": "lamp"}, "error: KeyError: 'lamp'"),
-        ("sub", {"a": 1}, "error: there is no tool sub; there are add, look, fail, say, halve"),
+        ("sub", {"a": 1}, "error: there is no tool sub; there are add, look, fail, say, halve, hush"),
+        ("hush", {}, "error: Silent: its message cannot be read"),
         ("_hidden", {"a": 1}, "error: there is no tool _hidden"),
         ("score", {"messages": []}, "error: there is no tool score"),
         ("fail", {"text": "x" * 10_000}, "error: KeyError: 'xx"),

@@ -6,7 +6,7 @@ It ends by the same rules as an episode of a sampler.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from heterorl.cli.samples.sample_table import visible
-from heterorl.common.errors import EngineError, EpisodeError, RewardError
+from heterorl.common.errors import EngineError, EpisodeError, PromptTooLong, RewardError
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode
@@ -127,9 +127,15 @@ class ModelPlayer:
             self._parts.append(turn.given_ids)
 
     def limit(self) -> FinishReason | None:
-        """CONTEXT if the trajectory lacks room for a turn of maximum length."""
-        num_tokens = sum(part.size for part in self._parts) - self._prompt.size
-        return FinishReason.CONTEXT if num_tokens + self._max_new_tokens > self._max_trajectory_tokens else None
+        """CONTEXT if trajectory or model lacks room for another turn."""
+        context = np.concatenate(self._parts)
+        if context.size - self._prompt.size + self._max_new_tokens > self._max_trajectory_tokens:
+            return FinishReason.CONTEXT
+        try:
+            self._room.check(context, self._max_new_tokens)
+        except PromptTooLong:
+            return FinishReason.CONTEXT
+        return None
 
 
 class PersonPlayer:
@@ -162,7 +168,7 @@ _ENDS = {
     FinishReason.LENGTH: "the environment ended it, and its last turn was cut at sampling.max_new_tokens",
     FinishReason.TURNS: "it had task.max_turns",
     FinishReason.SECONDS: "it had task.trajectory_s",
-    FinishReason.CONTEXT: "no room for another turn in sampling.max_trajectory_tokens",
+    FinishReason.CONTEXT: "no room for another turn in sampling.max_trajectory_tokens or the model",
     None: "you ended it",
 }
 
@@ -170,6 +176,14 @@ _ENDS = {
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
     """Messages of a prompt; a plain text is one user message."""
     return prompt.messages or (Message(role="user", content=prompt.text),)
+
+
+def _tool_line(written: Mapping[str, Any]) -> str:
+    """Name, arguments and description of a tool, as far as stated."""
+    parameters, description = written.get("parameters"), written.get("description")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    words = description.partition("\n")[0] if isinstance(description, str) else ""
+    return f"{written['name']}({', '.join(map(str, properties or ()))}): {words}".removesuffix(": ")
 
 
 class Screen:
@@ -183,9 +197,7 @@ class Screen:
         tokens = "" if num_tokens is None else f", {num_tokens} tokens"
         self._write(f"{spec.episodes.name}, prompt {prompt.index}, seed {spec.seed}{tokens}")
         for tool in spec.tools:
-            written = tool["function"]
-            arguments = ", ".join(written["parameters"]["properties"])
-            self._write(f"tool {written['name']}({arguments}): {written['description'].partition(chr(10))[0]}")
+            self._write(f"tool {_tool_line(tool['function'])}")
         for message in messages_of(prompt):
             self._say(message.role, message.content)
 

@@ -1,17 +1,27 @@
 """`heterorl env try`: an episode by hand needs no model; one of a model is what a sampler would play."""
 
+import contextlib
+import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from heterorl.cli.env_episode import ModelPlayer, Screen, play
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.tasks.task import close_task
+from heterorl.common.generation import inference_engine
+from heterorl.common.model.model_loading import TokenLimits
+from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.environments.environment_task import EpisodeLimits
+from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
+from heterorl.common.types.rollout import FinishReason, RewardPart
 from tests.support.conversations import QWEN3, save_chat_model
 
 GUESS = """
@@ -144,8 +154,42 @@ def test_a_models_episode_is_shown_with_its_tokens(config, chat):
     assert result.exit_code == 0, result.exception
     assert "policy, turn 1: 8 tokens, cut at sampling.max_new_tokens, " in result.output
     assert "user\n  \\x1b[31mno\n" in result.output, "no text steers the terminal"
-    assert "end after 1 turn: no room for another turn in sampling.max_trajectory_tokens (context)\n" in result.output
+    assert (
+        "end after 1 turn: no room for another turn in sampling.max_trajectory_tokens or the model (context)\n"
+        in result.output
+    )
     assert "tokens: 8 drawn, " in result.output
+
+
+class Counting:
+    """An environment that goes on for ever, and a tool of which a program stated the name alone."""
+
+    limits = EpisodeLimits(max_turns=9, trajectory_s=60.0)
+    episodes, seed, tools = SimpleNamespace(name="program:agent.py:run"), 1, ({"function": {"name": "now"}},)
+
+    def open(self):
+        return contextlib.nullcontext(SimpleNamespace(score=lambda: (RewardPart(name="reward", value=0.5),)))
+
+
+def test_a_model_without_room_for_another_turn_ends_an_episode_that_is_scored(monkeypatch):
+    """As at a sampler, whose engine refuses the turn."""
+    drawn = SimpleNamespace(token_ids=np.array([1, 2], np.int32), finish_reason=FinishReason.EOS)
+    monkeypatch.setattr(inference_engine, "generate_all", lambda *_, **__: [[drawn]])
+    conversation = SimpleNamespace(
+        prompter=SimpleNamespace(decode=lambda ids: "x"), given=lambda said, turn: np.array([7, 7], np.int32),
+        answer=lambda episode, turn: Observation((Message(role="user", content="no"),)),
+    )  # fmt: skip
+    config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=2, max_trajectory_tokens=1000))
+    room = TokenLimits(positions=12, vocab_size=50)
+    player = ModelPlayer(None, conversation, np.array([3, 4], np.int32), room=room, config=config)
+    shown = io.StringIO()
+    screen = Screen(Console(file=shown, width=200))
+
+    screen.begin(Prompt(index=0, text="Go.", answer=""), Counting(), num_tokens=2)
+    played = play(Counting(), player, screen)
+
+    assert (played.finish_reason, len(played.turns), played.reward) == (FinishReason.CONTEXT, 3, 0.5)
+    assert "tool now()\n" in shown.getvalue()
 
 
 @pytest.mark.process

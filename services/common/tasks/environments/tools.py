@@ -21,10 +21,11 @@ environment with state is a class.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -134,12 +135,18 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
         return f"error: there is no tool {call.name}; there are {', '.join(named)}"[:MAX_WORDS]
     try:
         value = validate_call(tool)(**call.arguments)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return value if isinstance(value, str) else to_json(value, fallback=str).decode()
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
     except Exception as error:  # noqa: BLE001 - the policy reads it, and may do better
         return f"error: {type(error).__name__}: {message_of(error)}"[:MAX_WORDS]
-    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def column_names(score: Callable[..., Any]) -> list[str]:

@@ -83,6 +83,48 @@ def called(*calls, most=1000):
     return [message.content for message in messages]
 
 
+ODD = """
+import asyncio
+
+async def later(a: int) -> int:
+    "Add one, later."
+    await asyncio.sleep(0)
+    return a + 1
+
+def raw() -> bytes:
+    "Give bytes that are no text."
+    return bytes([255])
+
+def ring() -> list:
+    "Give a list of itself."
+    made = []
+    made.append(made)
+    return made
+
+def half() -> list:
+    "Give half a character."
+    return [chr(0xD800)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("later", {"a": 1}, "2"),
+        ("later", {"a": "x"}, "error: wrong arguments of later: a: Input should be a valid integer"),
+        ("raw", {}, "error: PydanticSerializationError: "),
+        ("ring", {}, "error: PydanticSerializationError: "),
+        ("half", {}, "error: PydanticSerializationError: "),
+    ],
+)
+def test_tools_that_are_async_or_return_no_json_are_answered_too(name, arguments, words):
+    tools = functions_of(module(ODD))
+
+    assert schema_of(tools[0])["function"]["parameters"]["required"] == ["a"]
+    (message,) = answer_calls(tools, [ToolCall(name, arguments)], most=1000)
+    assert message.content.startswith(words)
+
+
 def test_public_functions_but_for_the_score_are_tools():
     assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve", "hush"]
     with pytest.raises(ValueError, match="no public function except score"):

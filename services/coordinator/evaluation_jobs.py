@@ -31,8 +31,8 @@ from heterorl.common.types.evaluation import (
     PromptResult,
     ScoredSample,
 )
+from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
-from heterorl.coordinator.groups.work_assignments import Handed
 from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store.database_engine import Connection
 
@@ -113,7 +113,7 @@ def hand_out(
     only: int | None,
     count: int,
     digests: Mapping[str, str],
-) -> tuple[Job | None, list[Handed], str]:
+) -> tuple[Job | None, list[WorkAssignment], str]:
     """Lease held-out prompts of the site's version; returns evaluation, prompts and reason.
 
     At the end of the run `only` is the version to evaluate; an evaluation without prompts is the one to wait for.
@@ -121,7 +121,7 @@ def hand_out(
     """
     again = work_assignments.handed_before(connection, holder, request_id)
     if again:
-        return find(connection, job_of(again[0].assignment)), again, "given to this request before"
+        return find(connection, job_of(again[0].id)), again, "given to this request before"
     rows = connection.execute(
         f"SELECT {_ROW} WHERE state IN ('open', 'running') AND is_abandoned = 0 ORDER BY state DESC, job"
     ).fetchall()

@@ -61,15 +61,17 @@ class LearnerLease:
 
         def operation(connection: Connection) -> tuple[int, int | None, str, str]:
             lease = read_lease(connection, expires=self._expires)
-            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
-            if decision.epoch is None:
+            epoch, wait_s, reason = decide_acquire(
+                now, lease, holder=holder, request_id=request_id, incarnation=incarnation
+            )
+            if epoch is None:
                 action = SAME_HOLDER if lease.holder == holder else None
-                raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
+                raise LeaseHeld(reason, action=action, retry_after_s=wait_s)
             lineage.agree(connection, contract, may_state=True)
             other = keep_statement(connection, statement)
-            if decision.is_new:
+            if epoch != lease.epoch:
                 for key, value in {
-                    "epoch": str(decision.epoch),
+                    "epoch": str(epoch),
                     "holder": holder,
                     "lease_request_id": request_id,
                     "lease_incarnation": incarnation,
@@ -80,14 +82,14 @@ class LearnerLease:
                 }.items():
                     set_meta(connection, key, value)
                 self._context.queue.return_leased(connection)
-                detail = f"epoch {decision.epoch}"
+                detail = f"epoch {epoch}"
                 audit.append(
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._context.clock.wall()
                 )
                 offer(connection, variants)
             # Inside the operation: the next request may be in the same commit, and must see this one.
             self._expires = now + self._context.config.learner_lease_s
-            return decision.epoch, lineage.head_version(connection), reason, other
+            return epoch, lineage.head_version(connection), reason, other
 
         epoch, head, reason, other = await self._context.change(operation)
         _LOG.info("learner %s has the lease: %s", holder, reason)

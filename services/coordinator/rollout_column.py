@@ -31,7 +31,7 @@ from heterorl.common.wire.rollout_messages import opened
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import horizon, queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, arrival_of
-from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.groups.schedule import Load, decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
@@ -112,7 +112,10 @@ class RolloutColumn:
                 held=tallies.held(connection, site),
                 coming=horizon.coming(connection, generation_s, head=head, now=wall),
             )
-            granted, reason = decide_grant(load, self._pace(connection, holder, now), wanted=max_groups)
+            held_limit, held_by = self._held_limit(connection, holder, now)
+            granted, reason = decide_grant(
+                load, self._context.config, wanted=max_groups, held_limit=held_limit, held_by=held_by
+            )
             handed = work_assignments.hand_out(
                 connection, holder, count=granted, num_prompts=contract.num_prompts, config=self._context.config,
                 request_id=request_id,
@@ -127,20 +130,14 @@ class RolloutColumn:
         if self._context.config.is_finished(lineage.head_version(connection)):
             raise RunFinished(f"the run ended with version {self._context.config.max_versions}")
 
-    def _pace(self, connection: Connection, holder: Holder, now: float) -> Pace:
+    def _held_limit(self, connection: Connection, holder: Holder, now: float) -> tuple[int, str]:
+        """Assignments that a site may hold, and the name of this bound."""
         config = self._context.config
-        limit = config.outstanding_limit
         share = quotas.allowance(
-            connection, holder[0], limit=limit, at_least=config.groups_per_version,
+            connection, holder[0], limit=config.outstanding_limit, at_least=config.groups_per_version,
             works_ahead=declared(connection, holder).ahead_s > 0, now=now,
         )  # fmt: skip
-        return Pace(
-            groups_per_version=config.groups_per_version,
-            max_staleness_versions=config.max_staleness_versions,
-            outstanding_limit=limit,
-            held_limit=config.site_work_groups or share,
-            held_by="site_work_groups" if config.site_work_groups else "its share",
-        )
+        return (config.site_work_groups, "site_work_groups") if config.site_work_groups else (share, "its share")
 
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
@@ -150,13 +147,15 @@ class RolloutColumn:
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
-        def operation(connection: Connection) -> list[work_assignments.Closed]:
+        def operation(connection: Connection) -> list[tuple[int, int]]:
             self._context.sites.require(connection, site, incarnation)
             return work_assignments.take_back(
                 connection, (site, incarnation), assignments, reason, config=self._context.config
             )
 
-        work_assignments.say_closed(await self._context.database.run(operation))
+        closed = await self._context.database.run(operation)
+        if reason is not None:
+            work_assignments.say_closed(closed, site, reason)
 
     async def stated_contract(self) -> Contract | None:
         return await self._context.database.run(lineage.read_contract)
@@ -305,7 +304,7 @@ class RolloutColumn:
         bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
         if bad:
             raise InvalidRequest(f"rejections.reason: {bad[0]} is not a check of the learner")
-        rule, now, groups = quarantine.rule_of(self._context.config), self._context.clock.wall(), self._context.queue
+        config, now, groups = self._context.config, self._context.clock.wall(), self._context.queue
 
         def operation(connection: Connection) -> dict[SiteId, str]:
             lineage.check_epoch(connection, epoch)
@@ -314,7 +313,9 @@ class RolloutColumn:
                 if not groups.drop(connection, [entry.id], entry.reason, detail=entry.detail):
                     # Rejected before, or dropped for another reason.
                     continue
-                why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
+                why = quarantine.note_failure(
+                    connection, entry.id.site, entry.reason, entry.detail, config=config, now=now
+                )
                 if why:
                     quarantined[entry.id.site] = why
                     groups.drop_of_site(connection, entry.id.site, detail=why)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
@@ -37,38 +36,25 @@ _SITE_GAUGES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """Waiting bytes by site, sample bytes, times of oldest group and head."""
-
-    bytes_by_site: dict[str, int]
-    sample_bytes: dict[SampleKind, int]
-    oldest_arrival: float | None
-    head_published: float | None
-
-
-def read_waiting(connection: Connection) -> Waiting:
-    """Read them, as a store operation."""
+def _read_waiting(
+    connection: Connection,
+) -> tuple[dict[str, int], dict[SampleKind, tuple[int, int]], float | None, float | None]:
+    """Waiting bytes by site, sample totals, times of oldest group and head."""
     rows = connection.execute(
         "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
     )
     (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
     head = lineage.read_head(connection)
-    return Waiting(
-        bytes_by_site={site: int(count) for site, count in rows},
-        sample_bytes={kind: num_bytes for kind, (_, num_bytes) in sample_ring.totals(connection).items()},
-        oldest_arrival=oldest,
-        head_published=None if head is None else head.published,
-    )
+    bytes_by_site = {site: int(count) for site, count in rows}
+    return bytes_by_site, sample_ring.totals(connection), oldest, None if head is None else head.published
 
 
 async def observe_run(core: Coordinator) -> None:
     """Set all gauges of the run."""
     status = await core.run.get_status()
-    waiting = await core.database.run(read_waiting)
+    bytes_by_site, samples, oldest, published = await core.database.run(_read_waiting)
     config, now = core.config, core.clock.wall()
     metrics.HEAD_VERSION.set(status.head_version)
-    published = waiting.head_published
     metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
     metrics.LEARNER_EPOCH.set(status.epoch)
     is_ending = status.is_draining or config.is_finished(status.head_version)
@@ -78,7 +64,6 @@ async def observe_run(core: Coordinator) -> None:
     core.run.note_standstill(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
-    oldest = waiting.oldest_arrival
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
     metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
     metrics.DISK_REFUSES.set(bool(status.store_problem))
@@ -86,10 +71,11 @@ async def observe_run(core: Coordinator) -> None:
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
     for kind in SampleKind:
-        metrics.SAMPLE_BYTES.labels(kind.value).set(waiting.sample_bytes.get(kind, 0))
+        _, num_bytes = samples.get(kind, (0, 0))
+        metrics.SAMPLE_BYTES.labels(kind.value).set(num_bytes)
     _observe_variants(status)
     _observe_ledger(status.ledger)
-    _observe_sites(status.sites, waiting.bytes_by_site)
+    _observe_sites(status.sites, bytes_by_site)
     for site in {entry.site for entry in status.sites}:
         for quota, share in core.context.queue.quotas.used(site, core.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)

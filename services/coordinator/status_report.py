@@ -84,7 +84,7 @@ def run_status(
             connection,
             now,
             quotas=context.queue.quotas,
-            rule=quarantine.rule_of(config),
+            window_groups=config.quarantine_window_groups,
             holdings=context.deadlines.holdings(connection, now),
             problems=quarantine.lost_problems(connection, config.max_lost_share),
         ),

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
-from heterorl.coordinator.groups.work_assignments import Handed
 from heterorl.coordinator.sites import incarnations, quotas
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
 from heterorl.coordinator.store.database_engine import Connection
@@ -65,7 +64,7 @@ class Deadlines:
         self._trajectory_s: float | None = None
 
     def begin(
-        self, connection: Connection, handed: Sequence[Handed], holder: Holder, now: float
+        self, connection: Connection, handed: Sequence[WorkAssignment], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
         """Start the terms of new leases.
         Running terms stay, so no site keeps an assignment by asking again."""
@@ -81,16 +80,11 @@ class Deadlines:
                 (now + self._work_lease_s, *holder, now + self._work_lease_s),
             )
         starts = (
-            connection.execute("SELECT since FROM temp.out_work WHERE assignment = ?", (entry.assignment,)).fetchone()
+            connection.execute("SELECT since FROM temp.out_work WHERE assignment = ?", (entry.id,)).fetchone()
             for entry in handed
         )
         return tuple(
-            WorkAssignment(
-                id=entry.assignment,
-                prompt_index=entry.prompt_index,
-                seed=entry.seed,
-                lease_s=max(0.0, start + term_s - now),
-            )
+            dataclasses.replace(entry, lease_s=max(0.0, start + term_s - now))
             for entry, (start,) in zip(handed, starts, strict=True)
         )
 

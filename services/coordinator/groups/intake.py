@@ -120,7 +120,8 @@ def take(connection: Connection, arrived: Arrival, around: Surroundings) -> Push
     if group is not None:
         message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
         if not message:
-            reason, message = judge(group, _facts(connection, group, around, _looked_up(connection, group)))
+            facts = _facts(connection, group, around, _looked_up(connection, group))
+            reason, message = judge(group, facts, around.config)
             if reason is None:
                 reason, message = _judge_losses(connection, arrived, around.config.max_lost_share)
     return record(connection, arrived, reason, message, around)
@@ -220,15 +221,12 @@ def _facts(
     age_s = horizon.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
     return Facts(
         head_version=around.head,
-        max_staleness_versions=config.max_staleness_versions,
-        max_policy_age_s=config.max_policy_age_s,
         policy_age_s=age_s,
         state_root=version[0] if version else None,
         assignment_prompt=assignment[0],
         is_answered=assignment[1],
         quarantine=quarantine.conviction_of(connection, group.id.site),
         abandoned_version=horizon.abandoned_span(connection, group.versions),
-        mask_stale=config.mask_stale,
     )
 
 
@@ -255,8 +253,7 @@ _Incarnation = tuple[SiteId, str]
 
 def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
     """Take groups in; returns an outcome for each."""
-    rows = _Rows(connection, around)
-    rows.look_up(groups)
+    rows = _Rows(connection, groups, around)
     outcomes = [rows.take(arrived) for arrived in groups]
     rows.write()
     return outcomes
@@ -265,7 +262,7 @@ def take_all(connection: Connection, groups: Sequence[Arrival], around: Surround
 class _Rows:
     """Accepted groups, not written yet, and the rows read for them."""
 
-    def __init__(self, connection: Connection, around: Surroundings) -> None:
+    def __init__(self, connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> None:
         self._connection = connection
         self._around = around
         self._accepted: list[Arrival] = []
@@ -273,13 +270,8 @@ class _Rows:
         self._marks: dict[_Incarnation, int | None] = {}
         self._waiting_bytes: dict[SiteId, int] = {}
         self._facts: dict[tuple[object, ...], Facts] = {}
-        self._work: dict[int, tuple[int | None, bool]] = {}
-        self._asked: dict[int, GroupId] = {}
-
-    def look_up(self, groups: Sequence[Arrival]) -> None:
-        wanted = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
-        self._work = work_assignments.lookup(self._connection, list(wanted.items()))
-        self._asked = wanted
+        self._asked = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
+        self._work = work_assignments.lookup(connection, list(self._asked.items()))
 
     def take(self, arrived: Arrival) -> PushOutcome:
         group, key = arrived.sealed, (arrived.id.site, arrived.id.incarnation)
@@ -304,7 +296,7 @@ class _Rows:
         )
         if busy:
             return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-        reason, message = judge(group, self._surroundings(group))
+        reason, message = judge(group, self._surroundings(group), self._around.config)
         if reason is not None:
             self.write()
             return record(self._connection, arrived, reason, message, self._around)

@@ -22,7 +22,7 @@ from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.sample_messages import outline
 from heterorl.common.wire.sealed_groups import read_sealed
-from heterorl.coordinator.coordinator_config import DifficultyConfig
+from heterorl.coordinator.coordinator_config import CoordinatorConfig, DifficultyConfig
 from heterorl.coordinator.store.database_engine import Connection
 
 _ROUNDS = 4
@@ -41,45 +41,36 @@ class Load:
     """Versions expected from others while the asking site makes a group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Options of pacing."""
-
-    groups_per_version: int
-    max_staleness_versions: int
-    outstanding_limit: int
-    held_limit: int = 0
-    """Assignments that one site may hold; 0: no bound."""
-    held_by: str = "site_work_groups"
-    """Name of that bound, for messages."""
-
-
-def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
+def decide_grant(
+    load: Load, config: CoordinatorConfig, *, wanted: int, held_limit: int = 0, held_by: str = "site_work_groups"
+) -> tuple[int, str]:
     """Grant groups that can be trained in time; returns number and reason.
 
     A group behind k outstanding ones is trained k // groups_per_version versions from now. It may be granted while head
     + k // groups_per_version - policy_version <= max_staleness_versions. After one version's groups, `coming` counts.
+    `held_limit` is how many assignments one site may hold (0: no bound), `held_by` the bound's name for messages.
     """
+    bound, limit = config.max_staleness_versions, config.outstanding_limit
     lag = load.head_version - load.policy_version
-    if lag > pace.max_staleness_versions:
-        needed = load.head_version - pace.max_staleness_versions
+    if lag > bound:
+        needed = load.head_version - bound
         return 0, f"policy {load.policy_version} is {lag} versions old; pull version {needed} or newer"
-    if load.outstanding >= pace.groups_per_version and lag + load.coming > pace.max_staleness_versions:
+    if load.outstanding >= config.groups_per_version and lag + load.coming > bound:
         # The groups of the next version are never withheld: without them it cannot come.
         return 0, (
             f"paced: {load.coming} versions come while the site makes a group, at {lag} behind;"
-            f" max_staleness_versions is {pace.max_staleness_versions}"
+            f" max_staleness_versions is {bound}"
         )
-    by_staleness = (pace.max_staleness_versions - lag + 1) * pace.groups_per_version - load.outstanding
-    by_limit = pace.outstanding_limit - load.outstanding
-    by_site = pace.held_limit - load.held if pace.held_limit else wanted
+    by_staleness = (bound - lag + 1) * config.groups_per_version - load.outstanding
+    by_limit = limit - load.outstanding
+    by_site = held_limit - load.held if held_limit else wanted
     granted = max(0, min(wanted, by_staleness, by_limit, by_site))
     if granted == wanted:
         return granted, "as wanted"
     if by_site < min(by_limit, by_staleness):
-        return granted, f"quota: the site holds {load.held} assignments, {pace.held_by} is {pace.held_limit}"
+        return granted, f"quota: the site holds {load.held} assignments, {held_by} is {held_limit}"
     if by_limit <= by_staleness:
-        return granted, f"paced: {load.outstanding} of {pace.outstanding_limit} groups are outstanding"
+        return granted, f"paced: {load.outstanding} of {limit} groups are outstanding"
     return granted, f"paced: at {lag} versions behind, {load.outstanding} outstanding groups reach the staleness bound"
 
 
@@ -133,15 +124,10 @@ def band_of(mean: float, config: DifficultyConfig) -> str:
     return TOO_HARD if mean < config.low else TOO_EASY if mean > config.high else IN_WINDOW
 
 
-def decide_prompt(mean: float | None, config: DifficultyConfig, *, draw: float) -> tuple[bool, str]:
-    """Whether a prompt is handed out, and why.
-    `mean` is None for an unseen prompt; `draw` is the assignment's."""
-    if mean is None:
-        return True, "unseen"
-    band = band_of(mean, config)
-    if band == IN_WINDOW:
-        return True, band
-    return draw < config.explore, "explored" if draw < config.explore else band
+def is_wanted(mean: float, config: DifficultyConfig, *, draw: float) -> bool:
+    """Whether a prompt with this mean is handed out.
+    `draw` is the assignment's."""
+    return band_of(mean, config) == IN_WINDOW or draw < config.explore
 
 
 def choose_prompts(
@@ -153,12 +139,10 @@ def choose_prompts(
     number, passed, num_passed = first, 0, 0
     while len(chosen) < count:
         prompt = prompt_of(number, num_prompts=num_prompts, seed=seed)
+        seen = None
         if config.is_on and passed < MAX_PASSED:
-            row = connection.execute("SELECT mean FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
-            is_wanted, _ = decide_prompt(row[0] if row else None, config, draw=draw_of(number, seed=seed))
-        else:
-            is_wanted = True
-        if is_wanted:
+            seen = connection.execute("SELECT mean FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
+        if seen is None or is_wanted(seen[0], config, draw=draw_of(number, seed=seed)):
             chosen.append((number, prompt))
             passed = 0
         else:

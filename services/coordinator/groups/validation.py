@@ -32,15 +32,12 @@ class Facts:
     """
 
     head_version: int
-    max_staleness_versions: int
-    max_policy_age_s: float
     policy_age_s: float
     state_root: str | None
     assignment_prompt: int | None
     is_answered: bool
     quarantine: str = ""
     abandoned_version: int | None = None
-    mask_stale: bool = False
 
 
 def counted_version(group: SealedGroup, *, mask_stale: bool) -> int:
@@ -49,7 +46,7 @@ def counted_version(group: SealedGroup, *, mask_stale: bool) -> int:
     return max(group.versions) if mask_stale else group.oldest_version
 
 
-def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
+def judge(group: SealedGroup, facts: Facts, config: CoordinatorConfig) -> tuple[DropReason | None, str]:
     """Accept (None) or name the reason.
     The content was judged before, so that bad senders are seen."""
     if facts.quarantine:
@@ -69,11 +66,11 @@ def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
         return DropReason.INVALID, f"assignment: {group.assignment} was not given to this site, or was given back"
     if facts.assignment_prompt != group.prompt_index:
         return DropReason.INVALID, f"prompt_index: {group.prompt_index}, assigned was {facts.assignment_prompt}"
-    staleness = facts.head_version - counted_version(group, mask_stale=facts.mask_stale)
-    if staleness > facts.max_staleness_versions:
-        return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {facts.max_staleness_versions}"
-    if facts.policy_age_s > facts.max_policy_age_s:
-        text = f"a newer version came {facts.policy_age_s:.0f} s ago; max_policy_age_s is {facts.max_policy_age_s:.0f}"
+    staleness = facts.head_version - counted_version(group, mask_stale=config.mask_stale)
+    if staleness > config.max_staleness_versions:
+        return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {config.max_staleness_versions}"
+    if facts.policy_age_s > config.max_policy_age_s:
+        text = f"a newer version came {facts.policy_age_s:.0f} s ago; max_policy_age_s is {config.max_policy_age_s:.0f}"
         return DropReason.STALE_AT_INGEST, text
     return None, ""
 

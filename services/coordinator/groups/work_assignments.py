@@ -24,11 +24,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.evaluation import HELD_OUT
-from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason
+from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason, WorkAssignment
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
@@ -60,20 +59,11 @@ MAX_EVALUATORS = 64
 """The same of a held-out prompt: a refusal would end the evaluation of a slow site, and the first answer counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handed:
-    """An assignment as handed out."""
-
-    assignment: int
-    prompt_index: int
-    seed: int
-
-
 def hand_out(
     connection: Connection, holder: Holder, *, count: int, num_prompts: int, config: CoordinatorConfig, request_id: str
-) -> list[Handed]:
+) -> list[WorkAssignment]:
     """Lease `count` assignments to a site under a request's id.
-    Open ones come first, then new ones of the window."""
+    Open ones come first, then new ones of the window. `Deadlines.begin` states their `lease_s`."""
     first = int(get_meta(connection, "next_assignment") or 0)
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND open_from <= ?"
@@ -85,14 +75,14 @@ def hand_out(
         connection, first, count - len(handed), num_prompts=num_prompts, seed=config.seed, config=config.difficulty
     )
     new = [
-        Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
+        WorkAssignment(id=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed), lease_s=0.0)
         for assignment, prompt in chosen
     ]
     names = json.dumps([_holder(*holder)])
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
         " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
-        [(each.assignment, each.prompt_index, each.seed, *holder, names, request_id) for each in new],
+        [(each.id, each.prompt_index, each.seed, *holder, names, request_id) for each in new],
     )
     if new:
         set_meta(connection, "next_assignment", str(last))
@@ -110,7 +100,7 @@ def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
 
 def hand_out_held_out(
     connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
-) -> list[Handed]:
+) -> list[WorkAssignment]:
     """Lease held-out prompts of an evaluation.
     If none is open, it takes prompts that fewer than MAX_HOLDERS other sites had."""
     rows = connection.execute(
@@ -151,7 +141,7 @@ def forget(connection: Connection, numbers: range) -> None:
     connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))
 
 
-def handed_before(connection: Connection, holder: Holder, request_id: str) -> list[Handed]:
+def handed_before(connection: Connection, holder: Holder, request_id: str) -> list[WorkAssignment]:
     """Assignments of a repeated request that the site still holds."""
     if not request_id:
         return []
@@ -160,7 +150,7 @@ def handed_before(connection: Connection, holder: Holder, request_id: str) -> li
         " WHERE o.site = ? AND o.incarnation = ? AND o.request_id = ? ORDER BY assignment",
         (*holder, request_id),
     )
-    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
+    return [WorkAssignment(id=number, prompt_index=prompt, seed=seed, lease_s=0.0) for number, prompt, seed in rows]
 
 
 def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
@@ -267,7 +257,7 @@ def _holder(site: str, incarnation: str) -> str:
 
 def _lease(
     connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
-) -> list[Handed]:
+) -> list[WorkAssignment]:
     holder = _holder(*to)
     for assignment, _, _, holders in rows:
         most = MAX_EVALUATORS if assignment >= HELD_OUT else MAX_HOLDERS
@@ -277,7 +267,7 @@ def _lease(
             " WHERE assignment = ?",
             (*to, json.dumps(names), request_id, assignment),
         )
-    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed, _ in rows]
+    return [WorkAssignment(id=number, prompt_index=prompt, seed=seed, lease_s=0.0) for number, prompt, seed, _ in rows]
 
 
 _LOG = logging.getLogger(__name__)
@@ -285,16 +275,6 @@ MAX_RETURNS = 3
 MAX_IN_ROW = 32
 """Returns of a site that count until a group of it is taken."""
 _MAX_DOUBLINGS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """An assignment that was closed, and the site that returned it last."""
-
-    assignment: int
-    prompt_index: int
-    site: SiteId
-    reason: ReturnReason
 
 
 def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
@@ -310,10 +290,10 @@ def take_back(
     reason: ReturnReason | None,
     *,
     config: CoordinatorConfig,
-) -> list[Closed]:
+) -> list[tuple[int, int]]:
     """Take assignments back from their holder; returns those that this closes.
 
-    `reason` is why their rows give no group; returns with None are not counted.
+    Each comes with its prompt. `reason` is why their rows give no group; returns with None are not counted.
     """
     site = SiteId(holder[0])
     # A held-out prompt that cannot be drawn is answered without a score.
@@ -337,7 +317,7 @@ def take_back(
             if is_hopeless(returned, is_shared=is_shared):
                 answer(connection, [assignment])
                 ledger.add(connection, ledger.closed_account_of(reason), 1)
-                closed.append(Closed(assignment=assignment, prompt_index=prompt, site=site, reason=reason))
+                closed.append((assignment, prompt))
                 continue
         give_back(connection, holder, [assignment])
         doublings = min(max(0, sum(returned.values()) - 1), _MAX_DOUBLINGS)
@@ -353,12 +333,12 @@ def take_back(
     return closed
 
 
-def say_closed(closed: Sequence[Closed]) -> None:
-    """Log closed assignments."""
-    for each in closed:
+def say_closed(closed: Sequence[tuple[int, int]], site: SiteId, reason: ReturnReason) -> None:
+    """Log assignments that `take_back` closed, with the last site's reason."""
+    for assignment, prompt in closed:
         _LOG.warning(
             "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s)",
-            each.assignment, each.prompt_index, MAX_RETURNS, each.site, each.reason.value,
+            assignment, prompt, MAX_RETURNS, site, reason.value,
         )  # fmt: skip
 
 

@@ -44,15 +44,6 @@ class _Job:
     manifest: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """The next job, if any; `skipped`: spans that no composition serves."""
-
-    job: _Job | None
-    head: int
-    skipped: frozenset[Span]
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class DeltaMerger(BackgroundWorker):
     """Makes merged deltas. Belongs to the event loop."""
@@ -105,20 +96,19 @@ class DeltaMerger(BackgroundWorker):
         )
         if choice is None:
             return False
-        self._skipped = frozenset(
-            span for span in self._skipped | choice.skipped if span.stop > choice.head - self._window
-        )
-        if choice.job is None:
+        job, head, impossible = choice
+        self._skipped = frozenset(span for span in self._skipped | impossible if span.stop > head - self._window)
+        if job is None:
             # No due block would shorten the paths of the remaining requests.
             for span in requests:
                 self._requests.pop(span, None)
             return False
-        self._current = choice.job.span
-        self._requests.pop(choice.job.span, None)
+        self._current = job.span
+        self._requests.pop(job.span, None)
         try:
-            stored = [part.digest for part in choice.job.payloads if part.kind is not PayloadKind.MERGED]
+            stored = [part.digest for part in job.payloads if part.kind is not PayloadKind.MERGED]
             async with self.cache.at_hand(stored):
-                payload = await self._in_thread(functools.partial(self._compose, choice.job))
+                payload = await self._in_thread(functools.partial(self._compose, job))
         except CorruptData as error:
             _LOG.warning(
                 "versions %d to %d cannot be merged, sites pull single deltas: %s",
@@ -132,13 +122,11 @@ class DeltaMerger(BackgroundWorker):
             return await self._after(error, self._current)
         finally:
             self._current = None
-        self.merges.add(payload, choice.job.span.variant)
+        self.merges.add(payload, job.span.variant)
         _LOG.debug("versions %d to %d are merged", payload.from_version, payload.to_version)
         # An evicted block would be due again at once.
         self._skipped |= set(
-            await self.merges.evict(
-                head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self.leased
-            )
+            await self.merges.evict(head=head, window=self._window, budget_bytes=self._budget_bytes, leased=self.leased)
         )
         return True
 
@@ -156,9 +144,9 @@ class DeltaMerger(BackgroundWorker):
 
     def _choose(
         self, connection: Connection, *, requests: tuple[Span, ...], skipped: frozenset[Span], have: frozenset[Span]
-    ) -> _Choice | None:
+    ) -> tuple[_Job | None, int, set[Span]] | None:
         """Choose the next job, as a read-only store operation.
-        None while there is no version."""
+        Returns the job, if any, the head, and spans that no composition serves; None while there is no version."""
         head = lineage.head_version(connection)
         if head is None:
             return None
@@ -176,10 +164,9 @@ class DeltaMerger(BackgroundWorker):
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
-                job = _Job(span=span, payloads=path, manifest=chain.manifest(span.stop))
-                return _Choice(job=job, head=head, skipped=frozenset(impossible))
+                return _Job(span=span, payloads=path, manifest=chain.manifest(span.stop)), head, impossible
             # Else: the path gets shorter once the blocks are made.
-        return _Choice(job=None, head=head, skipped=frozenset(impossible))
+        return None, head, impossible
 
     def _compose(self, job: _Job) -> PayloadRef:
         manifest = manifest_from_bytes(job.manifest)

@@ -106,7 +106,7 @@ def decide(chain: Chain, needs: Needs) -> Retirement:
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
         gone = tuple(payload for payload in found.payloads if payload.digest not in needs.leased)
-        return Retirement(payloads=gone, way=(), reason=f"variant {chain.variant} is published no more")
+        return Retirement(payloads=gone, way=())
     return decide_retirement(found, needs)
 
 

@@ -128,19 +128,19 @@ class Retirement:
 
     payloads: tuple[PayloadRef, ...]
     way: tuple[PayloadRef, ...]
-    reason: str
 
 
 def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     """Choose the payloads that no sampler needs."""
     if not graph.lineage:
-        return Retirement(payloads=(), way=(), reason="there is no version")
+        return Retirement(payloads=(), way=())
     head = graph.lineage[-1]
     lowest = next(version for version in graph.lineage if version >= head - needs.staleness)
     ways = _Ways(graph)
     way = ways.cheapest(None, head)
     if not way:
-        return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
+        # No verified snapshot leads to the head.
+        return Retirement(payloads=(), way=())
     oldest_way = ways.cheapest(None, lowest) or ways.unverified(lowest)
     kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
     kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
@@ -148,8 +148,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     for start in needs.in_use:
         for goal in (lowest, head):
             kept.update(ways.cheapest(start, goal) if start < goal else ())
-    retired = tuple(payload for payload in graph.payloads if payload not in kept)
-    return Retirement(payloads=retired, way=way, reason=f"{len(retired)} of {len(graph.payloads)} are not needed")
+    return Retirement(payloads=tuple(payload for payload in graph.payloads if payload not in kept), way=way)
 
 
 class _Ways:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,28 +33,23 @@ KEPT_VERSIONS = 4096
 """Newest versions whose canary is kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """The outcome of a canary.
-    `quarantine` is the reason, empty to end it, None to leave it."""
-
-    difference: float | None
-    quarantine: str | None
-
-
-def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) -> Judgement:
-    """Judge a site's canary by the learner's of the same version."""
+def judge_canary(
+    report: CanaryReport, stated: tuple[float, ...], *, threshold: float
+) -> tuple[float | None, str | None]:
+    """Judge a site's canary by the learner's of the same version.
+    Returns the difference, and the reason of a quarantine: empty to end it, None to leave it."""
     if not stated or threshold == 0:
-        return Judgement(difference=None, quarantine=None)
+        return None, None
     if len(report.logprobs) != len(stated):
-        reason = f"version {report.version}: {len(report.logprobs)} canary log-probs, the learner has {len(stated)}"
-        return Judgement(difference=None, quarantine=reason)
+        return None, (
+            f"version {report.version}: {len(report.logprobs)} canary log-probs, the learner has {len(stated)}"
+        )
     if not np.isfinite(report.logprobs).all():
-        return Judgement(difference=None, quarantine=f"version {report.version}: canary log-probs are not finite")
+        return None, f"version {report.version}: canary log-probs are not finite"
     differences = np.abs(np.asarray(stated, np.float64) - np.asarray(report.logprobs, np.float64))
     difference = float(np.median(differences))
     reason = f"version {report.version}: canary log-probs are {difference:.3g} nats off (median), allowed {threshold:g}"
-    return Judgement(difference=difference, quarantine=reason if difference > threshold else "")
+    return difference, reason if difference > threshold else ""
 
 
 def canary_kl(offered: tuple[float, ...], stated: tuple[float, ...]) -> float | None:
@@ -101,18 +95,17 @@ def compare_canary(
     """Judge a site's canary by the learner's, and store the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
-    judgement = judge_canary(report, read_canary(connection, report.version, variant), threshold=threshold)
-    if judgement.quarantine:
+    stated = read_canary(connection, report.version, variant)
+    difference, reason = judge_canary(report, stated, threshold=threshold)
+    if reason:
         connection.execute(
             "INSERT INTO quarantines VALUES (?, ?, ?) ON CONFLICT (site)"
             " DO UPDATE SET version = excluded.version, reason = excluded.reason",
-            (report.site, report.version, judgement.quarantine),
+            (report.site, report.version, reason),
         )
-    elif judgement.quarantine is not None:
+    elif reason is not None:
         connection.execute("DELETE FROM quarantines WHERE site = ?", (report.site,))
-    return CanaryVerdict(
-        difference=judgement.difference, quarantine=read_canary_reasons(connection).get(report.site, "")
-    )
+    return CanaryVerdict(difference=difference, quarantine=read_canary_reasons(connection).get(report.site, ""))
 
 
 def is_news(connection: Connection, report: CanaryReport, *, is_off: bool) -> bool:
@@ -186,43 +179,32 @@ CODE_MISMATCHES = 10
 """Code mismatches that count as one failure, since random code may differ by chance."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Quarantine at `failures` failed groups among a site's newest `window_groups`; 0: never."""
-
-    failures: int
-    window_groups: int
-
-
-def rule_of(config: CoordinatorConfig) -> Rule:
-    """The configured rule."""
-    return Rule(failures=config.quarantine_failures, window_groups=config.quarantine_window_groups)
-
-
-def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
+def decide(
+    failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, config: CoordinatorConfig
+) -> tuple[bool, str]:
     """Whether a site has too many failures.
     Each is given by the number of groups accepted before it."""
-    recent, by_code = (
-        sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
-    )
-    text = f"{recent + by_code} of its last {min(accepted, rule.window_groups)} groups failed a check"
+    window = config.quarantine_window_groups
+    recent, by_code = (sum(count > accepted - window for count in counts) for counts in (failed_at, code_failed_at))
+    text = f"{recent + by_code} of its last {min(accepted, window)} groups failed a check"
     if by_code:
         text += f", {by_code} by the result of a completion's code, of which {CODE_MISMATCHES} count as one"
-    return 0 < rule.failures <= recent + by_code // CODE_MISMATCHES, text
+    return 0 < config.quarantine_failures <= recent + by_code // CODE_MISMATCHES, text
 
 
 def note_failure(
-    connection: Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
+    connection: Connection, site: SiteId, reason: DropReason, detail: str, *, config: CoordinatorConfig, now: float
 ) -> str:
     """Count a failed group; returns the reason of a quarantine, or empty."""
     (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
     connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (site, accepted, reason.value, detail[:500]))
-    connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, accepted - rule.window_groups))
+    oldest = accepted - config.quarantine_window_groups
+    connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, oldest))
     audit.append(connection, AuditKind.CHECK_FAILED, subject=site, detail=f"{reason.value}: {detail}", now=now)
     rows = connection.execute("SELECT accepted, reason FROM failures WHERE site = ?", (site,)).fetchall()
     by_code = [count for count, why in rows if why == DropReason.CODE_MISMATCH.value]
     others = [count for count, why in rows if why != DropReason.CODE_MISMATCH.value]
-    is_due, text = decide(others, code_failed_at=by_code, accepted=accepted, rule=rule)
+    is_due, text = decide(others, code_failed_at=by_code, accepted=accepted, config=config)
     if not is_due or conviction_of(connection, site):
         return ""
     text = f"{text}; the last one: {reason.value}, {detail[:300]}"
@@ -260,12 +242,12 @@ def read_reasons(connection: Connection) -> dict[str, str]:
     return read_canary_reasons(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
 
 
-def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
+def count_failures(connection: Connection, *, window_groups: int) -> dict[str, int]:
     """Failures among the newest `window_groups` groups, by site."""
     rows = connection.execute(
         "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site) t"
         " USING (site) WHERE f.accepted > total - ? GROUP BY f.site",
-        (rule.window_groups,),
+        (window_groups,),
     )
     return dict(rows.fetchall())
 

@@ -20,36 +20,25 @@ ASKED_S = 60.0
 """A site shares the work if it asked within so many seconds, or holds assignments that count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """The inputs of a site's share."""
-
-    limit: int
-    at_least: int
-    """Groups of one version, the least a single site gets."""
-    wanting: int
-    """Sites that share, with this one."""
-    owed: int
-    debtors: int
-    """Sites of `wanting` that owe an equal share or more, including this one."""
-    works_ahead: bool
-
-
 def equal_share(limit: int, wanting: int) -> int:
     """The share of each site while none owes anything."""
     return -(-limit // wanting)
 
 
-def decide_share(claim: Claim) -> tuple[int, int]:
-    """Assignments that the site may hold, and its debt from now on."""
-    if claim.wanting == 1:
+def decide_share(
+    *, limit: int, at_least: int, wanting: int, owed: int, debtors: int, works_ahead: bool
+) -> tuple[int, int]:
+    """Assignments that the site may hold, and its debt from now on.
+    A single site gets `at_least`, one version's groups. `wanting` sites share, with this one; `debtors` of them owe an
+    equal share or more."""
+    if wanting == 1:
         # A single site delays only itself.
-        ahead = min(claim.limit, max(claim.at_least, claim.limit - claim.limit // 4))
-        return ahead if claim.works_ahead else claim.limit, claim.owed
-    equal = equal_share(claim.limit, claim.wanting)
-    share = equal if claim.owed >= equal else -(-claim.limit // (claim.wanting - claim.debtors))
+        ahead = min(limit, max(at_least, limit - limit // 4))
+        return ahead if works_ahead else limit, owed
+    equal = equal_share(limit, wanting)
+    share = equal if owed >= equal else equal_share(limit, wanting - debtors)
     # A debt is at most the share, so that as many groups win it back.
-    owed = min(claim.owed, share)
+    owed = min(owed, share)
     return max(1, share - owed), owed
 
 
@@ -66,7 +55,7 @@ def note_expired(connection: Connection, site: str, count: int) -> None:
 
 
 def allowance(connection: Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float) -> int:
-    """Assignments that a site may hold; see `Claim`."""
+    """Assignments that a site may hold, as `decide_share` says."""
     connection.execute("UPDATE temp.sharer SET asked = NULL WHERE asked < ?", (now - ASKED_S,))
     row = connection.execute(
         "SELECT owed, counted > 0 OR asked IS NOT NULL FROM temp.sharer WHERE site = ?", (site,)
@@ -77,15 +66,10 @@ def allowance(connection: Connection, site: str, *, limit: int, at_least: int, w
     (debtors,) = connection.execute(
         "SELECT count(*) FROM temp.sharer WHERE owed > 0 AND owed >= ? AND (counted > 0 OR asked IS NOT NULL)", (equal,)
     ).fetchone()
-    claim = Claim(
-        limit=limit,
-        at_least=at_least,
-        wanting=wanting,
-        owed=owed,
-        debtors=int(debtors) + (not is_counted and owed >= equal),
-        works_ahead=works_ahead,
+    debtors = int(debtors) + (not is_counted and owed >= equal)
+    allowed, left = decide_share(
+        limit=limit, at_least=at_least, wanting=wanting, owed=owed, debtors=debtors, works_ahead=works_ahead
     )
-    allowed, left = decide_share(claim)
     if left != owed:
         connection.execute("UPDATE temp.sharer SET owed = ? WHERE site = ?", (left, site))
     return allowed
@@ -98,33 +82,27 @@ SUMMARY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """A token bucket.
-    A charge larger than the rest takes its level below 0. Times are monotonic seconds."""
-
-    level: float
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A bucket's fill rate and capacity."""
+    """A token bucket's fill rate and capacity.
+    A charge larger than the rest takes its level below 0. Times are monotonic seconds."""
 
     per_s: float
     burst: float
 
 
-def filled(bucket: Bucket | None, rate: Rate, now: float) -> Bucket:
-    """The bucket as it is now; a new one is full."""
+def level_at(now: float, rate: Rate, bucket: tuple[float, float] | None) -> float:
+    """A bucket's level now; a new one is full.
+    `bucket` is an earlier level and its instant."""
     if bucket is None:
-        return Bucket(level=rate.burst, at=now)
-    return Bucket(level=min(rate.burst, bucket.level + max(0.0, now - bucket.at) * rate.per_s), at=now)
+        return rate.burst
+    level, since = bucket
+    return min(rate.burst, level + max(0.0, now - since) * rate.per_s)
 
 
-def wait_s(bucket: Bucket, rate: Rate, amount: float) -> float:
+def wait_s(level: float, rate: Rate, amount: float) -> float:
     """Seconds until the amount may be taken; 0 for now."""
     needed = min(amount, rate.burst)
-    return 0.0 if bucket.level >= needed else min(MAX_WAIT_S, (needed - bucket.level) / rate.per_s)
+    return 0.0 if level >= needed else min(MAX_WAIT_S, (needed - level) / rate.per_s)
 
 
 class Quotas:
@@ -141,7 +119,8 @@ class Quotas:
             for name, per_s in rates.items()
             if per_s > 0
         }
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], tuple[float, float]] = {}
+        """The level of each site's buckets, and its instant."""
         self._used: dict[tuple[str, str], float] = {}
         self.full: set[str] = set()
         """Sites whose newest group was refused, because theirs in the queue leave it no room."""
@@ -161,15 +140,15 @@ class Quotas:
             return 1.0, f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {self._pending_limit}"
         self.full.discard(site)
         amounts = {"groups": 1.0, "bytes": float(num_bytes)}
-        buckets = {name: filled(self._buckets.get((site, name)), rate, now) for name, rate in self._rates.items()}
+        levels = {name: level_at(now, rate, self._buckets.get((site, name))) for name, rate in self._rates.items()}
         for name, rate in self._rates.items():
-            delay_s = wait_s(buckets[name], rate, amounts[name])
+            delay_s = wait_s(levels[name], rate, amounts[name])
             if delay_s > 0:
                 self._refuse(site, name)
                 self._used[site, name] = 1.0
                 return delay_s, f"quota: site_{name}_per_s is {rate.per_s:g}; push again in {delay_s:.2f} s"
-        for name, bucket in buckets.items():
-            self._buckets[site, name] = Bucket(level=bucket.level - amounts[name], at=now)
+        for name, level in levels.items():
+            self._buckets[site, name] = level - amounts[name], now
         return 0.0, ""
 
     def _refuse(self, site: str, quota: str) -> None:
@@ -179,7 +158,7 @@ class Quotas:
     def used(self, site: str, now: float) -> dict[str, float]:
         shares = {"pending_bytes": self._used.get((site, "pending_bytes"), 0.0)}
         for name, rate in self._rates.items():
-            level = filled(self._buckets.get((site, name)), rate, now).level
+            level = level_at(now, rate, self._buckets.get((site, name)))
             shares[name] = 1.0 - level / rate.burst
         return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
 

@@ -152,13 +152,10 @@ class Sites:
         ).fetchone()
         return max(int(dense), int(beyond or 0))
 
-    def is_known(self, connection: Connection, site: str, incarnation: str) -> bool:
-        row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
-        return row.fetchone() is not None
-
     def require(self, connection: Connection, site: str, incarnation: str) -> None:
         """Raises NotRegistered: the incarnation must register first."""
-        if not self.is_known(connection, site, incarnation):
+        found = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
+        if found.fetchone() is None:
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
     def variant(self, connection: Connection, site: str, incarnation: str) -> str:
@@ -171,7 +168,7 @@ class Sites:
         now: float,
         *,
         quotas: Quotas,
-        rule: quarantine.Rule,
+        window_groups: int,
         holdings: Mapping[Holder, tuple[int, int]],
         problems: Mapping[str, str],
     ) -> tuple[SiteStatus, ...]:
@@ -180,7 +177,8 @@ class Sites:
         `holdings` gives held and away assignments by holder, `problems` the coordinator's own by site.
         """
         rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
-        quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
+        quarantines = quarantine.read_reasons(connection)
+        failures = quarantine.count_failures(connection, window_groups=window_groups)
         statuses = []
         for row in rows:
             site, incarnation = row.site, row.incarnation

@@ -56,31 +56,22 @@ class Lease:
     incarnation: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acquire:
-    """The same epoch, a new one, or None: refused for `wait_s`."""
-
-    epoch: int | None
-    is_new: bool
-    wait_s: float
-
-
 def decide_acquire(
     now: float, lease: Lease, *, holder: str, request_id: str, incarnation: str = ""
-) -> tuple[Acquire, str]:
+) -> tuple[int | None, float, str]:
     """Decide on a lease request.
 
-    A holder may always return from its own state_dir, to a new epoch. The name is not enough: a copied configuration
-    has the same.
+    Returns the same epoch, a new one, or None, for how long None refuses, and the reason. A holder may always return
+    from its own state_dir, to a new epoch. The name is not enough: a copied configuration has the same.
     """
     if lease.request_id == request_id and not lease.is_released:
-        return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
+        return lease.epoch, 0.0, f"epoch {lease.epoch} was granted to this request"
     wait_s = lease.expires - now
     is_own = (lease.holder, lease.incarnation) == (holder, incarnation)
     if lease.epoch and not lease.is_released and not is_own and wait_s > 0:
         who = lease.holder if lease.holder != holder else f"another learner whose holder is {holder} too"
-        return Acquire(epoch=None, is_new=False, wait_s=wait_s), f"{who} holds the lease for {wait_s:.1f} s"
-    return Acquire(epoch=lease.epoch + 1, is_new=True, wait_s=0.0), f"epoch {lease.epoch + 1} begins for {holder}"
+        return None, wait_s, f"{who} holds the lease for {wait_s:.1f} s"
+    return lease.epoch + 1, 0.0, f"epoch {lease.epoch + 1} begins for {holder}"
 
 
 def contract_difference(stated: Contract, offered: Contract) -> str:
@@ -124,7 +115,6 @@ class Head:
     """The newest version: sizes of state and smallest payload, and changed share."""
 
     version: int
-    manifest_digest: str
     published: float
     full_bytes: int
     last_bytes: int
@@ -162,13 +152,10 @@ def read_contract(connection: Connection) -> Contract | None:
 def read_head(connection: Connection) -> Head | None:
     """The newest version, once there is one."""
     row = connection.execute(
-        "SELECT version, manifest_digest, published, bytes_full, bytes_last, changed_fraction FROM versions"
+        "SELECT version, published, bytes_full, bytes_last, changed_fraction FROM versions"
         " ORDER BY version DESC LIMIT 1"
     ).fetchone()
-    if row is None:
-        return None
-    names = ("version", "manifest_digest", "published", "full_bytes", "last_bytes", "changed_fraction")
-    return Head(**dict(zip(names, row, strict=True)))
+    return None if row is None else Head(**dict(zip(Head.__slots__, row, strict=True)))
 
 
 def head_version(connection: Connection) -> int | None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant, permute, prompt_of, seed_of
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.coordinator.groups.schedule import Load, decide_grant, permute, prompt_of, seed_of
 
 
 @given(st.integers(1, 300), st.text(max_size=5))
@@ -40,10 +41,10 @@ def test_sampling_seeds_are_63_bit_and_differ():
     ],
 )
 def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, granted):
-    pace = Pace(groups_per_version=9, max_staleness_versions=8, outstanding_limit=64)
+    config = CoordinatorConfig(groups_per_version=9, max_staleness_versions=8, max_outstanding_groups=64)
     load = Load(head_version=head, policy_version=version, outstanding=outstanding)
 
-    number, reason = decide_grant(load, pace, wanted=wanted)
+    number, reason = decide_grant(load, config, wanted=wanted)
 
     assert number == granted
     assert reason
@@ -60,10 +61,10 @@ def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, grante
     ],
 )
 def test_work_that_would_be_too_stale_when_it_is_done_is_not_granted(lag, coming, outstanding, granted):
-    pace = Pace(groups_per_version=9, max_staleness_versions=8, outstanding_limit=64)
+    config = CoordinatorConfig(groups_per_version=9, max_staleness_versions=8, max_outstanding_groups=64)
     load = Load(head_version=10, policy_version=10 - lag, outstanding=outstanding, coming=coming)
 
-    number, reason = decide_grant(load, pace, wanted=5)
+    number, reason = decide_grant(load, config, wanted=5)
 
     assert number == granted
     assert granted or reason.startswith(f"paced: {coming} versions come while the site makes a group, at {lag} behind")
@@ -72,9 +73,12 @@ def test_work_that_would_be_too_stale_when_it_is_done_is_not_granted(lag, coming
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 200), st.integers(1, 9), st.integers(0, 9))
 def test_no_granted_group_can_be_too_stale_when_trained_in_order(head, lag, outstanding, per_version, bound):
     version = max(0, head - lag)
-    pace = Pace(groups_per_version=per_version, max_staleness_versions=bound, outstanding_limit=1000)
+    config = CoordinatorConfig(
+        groups_per_version=per_version, max_staleness_versions=bound, max_outstanding_groups=1000
+    )
+    load = Load(head_version=head, policy_version=version, outstanding=outstanding)
 
-    granted, _ = decide_grant(Load(head_version=head, policy_version=version, outstanding=outstanding), pace, wanted=50)
+    granted, _ = decide_grant(load, config, wanted=50)
 
     for ahead in range(outstanding, outstanding + granted):
         assert head + ahead // per_version - version <= bound

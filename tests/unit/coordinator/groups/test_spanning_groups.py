@@ -6,6 +6,7 @@ import pytest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, Group, GroupId, Span
 from heterorl.common.wire.sealed_groups import columns_of, seal
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.validation import Facts, content_problem, judge
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
@@ -35,11 +36,11 @@ def test_staleness_counts_from_the_oldest_token_unless_stale_ones_are_masked(bou
         oldest_version=oldest, state_root=ROOT, generation_s=0.1,
     )  # fmt: skip
     facts = Facts(
-        head_version=head, max_staleness_versions=bound, max_policy_age_s=60.0, policy_age_s=1.0,
-        state_root=ROOT, assignment_prompt=7, is_answered=False, mask_stale=mask_stale,
+        head_version=head, policy_age_s=1.0, state_root=ROOT, assignment_prompt=7, is_answered=False
     )  # fmt: skip
+    config = CoordinatorConfig(max_staleness_versions=bound, max_policy_age_s=60.0, mask_stale=mask_stale)
 
     message = content_problem(columns_of(group_to_pb(group)), CONTRACT, max_prompt_tokens=9)
-    reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts)
+    reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts, config)
 
     assert reason is expected, message

@@ -39,11 +39,11 @@ def report(logprobs, *, version=0, site=SITE, incarnation=INCARNATION):
     ],
 )
 def test_verdict_follows_the_median_over_tokens(offered, is_quarantined):
-    judgement = judge_canary(report(offered), STATED, threshold=0.15)
+    difference, quarantine = judge_canary(report(offered), STATED, threshold=0.15)
 
-    assert bool(judgement.quarantine) == is_quarantined
-    assert judgement.quarantine is not None
-    assert judgement.difference is None or math.isfinite(judgement.difference)
+    assert bool(quarantine) == is_quarantined
+    assert quarantine is not None
+    assert difference is None or math.isfinite(difference)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_mismatch_of_engines_is_half_the_mean_square_of_the_differences(offered,
 
 
 def test_nothing_is_decided_without_the_learners_canary_or_without_a_threshold():
-    assert judge_canary(report(()), (), threshold=0.1).quarantine is None
-    assert judge_canary(report((-9.0,) * 4), STATED, threshold=0.0).quarantine is None
+    assert judge_canary(report(()), (), threshold=0.1) == (None, None)
+    assert judge_canary(report((-9.0,) * 4), STATED, threshold=0.0) == (None, None)
 
 
 @pytest.fixture

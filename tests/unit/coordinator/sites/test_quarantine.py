@@ -11,10 +11,12 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.sites import audit, quarantine
-from heterorl.coordinator.sites.quarantine import Rule, decide
+from heterorl.coordinator.sites.quarantine import decide
 from heterorl.coordinator.versions import published_variants
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
+
+TWICE = CoordinatorConfig(quarantine_failures=2, quarantine_window_groups=100)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ async def log_of(core):
     ],
 )
 def test_only_failures_within_the_window_count(failed_at, accepted, is_due):
-    assert decide(failed_at, accepted=accepted, rule=Rule(failures=2, window_groups=100))[0] is is_due
+    assert decide(failed_at, accepted=accepted, config=TWICE)[0] is is_due
 
 
 @pytest.mark.parametrize(
@@ -81,18 +83,17 @@ def test_only_failures_within_the_window_count(failed_at, accepted, is_due):
     [([10], [10] * 9, False), ([10], [10] * 10, True), ([], [10] * 19, False), ([], [10] * 20, True)],
 )
 def test_ten_failures_by_code_count_as_one(failed_at, code_failed_at, is_due):
-    rule = Rule(failures=2, window_groups=100)
-    found, text = decide(failed_at, code_failed_at=code_failed_at, accepted=20, rule=rule)
+    found, text = decide(failed_at, code_failed_at=code_failed_at, accepted=20, config=TWICE)
 
     assert found is is_due
     assert text.startswith(
         f"{len(failed_at + code_failed_at)} of its last 20 groups failed a check, {len(code_failed_at)}"
     )
-    assert not decide([], code_failed_at=code_failed_at, accepted=111, rule=rule)[0], "the window is theirs too"
+    assert not decide([], code_failed_at=code_failed_at, accepted=111, config=TWICE)[0], "the window is theirs too"
 
 
 def test_zero_failures_means_never():
-    assert not decide([1] * 50, accepted=1, rule=Rule(failures=0, window_groups=100))[0]
+    assert not decide([1] * 50, accepted=1, config=TWICE.model_copy(update={"quarantine_failures": 0}))[0]
 
 
 async def test_site_is_quarantined_at_its_second_failure_and_comes_back_by_release(core, tmp_path):

@@ -10,9 +10,9 @@ from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.queue import Turns
-from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.groups.schedule import Load, decide_grant
 from heterorl.coordinator.sites import audit
-from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
+from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Quotas, Rate, level_at, wait_s
 from heterorl.sampler.outbox.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
@@ -66,24 +66,25 @@ def test_refusal_of_one_quota_takes_nothing_of_the_other(tmp_path):
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 50)), max_size=60))
 def test_accepted_bytes_never_exceed_rate_times_time_and_burst(pushes):
-    rate, burst, level, now, accepted = Rate(per_s=10.0, burst=40.0), 40.0, None, 0.0, 0
+    rate, burst, bucket, now, accepted = Rate(per_s=10.0, burst=40.0), 40.0, None, 0.0, 0
     for pause, amount in pushes:
         now += pause
-        bucket = filled(level, rate, now)
-        if wait_s(bucket, rate, amount) == 0:
-            level = Bucket(level=bucket.level - amount, at=now)
+        level = level_at(now, rate, bucket)
+        if wait_s(level, rate, amount) == 0:
+            bucket = level - amount, now
             accepted += amount
         # The one that passed last may have been larger than the burst.
         assert accepted <= burst + 10.0 * now + 50
-    assert wait_s(Bucket(level=-1e9, at=0.0), rate, 1.0) == MAX_WAIT_S
+    assert wait_s(-1e9, rate, 1.0) == MAX_WAIT_S
 
 
 def test_site_may_hold_so_many_assignments():
     load = Load(head_version=0, policy_version=0, outstanding=5, held=3)
-    pace = Pace(groups_per_version=8, max_staleness_versions=4, outstanding_limit=32, held_limit=4)
+    config = CoordinatorConfig(groups_per_version=8, max_staleness_versions=4, max_outstanding_groups=32)
 
-    assert decide_grant(load, pace, wanted=8) == (1, "quota: the site holds 3 assignments, site_work_groups is 4")
-    assert decide_grant(load, dataclasses.replace(pace, held_limit=0), wanted=8)[0] == 8
+    reason = "quota: the site holds 3 assignments, site_work_groups is 4"
+    assert decide_grant(load, config, wanted=8, held_limit=4) == (1, reason)
+    assert decide_grant(load, config, wanted=8)[0] == 8
 
 
 def serve(turns, waiting, count):

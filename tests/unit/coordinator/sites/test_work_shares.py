@@ -110,11 +110,11 @@ def test_many_sites_get_one_each(connection):
         (128, 32, 1000, 0, 0, False, (1, 0)),
     ],
 )
-def test_share_is_decided_from_a_claim(limit, at_least, wanting, owed, debtors, works_ahead, expected):
-    claim = quotas.Claim(
+def test_share_is_decided(limit, at_least, wanting, owed, debtors, works_ahead, expected):
+    found = quotas.decide_share(
         limit=limit, at_least=at_least, wanting=wanting, owed=owed, debtors=debtors, works_ahead=works_ahead
     )
-    assert quotas.decide_share(claim) == expected
+    assert found == expected
 
 
 async def world(tmp_path, **changes):

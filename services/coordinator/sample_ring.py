@@ -49,13 +49,13 @@ TRIM_ROWS = 256
 """Samples evicted in one operation, at a start with a smaller bound."""
 _PAGE_BYTES, _ROW_BYTES = 4096, 2048
 """Largest overhead of SQLite for a payload, and for a row with its indexes."""
-_INSERT = (
-    "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
-    " prompt_index, num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, num_bytes,"
-    " has_texts, prompt_preview, completion_preview)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-    " RETURNING id"
+_COLUMNS = (
+    "kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
+    " num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, has_texts,"
+    " prompt_preview, completion_preview"
 )
+_NAMES = ("id", *_COLUMNS.split(", "))
+_INSERT = f"INSERT INTO samples (num_bytes, {_COLUMNS}) VALUES ({', '.join('?' * len(_NAMES))}) RETURNING id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,11 @@ class SampleRing:
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
     def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
-        self._keep_group(connection, group, CONSUMED, SampleKind.CONSUMED, detail="", version=version)
+        self._keep_group(connection, group, None, detail="", version=version)
 
     def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
-        self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
+        self._keep_group(connection, group, reason, detail=detail, version=head)
 
     def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
         """Keep a held-out prompt with its completions.
@@ -127,21 +127,15 @@ class SampleRing:
         return self._make_room(connection, most=TRIM_ROWS)
 
     def _keep_group(
-        self,
-        connection: Connection,
-        group: SealedGroup,
-        kept_because: str,
-        kind: SampleKind,
-        *,
-        detail: str,
-        version: int,
+        self, connection: Connection, group: SealedGroup, reason: DropReason | None, *, detail: str, version: int
     ) -> None:
-        key: GroupId = group.id
+        """Keep a group, dropped for this reason or else trained on."""
+        key, kept_because = group.id, CONSUMED if reason is None else reason.value
         self._keep(
             connection,
             group.data,
             outline(group.data),
-            kind=kind,
+            kind=SampleKind.CONSUMED if reason is None else kind_of(reason),
             values=(
                 kept_because, one_line(detail), key.site, key.incarnation, key.sequence, version, group.oldest_version,
             ),
@@ -168,7 +162,7 @@ class SampleRing:
             found.reward_min, found.reward_mean, found.reward_max,
         )  # fmt: skip
         texts = (previews is not None, *(previews or ("", "")))
-        row = (kind.value, *values, self.wall(), prompt_index, *numbers, num_bytes, *texts)
+        row = (num_bytes, kind.value, *values, self.wall(), prompt_index, *numbers, *texts)
         (number,) = connection.execute(_INSERT, row).fetchone()
         connection.execute("INSERT INTO sample_payloads (id, content) VALUES (?, ?)", (number, content))
         _count(connection, kind, num_samples=1, num_bytes=num_bytes)
@@ -228,11 +222,6 @@ def _stored_bytes(num_content: int, num_note: int) -> int:
 ROWS_AT_ONCE = 1000
 """Rows that one operation reads: some milliseconds of the store's thread."""
 _MAX_ID = 2**62
-_COLUMNS = (
-    "id, kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
-    " num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, has_texts,"
-    " prompt_preview, completion_preview"
-)
 
 
 def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
@@ -253,7 +242,7 @@ def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> It
     column, value = _driving(wanted)
     equal, values = (f"{column} = ? AND ", (value,)) if column else ("", ())
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order}", (*values, *bounds)
+        f"SELECT id, {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order}", (*values, *bounds)
     )
     return map(_summary, rows)
 
@@ -289,7 +278,7 @@ def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
 
 def read_sample(connection: Connection, number: int) -> StoredSample:
     """One sample. Raises UnknownSample: it is not kept."""
-    row = connection.execute(f"SELECT {_COLUMNS} FROM samples WHERE id = ?", (number,)).fetchone()
+    row = connection.execute(f"SELECT id, {_COLUMNS} FROM samples WHERE id = ?", (number,)).fetchone()
     if row is None:
         raise UnknownSample(f"sample {number} is not kept")
     content, note = connection.execute("SELECT content, note FROM sample_payloads WHERE id = ?", (number,)).fetchone()
@@ -297,7 +286,7 @@ def read_sample(connection: Connection, number: int) -> StoredSample:
 
 
 def _summary(row: tuple[object, ...]) -> SampleSummary:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    values = dict(zip(_NAMES, row, strict=True))
     incarnation, sequence = values.pop("incarnation"), values.pop("sequence")
     site, kind = SiteId(str(values.pop("site"))), SampleKind(values.pop("kind"))
     group = None

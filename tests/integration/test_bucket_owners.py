@@ -8,7 +8,7 @@ from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.restore_backup import restore
-from heterorl.coordinator.store.bucket.objects import BucketClient
+from heterorl.coordinator.store.bucket.objects import Objects
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.relayed import LargeRun
@@ -159,14 +159,14 @@ async def test_prefix_whose_mark_was_deleted_is_claimed_and_who_had_it_deletes_n
 
 
 async def test_two_that_claim_a_prefix_at_once_do_not_both_get_it(bucket, config, prefix, monkeypatch):
-    create = BucketClient.create
+    create = Objects._create
 
     async def overtaken(self, key, data, **options):
         # Between the look and the put somebody else was faster.
         bucket.replace(prefix, "run", b"somebody else")
         return await create(self, key, data, **options)
 
-    monkeypatch.setattr(BucketClient, "create", overtaken)
+    monkeypatch.setattr(Objects, "_create", overtaken)
     with pytest.raises(ConfigError, match="somebody else"):
         await Coordinator.open(config("new"), SystemClock())
     assert bucket.read(prefix, "run") == "somebody else"

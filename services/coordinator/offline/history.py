@@ -12,7 +12,7 @@ import sqlite3
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -114,20 +114,15 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     log = path.with_name(path.name + "-wal")
     if not log.exists() or log.stat().st_size == 0:
         # `immutable`: SQLite neither locks the file nor looks for a log.
-        connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-        try:
+        place = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(place, uri=True)) as connection:
             yield connection
-        finally:
-            connection.close()
         return
     with tempfile.TemporaryDirectory(prefix="heterorl-verify-") as directory:
         for file in (path, log):
             shutil.copyfile(file, Path(directory) / file.name)
-        connection = sqlite3.connect(Path(directory) / path.name)
-        try:
+        with closing(sqlite3.connect(Path(directory) / path.name)) as connection:
             yield connection
-        finally:
-            connection.close()
 
 
 def _read(connection: sqlite3.Connection, directory: Path, variant: str) -> History:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -169,11 +168,9 @@ class GarbageCollector(BackgroundWorker):
 
     # deletion
 
-    @asynccontextmanager
-    async def undisturbed(self) -> AsyncIterator[None]:
-        """Hold off deletions for a short time."""
-        async with self._collecting:
-            yield
+    def undisturbed(self) -> asyncio.Lock:
+        """A lock that holds off deletions, for a short time."""
+        return self._collecting
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
         """Delete payloads that no sampler needs; returns the bytes freed.

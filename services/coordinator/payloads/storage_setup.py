@@ -21,7 +21,7 @@ from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
 from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage, BucketUploads
-from heterorl.coordinator.store.bucket.objects import BucketClient, Objects
+from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.engine_choice import OWNER
@@ -79,11 +79,8 @@ async def _open_bucket(
 ) -> Opened:
     payloads = config.payloads
     await asyncio.to_thread(payload_index.empty, config.data_dir / SCRATCH)
-    objects = Objects(BucketClient(payloads, run_id=config.run_id), on_lost=database.fail)
+    objects = Objects(payloads, run_id=config.run_id, on_lost=database.fail)
     await _claim(objects, database)
-
-    async def make_room_here(missing_bytes: int) -> None:
-        await cache.make_room(missing_bytes)
 
     storage = BucketStorage(
         objects,
@@ -99,7 +96,7 @@ async def _open_bucket(
         store_bytes=payloads.cache_bytes,
         max_payload_bytes=config.max_payload_bytes,
         bound="payloads.cache_bytes",
-        make_room=make_room_here,
+        make_room=lambda missing_bytes: cache.make_room(missing_bytes),
         on_full=on_full,
         storage=storage,
     )

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
 from heterorl.common.process import files
 from heterorl.common.process.files import make_directory, opened_directory, sync_directory
 
-ResultT = TypeVar("ResultT")
 BUSY_S = 2.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
@@ -58,23 +57,18 @@ def remove_file(path: Path) -> None:
         os.fsync(parent)
 
 
-def rename_file(source: Path, target: Path) -> None:
-    """Rename a durable file durably.
-    Raises StoreFull, Busy: it keeps its old name; CorruptStore: the surviving name is unknown."""
-    with _typed(), opened_directory(target.parent) as to, opened_directory(source.parent) as left:
-        source.replace(target)
-        try:
-            os.fsync(to)
-            os.fsync(left)
-        except OSError as error:
-            raise CorruptStore(f"the disk of the payloads failed: {error}") from error
-
-
 def name_file(source: Path, target: Path) -> None:
-    """Move a durable file and make its directory; raises as `rename_file`."""
+    """Move a durable file durably, and make its directory.
+    Raises StoreFull, Busy: it keeps its old name; CorruptStore: the surviving name is unknown."""
     with _typed():
         make_directory(target.parent)
-    rename_file(source, target)
+        with opened_directory(target.parent) as to, opened_directory(source.parent) as left:
+            source.replace(target)
+            try:
+                os.fsync(to)
+                os.fsync(left)
+            except OSError as error:
+                raise CorruptStore(f"the disk of the payloads failed: {error}") from error
 
 
 def cut(file: BinaryIO, offset: int) -> None:
@@ -119,14 +113,8 @@ def open_file(path: Path, mode: str) -> BinaryIO:
 
 def file_size(path: Path) -> int | None:
     """Size of a file, None if missing. Raises Busy: unknown now."""
-    return looked_at(lambda: path.stat().st_size)
-
-
-def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
-    """Result of `look`, None if the file is missing.
-    Raises Busy: unknown now."""
     try:
-        return look()
+        return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -13,86 +13,10 @@ ANOTHER_PROGRAM = (
     " begin a run from it with this one"
 )
 """The action for a store of another schema."""
-_BY_VARIANT = """
-CREATE TABLE payloads (
-    to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, variant TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (variant, to_version, kind, from_version));
-CREATE TABLE signatures (
-    version INTEGER NOT NULL, signature BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (variant, version));
-CREATE TABLE verified (
-    version INTEGER NOT NULL, digest TEXT NOT NULL, variant TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (variant, version));
-CREATE TABLE canaries (
-    version INTEGER NOT NULL, logprobs BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (variant, version));
-CREATE TABLE variant_versions (
-    variant TEXT NOT NULL, version INTEGER NOT NULL, manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL,
-    state_root TEXT NOT NULL, bytes_full INTEGER NOT NULL, changed_fraction REAL NOT NULL,
-    PRIMARY KEY (variant, version));
-CREATE INDEX variants_of_version ON variant_versions (version);
-CREATE VIEW stated AS
-    SELECT '' AS variant, version, manifest, manifest_digest, state_root, bytes_full, changed_fraction, is_abandoned
-    FROM versions
-    UNION ALL
-    SELECT variant, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
-    FROM variant_versions f JOIN versions USING (version);
-"""
 AUDIT_TRIGGERS = """CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
     BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
 CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
     BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
-"""
-_CHECKS = (
-    """
-CREATE TABLE failures (site TEXT NOT NULL, accepted INTEGER NOT NULL, reason TEXT NOT NULL,
-    detail TEXT NOT NULL);
-CREATE INDEX failures_by_site ON failures (site);
-CREATE TABLE convictions (site TEXT PRIMARY KEY, reason TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE audit (sequence INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, kind TEXT NOT NULL,
-    subject TEXT NOT NULL, detail TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL);
-"""
-    + AUDIT_TRIGGERS
-)
-_SAMPLES = """
-CREATE TABLE samples (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, kept_because TEXT NOT NULL, detail TEXT NOT NULL,
-    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL, version INTEGER NOT NULL,
-    oldest_version INTEGER NOT NULL, kept REAL NOT NULL, prompt_index INTEGER NOT NULL, num_rollouts INTEGER NOT NULL,
-    num_truncated INTEGER NOT NULL, num_lost INTEGER NOT NULL DEFAULT 0, num_tokens INTEGER NOT NULL,
-    reward_min REAL, reward_mean REAL, reward_max REAL, num_bytes INTEGER NOT NULL, has_texts INTEGER NOT NULL,
-    prompt_preview TEXT NOT NULL, completion_preview TEXT NOT NULL);
-CREATE INDEX samples_by_kind ON samples (kind, id);
-CREATE INDEX samples_by_reason ON samples (kept_because, id);
-CREATE INDEX samples_by_site ON samples (site, id);
-CREATE INDEX samples_by_version ON samples (version, id);
-CREATE INDEX samples_by_group ON samples (site, incarnation, sequence);
-CREATE TABLE sample_payloads (id INTEGER PRIMARY KEY, content BLOB NOT NULL, note BLOB);
-CREATE TABLE sample_totals (kind TEXT PRIMARY KEY, num_samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
-"""
-_EVALUATIONS = """
-CREATE TABLE evaluation_jobs (
-    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
-    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
-    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
-    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
-CREATE INDEX evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
-CREATE TABLE evaluation_results (
-    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
-    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
-CREATE TABLE evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
-"""
-_PROMPTS = """
-CREATE TABLE prompts (
-    prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
-CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-"""
-_LOST_SHARES = """
-CREATE TABLE lost_shares (site TEXT PRIMARY KEY, share REAL NOT NULL) WITHOUT ROWID;
-"""
-_RETURNERS = """
-CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
 """
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -125,13 +49,66 @@ CREATE TABLE work (
     request_id TEXT NOT NULL DEFAULT '', returned TEXT NOT NULL DEFAULT '{{}}', open_from INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
-{_BY_VARIANT}
-{_CHECKS}
-{_SAMPLES}
-{_EVALUATIONS}
-{_PROMPTS}
-{_RETURNERS}
-{_LOST_SHARES}
+CREATE TABLE payloads (
+    to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, to_version, kind, from_version));
+CREATE TABLE signatures (
+    version INTEGER NOT NULL, signature BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
+CREATE TABLE verified (
+    version INTEGER NOT NULL, digest TEXT NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
+CREATE TABLE canaries (
+    version INTEGER NOT NULL, logprobs BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
+CREATE TABLE variant_versions (
+    variant TEXT NOT NULL, version INTEGER NOT NULL, manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL,
+    state_root TEXT NOT NULL, bytes_full INTEGER NOT NULL, changed_fraction REAL NOT NULL,
+    PRIMARY KEY (variant, version));
+CREATE INDEX variants_of_version ON variant_versions (version);
+CREATE VIEW stated AS
+    SELECT '' AS variant, version, manifest, manifest_digest, state_root, bytes_full, changed_fraction, is_abandoned
+    FROM versions
+    UNION ALL
+    SELECT variant, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
+    FROM variant_versions f JOIN versions USING (version);
+CREATE TABLE failures (site TEXT NOT NULL, accepted INTEGER NOT NULL, reason TEXT NOT NULL,
+    detail TEXT NOT NULL);
+CREATE INDEX failures_by_site ON failures (site);
+CREATE TABLE convictions (site TEXT PRIMARY KEY, reason TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE audit (sequence INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, kind TEXT NOT NULL,
+    subject TEXT NOT NULL, detail TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL);
+{AUDIT_TRIGGERS}
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, kept_because TEXT NOT NULL, detail TEXT NOT NULL,
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL, version INTEGER NOT NULL,
+    oldest_version INTEGER NOT NULL, kept REAL NOT NULL, prompt_index INTEGER NOT NULL, num_rollouts INTEGER NOT NULL,
+    num_truncated INTEGER NOT NULL, num_lost INTEGER NOT NULL DEFAULT 0, num_tokens INTEGER NOT NULL,
+    reward_min REAL, reward_mean REAL, reward_max REAL, num_bytes INTEGER NOT NULL, has_texts INTEGER NOT NULL,
+    prompt_preview TEXT NOT NULL, completion_preview TEXT NOT NULL);
+CREATE INDEX samples_by_kind ON samples (kind, id);
+CREATE INDEX samples_by_reason ON samples (kept_because, id);
+CREATE INDEX samples_by_site ON samples (site, id);
+CREATE INDEX samples_by_version ON samples (version, id);
+CREATE INDEX samples_by_group ON samples (site, incarnation, sequence);
+CREATE TABLE sample_payloads (id INTEGER PRIMARY KEY, content BLOB NOT NULL, note BLOB);
+CREATE TABLE sample_totals (kind TEXT PRIMARY KEY, num_samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
+CREATE TABLE evaluation_jobs (
+    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
+    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
+    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
+    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
+CREATE INDEX evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
+CREATE TABLE evaluation_results (
+    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
+    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
+CREATE TABLE evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE prompts (
+    prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
+CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE lost_shares (site TEXT PRIMARY KEY, share REAL NOT NULL) WITHOUT ROWID;
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');

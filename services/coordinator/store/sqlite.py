@@ -101,19 +101,16 @@ def connect(path: Path) -> sqlite3.Connection:
             )
         _make_indexes(connection)
         tallies.begin(connection)
-    except sqlite3.OperationalError as error:
+    except (sqlite3.DatabaseError, CorruptStore) as error:
         connection.close()
-        if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        code = getattr(error, "sqlite_errorcode", None)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL:
             raise DiskFull(str(path.parent)) from error
+        if isinstance(error, CorruptStore):
+            raise
         raise CorruptStore(f"{path}: {error}") from error
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise CorruptStore(f"{path}: {error}") from error
-    except CorruptStore:
-        connection.close()
-        raise
     return connection
 
 

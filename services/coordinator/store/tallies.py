@@ -21,9 +21,8 @@ from heterorl.coordinator.store.database_engine import Connection
 
 SOON = -1e300
 """An instant before all others."""
-_TABLES = f"""
+TABLES = f"""
 CREATE TEMP TABLE tally (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO temp.tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
 CREATE TEMP TABLE out_work (
     assignment INTEGER PRIMARY KEY, site TEXT NOT NULL, incarnation TEXT NOT NULL, request_id TEXT NOT NULL,
     since REAL, is_away INTEGER NOT NULL DEFAULT 0);
@@ -80,7 +79,8 @@ CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer
     BEGIN UPDATE tally SET count = count + CASE WHEN {_WANTS.format("NEW")} THEN 1 ELSE -1 END
     WHERE name = 'wanting'; END;
 """
-_FILL = """
+FILL = """
+INSERT INTO temp.tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
 INSERT INTO temp.out_work (assignment, site, incarnation, request_id)
     SELECT assignment, site, incarnation, request_id FROM main.work WHERE is_leased = 1;
 """
@@ -88,7 +88,7 @@ INSERT INTO temp.out_work (assignment, site, incarnation, request_id)
 
 def begin(connection: sqlite3.Connection) -> None:
     """Make the tables, and count the leased assignments; once for each connection."""
-    connection.executescript(f"{_TABLES} {_TRIGGERS} {_FILL}")
+    connection.executescript(f"{TABLES} {_TRIGGERS} {FILL}")
 
 
 def read(connection: Connection, name: str) -> int:

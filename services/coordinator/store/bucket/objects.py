@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import configparser
+import contextlib
 import datetime
 import stat
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -50,114 +51,6 @@ _RETRIES: dict[str, Any] = {
         "base": 2,
     },
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A listed object."""
-
-    key: str
-    num_bytes: int
-    put_at: float
-
-
-class BucketClient:
-    """One prefix of one bucket."""
-
-    def __init__(self, config: BucketConfig, *, run_id: str) -> None:
-        """Prepare without a request. Raises DependencyMissing: obstore; ConfigError: unreadable credentials."""
-        self._library, self._errors = _obstore()
-        self._lifetime = datetime.timedelta(seconds=config.url_lifetime_s)
-        where: dict[str, Any] = {
-            "prefix": config.prefix or run_id,
-            "region": config.region,
-            "retry_config": _RETRIES,
-            **({"endpoint": config.endpoint} if config.endpoint else {}),
-            **({} if config.credentials_file is None else read_credentials(config.credentials_file)),
-        }
-        allow: dict[str, Any] = {"allow_http": config.endpoint.startswith("http://")}
-        store = self._library.store.S3Store
-        # `timeout` is for a whole answer. `read_timeout` is for silence, also while a put sends its bytes.
-        self._store: S3Store = store(config.bucket, client_options={**allow, "timeout": _seconds(REQUEST_S)}, **where)
-        reading = {"timeout": _seconds(RANGE_S), "read_timeout": _seconds(SILENCE_S)}
-        self._reads: S3Store = store(config.bucket, client_options={**allow, **reading}, **where)
-
-    async def create(self, key: str, data: bytes, *, action: str = "be written to") -> bool:
-        async with self._asked(action):
-            try:
-                await self._library.put_async(self._store, key, data, mode="create")
-            except self._errors.AlreadyExistsError:
-                return False
-        return True
-
-    async def put_file(self, key: str, path: Path, *, action: str) -> None:
-        """Put a file in parts, replacing the object."""
-        async with self._asked(action):
-            await self._library.put_async(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-
-    async def small(self, key: str) -> bytes:
-        """Read a short object. Raises FileNotFoundError."""
-        async with self._asked("be read"):
-            return bytes(await (await self._library.get_async(self._store, key)).bytes_async())
-
-    async def size(self, key: str) -> int:
-        """Bytes of an object. Raises FileNotFoundError."""
-        async with self._asked("be read"):
-            return int((await self._library.head_async(self._store, key))["size"])
-
-    async def read(self, key: str, *, offset: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of an object. Raises FileNotFoundError."""
-        while offset < stop:
-            before, bounds = offset, (offset, min(stop, offset + RANGE_BYTES))
-            try:
-                async with self._asked("be read"):
-                    answer = await self._library.get_async(self._reads, key, options={"range": bounds})
-                    async for block in answer.stream(min_chunk_size=BLOCK_BYTES):
-                        offset += len(block)
-                        yield bytes(block)
-            except Busy:
-                if offset == before:
-                    raise
-            else:
-                if offset == before:
-                    raise Busy("the bucket of the payloads sends nothing", retry_after_s=BUSY_S)
-
-    async def entries(self, prefix: str) -> list[Entry]:
-        async with self._asked("be listed"):
-            found = await self._library.list(self._store, prefix=prefix).collect_async()
-        return [
-            Entry(key=entry["path"], num_bytes=int(entry["size"]), put_at=float(entry["last_modified"].timestamp()))
-            for entry in found
-        ]
-
-    async def delete(self, *keys: str) -> None:
-        async with self._asked("delete a payload"):
-            for key in keys:
-                await self._library.delete_async(self._store, key)
-
-    async def rename(self, key: str, target: str) -> None:
-        """Move an object to another key. Raises FileNotFoundError."""
-        async with self._asked("move a payload"):
-            await self._library.rename_async(self._store, key, target)
-
-    async def urls(self, method: str, keys: Sequence[str]) -> list[str]:
-        """Presigned URLs for this method; signed locally."""
-        async with self._asked("be signed for"):
-            return list(await self._library.sign_async(self._store, method, [*keys], self._lifetime)) if keys else []
-
-    @asynccontextmanager
-    async def _asked(self, action: str) -> AsyncIterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            # The library's error names the address.
-            raise FileNotFoundError("the payload is not in the bucket") from None
-        except (PermissionError, self._errors.PermissionDeniedError, self._errors.UnauthenticatedError):
-            problem = f"the bucket of the payloads cannot {action}: it refuses the credentials"
-            raise Busy(problem, retry_after_s=BUSY_S) from None
-        except self._errors.BaseError as error:
-            problem = f"the bucket of the payloads cannot {action} now ({type(error).__name__})"
-            raise Busy(problem, retry_after_s=BUSY_S) from None
 
 
 def _seconds(seconds: float) -> datetime.timedelta:
@@ -219,26 +112,44 @@ class Piece:
 
 
 class Objects:
-    """Payloads by digest, below one prefix."""
+    """Payloads by digest, below one prefix of one bucket."""
 
-    def __init__(self, client: BucketClient, *, on_lost: Callable[[str], None]) -> None:
-        """`on_lost` gets the reason when another store takes the prefix.
-        Call `claim` first."""
-        self._client = client
+    def __init__(self, config: BucketConfig, *, run_id: str, on_lost: Callable[[str], None]) -> None:
+        """Prepare without a request; call `claim` first.
+        `on_lost` gets the reason when another store takes the prefix. Raises DependencyMissing: obstore; ConfigError:
+        unreadable credentials."""
+        self._library, self._errors = _obstore()
+        self._lifetime = datetime.timedelta(seconds=config.url_lifetime_s)
+        where: dict[str, Any] = {
+            "prefix": config.prefix or run_id,
+            "region": config.region,
+            "retry_config": _RETRIES,
+            **({"endpoint": config.endpoint} if config.endpoint else {}),
+            **({} if config.credentials_file is None else read_credentials(config.credentials_file)),
+        }
+        allow: dict[str, Any] = {"allow_http": config.endpoint.startswith("http://")}
+        store = self._library.store.S3Store
+        # `timeout` is for a whole answer. `read_timeout` is for silence, also while a put sends its bytes.
+        self._store: S3Store = store(config.bucket, client_options={**allow, "timeout": _seconds(REQUEST_S)}, **where)
+        reading = {"timeout": _seconds(RANGE_S), "read_timeout": _seconds(SILENCE_S)}
+        self._reads: S3Store = store(config.bucket, client_options={**allow, **reading}, **where)
         self._on_lost = on_lost
         self._owner = ""
 
     async def owner(self) -> str:
         """The name of the store that has the prefix, or empty."""
         try:
-            return (await self._client.small(MARK)).decode("utf-8", "replace")
+            async with self._asked("be read"):
+                data = await (await self._library.get_async(self._store, MARK)).bytes_async()
         except FileNotFoundError:
             return ""
+        return bytes(data).decode("utf-8", "replace")
 
     async def claim(self, owner: str) -> None:
         """Put the mark if there is none.
         Raises ConfigError: another store has the prefix; Busy: no answer."""
-        if not await self._client.create(MARK, owner.encode()) and (found := await self.owner()) != owner:
+        is_new = await self._create(MARK, owner.encode(), action="be written to")
+        if not is_new and (found := await self.owner()) != owner:
             raise self.of_another(found)
         self._owner = owner
 
@@ -252,7 +163,7 @@ class Objects:
         )
 
     async def sizes(self) -> dict[Digest, int]:
-        names = ((entry.key.rpartition("/")[2], entry.num_bytes) for entry in await self._client.entries("blobs"))
+        names = ((key.rpartition("/")[2], num_bytes) for key, num_bytes, _ in await self._listed("blobs"))
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
     async def _check(self) -> None:
@@ -267,23 +178,25 @@ class Objects:
         """Put a file, unless its object exists."""
         key = _key(digest)
         if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
-            await self._client.create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)
+            await self._create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)
             return
         # An upload in parts cannot be conditional. Only one coordinator puts below a prefix, so no other write comes
         # between this check and the end.
         try:
-            await self._client.size(key)
+            await self._size(key)
         except FileNotFoundError:
-            await self._client.put_file(key, path, action=_TAKES)
+            parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+            async with self._asked(_TAKES):
+                await self._library.put_async(self._store, key, path, **parts)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
         """Append a payload's missing bytes to a file, without verification.
         Raises FileNotFoundError; StoreFull, CorruptStore: the disk refuses."""
         key = _key(digest)
-        stop = await self._client.size(key)
+        stop = await self._size(key)
         file = await opened_in_thread(lambda: open_file(path, "ab"))
         with file:
-            async for block in self._client.read(key, offset=file.tell(), stop=stop):
+            async for block in self._read(key, offset=file.tell(), stop=stop):
                 writing = asyncio.ensure_future(asyncio.to_thread(write_all, file, block))
                 try:
                     await asyncio.shield(writing)
@@ -292,50 +205,109 @@ class Objects:
                     await asyncio.wait([writing])
 
     async def delete(self, digest: Digest) -> None:
-        await self._check()
-        await self._client.delete(_key(digest))
+        await self._delete(_key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
         """Move a payload to `damaged`."""
         await self._check()
-        try:
-            await self._client.rename(_key(digest), f"damaged/{file_name(digest)}")
-        except FileNotFoundError:
-            return
+        with contextlib.suppress(FileNotFoundError):
+            async with self._asked("move a payload"):
+                await self._library.rename_async(self._store, _key(digest), f"damaged/{file_name(digest)}")
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
         """Presigned URLs to read payloads; signed locally."""
-        return await self._client.urls("GET", [_key(digest) for digest in digests])
+        return await self._signed("GET", [_key(digest) for digest in digests])
 
     # pieces of learners
 
     async def put_url(self, digest: Digest, offset: int) -> str:
-        (url,) = await self._client.urls("PUT", [_piece(digest, offset)])
+        (url,) = await self._signed("PUT", [_piece(digest, offset)])
         return url
 
     async def pieces(self, digest: Digest | None = None) -> list[Piece]:
         """The pieces of one payload or of all, in order."""
         folder = "incoming" if digest is None else f"incoming/{file_name(digest)}"
         found = []
-        for entry in await self._client.entries(folder):
-            name, _, offset = entry.key.rpartition("/")
+        for key, num_bytes, put_at in await self._listed(folder):
+            name, _, offset = key.rpartition("/")
             name = name.rpartition("/")[2]
             if is_digest(name) and offset.isdecimal():
-                piece = Piece(digest=Digest(name), offset=int(offset), num_bytes=entry.num_bytes, put_at=entry.put_at)
-                found.append(piece)
+                found.append(Piece(digest=Digest(name), offset=int(offset), num_bytes=num_bytes, put_at=put_at))
         return sorted(found, key=lambda piece: (piece.digest, piece.offset))
 
     async def read_piece(self, piece: Piece, *, skip: int = 0) -> AsyncIterator[bytes]:
         """Yield a piece from byte `skip` on. Raises FileNotFoundError."""
-        key = _piece(piece.digest, piece.offset)
-        async for block in self._client.read(key, offset=skip, stop=piece.num_bytes):
+        async for block in self._read(_piece(piece.digest, piece.offset), offset=skip, stop=piece.num_bytes):
             yield block
 
     async def delete_pieces(self, pieces: Sequence[Piece]) -> None:
         """Delete pieces, present or not."""
         if pieces:
-            await self._check()
-            await self._client.delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
+            await self._delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
+
+    # requests by key
+
+    async def _create(self, key: str, data: bytes, *, action: str) -> bool:
+        """Put an object unless it exists; returns whether it did."""
+        async with self._asked(action):
+            try:
+                await self._library.put_async(self._store, key, data, mode="create")
+            except self._errors.AlreadyExistsError:
+                return False
+        return True
+
+    async def _size(self, key: str) -> int:
+        """Bytes of an object. Raises FileNotFoundError."""
+        async with self._asked("be read"):
+            return int((await self._library.head_async(self._store, key))["size"])
+
+    async def _read(self, key: str, *, offset: int, stop: int) -> AsyncIterator[bytes]:
+        """Yield [offset, stop) of an object. Raises FileNotFoundError."""
+        while offset < stop:
+            before, bounds = offset, (offset, min(stop, offset + RANGE_BYTES))
+            try:
+                async with self._asked("be read"):
+                    answer = await self._library.get_async(self._reads, key, options={"range": bounds})
+                    async for block in answer.stream(min_chunk_size=BLOCK_BYTES):
+                        offset += len(block)
+                        yield bytes(block)
+            except Busy:
+                if offset == before:
+                    raise
+            else:
+                if offset == before:
+                    raise Busy("the bucket of the payloads sends nothing", retry_after_s=BUSY_S)
+
+    async def _listed(self, prefix: str) -> list[tuple[str, int, float]]:
+        """Key, bytes and time of the objects below a prefix."""
+        async with self._asked("be listed"):
+            found = await self._library.list(self._store, prefix=prefix).collect_async()
+        return [(entry["path"], int(entry["size"]), float(entry["last_modified"].timestamp())) for entry in found]
+
+    async def _delete(self, *keys: str) -> None:
+        await self._check()
+        async with self._asked("delete a payload"):
+            for key in keys:
+                await self._library.delete_async(self._store, key)
+
+    async def _signed(self, method: str, keys: Sequence[str]) -> list[str]:
+        """Presigned URLs for this method; signed locally."""
+        async with self._asked("be signed for"):
+            return list(await self._library.sign_async(self._store, method, [*keys], self._lifetime)) if keys else []
+
+    @asynccontextmanager
+    async def _asked(self, action: str) -> AsyncIterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            # The library's error names the address.
+            raise FileNotFoundError("the payload is not in the bucket") from None
+        except (PermissionError, self._errors.PermissionDeniedError, self._errors.UnauthenticatedError):
+            problem = f"the bucket of the payloads cannot {action}: it refuses the credentials"
+            raise Busy(problem, retry_after_s=BUSY_S) from None
+        except self._errors.BaseError as error:
+            problem = f"the bucket of the payloads cannot {action} now ({type(error).__name__})"
+            raise Busy(problem, retry_after_s=BUSY_S) from None
 
 
 def _key(digest: Digest) -> str:

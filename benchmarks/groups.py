@@ -139,10 +139,8 @@ class Bench:
                 max_delay_versions=0,
             )
         )
-        server = Server(
-            max_message_bytes=config.max_message_bytes, max_concurrent_rpcs=64, run_id="bench",
-            tls=ServerTlsConfig(insecure=True),
-        )  # fmt: skip
+        tls = ServerTlsConfig(insecure=True)
+        server = Server(config.model_copy(update={"max_concurrent_rpcs": 64, "run_id": "bench", "tls": tls}))
         servicer, handlers = RolloutServicer(core.rollout), Handlers()
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, handlers)

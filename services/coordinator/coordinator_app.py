@@ -110,14 +110,7 @@ async def _serve(
     core = await Coordinator.open(config, clock, engine=engine)
     # A session or disk that hangs keeps the store from a standby.
     watch.silent_s = core.database.silent_s
-    server = Server(
-        max_message_bytes=config.max_message_bytes,
-        max_concurrent_rpcs=calls,
-        site_concurrent_rpcs=config.site_concurrent_rpcs,
-        messages_in_flight_bytes=config.messages_in_flight_bytes,
-        run_id=config.run_id,
-        tls=config.tls,
-    )
+    server = Server(config.model_copy(update={"max_concurrent_rpcs": calls}))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollouts = RolloutServicer(core.rollout, max_prompt_tokens=config.max_prompt_tokens)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)

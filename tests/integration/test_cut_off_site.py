@@ -75,7 +75,7 @@ async def core(tmp_path):
         work_lease_s=LEASE_S, max_staleness_versions=64,
     )  # fmt: skip
     core = await Coordinator.open(config, ManualClock())
-    server = Server(max_message_bytes=config.max_message_bytes, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(config.model_copy(update={"max_concurrent_rpcs": 64, "run_id": "run", "tls": PLAINTEXT}))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)

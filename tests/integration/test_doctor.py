@@ -293,7 +293,7 @@ async def test_answer_larger_than_a_mebibyte_is_refused_with_words(secure):
 
 async def test_coordinator_of_an_older_release_is_named(tmp_path):
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), SystemClock())
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT))
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
     checks = await diagnose(f"127.0.0.1:{port}", PLAINTEXT, tmp_path)

@@ -10,6 +10,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
@@ -101,7 +102,7 @@ async def served(tmp_path):
     core = await open_coordinator(
         tmp_path, groups_per_version=GROUPS_PER_STEP, max_outstanding_groups=MOST_OUTSTANDING, max_staleness_versions=2
     )
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)

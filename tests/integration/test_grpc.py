@@ -50,9 +50,7 @@ class Served:
 
     async def __aenter__(self):
         self.core = await Coordinator.open(self.config, SystemClock())
-        self.server = Server(
-            max_message_bytes=self.config.max_message_bytes, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT
-        )
+        self.server = Server(self.config.model_copy(update={"max_concurrent_rpcs": 64, "tls": PLAINTEXT}))
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(
             PolicyServicer(self.core.policy, self.core.lease), self.server.grpc
         )
@@ -596,7 +594,7 @@ async def test_client_rides_through_a_restart_of_the_coordinator(tmp_path):
     patient = CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=RetryPolicy(budget_s=20))
     asking = asyncio.create_task(patient.get_status())
     core = await Coordinator.open(served.config, SystemClock())
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT))
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     await server.start(f"127.0.0.1:{port}")
 
@@ -630,6 +628,6 @@ async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(PortInUse, match="listen"):
-        await Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT).start(
-            f"127.0.0.1:{served.port}"
-        )
+        await Server(
+            CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
+        ).start(f"127.0.0.1:{served.port}")

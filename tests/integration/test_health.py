@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.rpc.channel import check_health
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.rpc.grpc_server import Server
 from tests.support.certificates import Certificates, paths
 from tests.support.links import PLAINTEXT
@@ -24,7 +25,7 @@ async def ask(address, *options):
 
 @pytest.fixture
 async def server():
-    started = Server(max_message_bytes=4 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
+    started = Server(CoordinatorConfig(max_message_bytes=4 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT))
     port = await started.start("127.0.0.1:0")
     yield started, f"127.0.0.1:{port}"
     await started.stop(0)
@@ -37,7 +38,9 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture
 async def secure_address(certificates):
-    started = Server(max_message_bytes=4 << 20, max_concurrent_rpcs=8, run_id="run", tls=certificates.server_tls())
+    started = Server(
+        CoordinatorConfig(max_message_bytes=4 << 20, max_concurrent_rpcs=8, run_id="run", tls=certificates.server_tls())
+    )
     port = await started.start("127.0.0.1:0")
     yield f"127.0.0.1:{port}"
     await started.stop(0)

@@ -333,12 +333,16 @@ async def test_client_and_server_refuse_files_that_cannot_work(tmp_path):
             CoordinatorClient("127.0.0.1:1", tls=TlsConfig(**{**good, **changes}))
     tls = certificates.server_tls()
     with pytest.raises(ConfigError, match="this is the coordinator of run other"):
-        Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="other", tls=tls)
+        Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="other", tls=tls))
     with pytest.raises(ConfigError, match="role/sampler"):
-        Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=tls.model_copy(update=good))
+        Server(
+            CoordinatorConfig(
+                max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=tls.model_copy(update=good)
+            )
+        )
     gone = tls.model_copy(update={"revoked": str(tmp_path / "nothing")})
     with pytest.raises(ConfigError, match="tls.revoked"):
-        Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=gone)
+        Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=gone))
 
 
 async def test_tls_1_2_is_refused_typed_and_1_3_is_not(secure):
@@ -355,7 +359,7 @@ async def test_tls_1_2_is_refused_typed_and_1_3_is_not(secure):
 async def test_plaintext_on_loopback_goes_through_no_proxy(tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT))
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path), SystemClock())
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")

@@ -13,6 +13,7 @@ import pytest
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.v1 import policy_pb2_grpc
@@ -26,7 +27,7 @@ QUICK = RetryPolicy(budget_s=5.0, base_s=0.01, cap_s=0.05)
 @asynccontextmanager
 async def served(core):
     """A client of the coordinator behind a port of loopback."""
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     port = await server.start("127.0.0.1:0")
     client = CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK)

@@ -13,6 +13,7 @@ from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import FinishReason, PushStatus, Rollout
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
@@ -27,7 +28,7 @@ from tests.support.links import PLAINTEXT
 async def served_coordinator(directory: Path) -> AsyncIterator[tuple[Coordinator, int]]:
     """The coordinator and its port."""
     core = await open_coordinator(directory)
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)

@@ -33,7 +33,7 @@ async def serving(data_dir, **changes):
     """A client of a coordinator on a port of loopback."""
     config = CoordinatorConfig(data_dir=data_dir, groups_per_version=2, max_staleness_versions=500, **changes)
     core = await Coordinator.open(config, SystemClock())
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    server = Server(CoordinatorConfig(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)

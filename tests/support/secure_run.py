@@ -62,13 +62,10 @@ class SecureRun:
             data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20, **self.changes
         )
         self.core = await Coordinator.open(config, SystemClock())
-        self.server = Server(
-            max_message_bytes=config.max_message_bytes,
-            max_concurrent_rpcs=64,
-            run_id="run",
-            tls=self.certificates.server_tls(),
-            wall_time=lambda: time.time() + self.ahead_s,
+        served = config.model_copy(
+            update={"max_concurrent_rpcs": 64, "run_id": "run", "tls": self.certificates.server_tls()}
         )
+        self.server = Server(served, wall_time=lambda: time.time() + self.ahead_s)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(
             PolicyServicer(self.core.policy, self.core.lease), self.server.grpc
         )

@@ -79,14 +79,10 @@ SMALL_BYTES = 1 << 20
 """Bytes of a request that is not in LONG. Parsed, a request of many small entries takes about 50 times its bytes."""
 LONG = frozenset(
     {
+        *FIELDS,
         "PushGroupsRequest",
         "PushEvaluationRequest",
         "UploadPayloadRequest",
-        "PublishVersionRequest",
-        "StreamGroupsRequest",
-        "AbandonGroupsRequest",
-        "RejectGroupsRequest",
-        "NoteSamplesRequest",
         "PushLearnerMetricsRequest",
         "DiagnoseRequest",
     }

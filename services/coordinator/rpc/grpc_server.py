@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
 from heterorl.common.identity.spiffe import Identity, Role
-from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.rpc.access import CallAuthorizer
 from heterorl.coordinator.rpc.call_admission import CallAdmission, Shares
 
@@ -69,30 +69,20 @@ UNREFUSED_RPCS = 8
 class Server:
     """Wraps the grpc.aio server and its health service."""
 
-    def __init__(
-        self,
-        *,
-        max_message_bytes: int,
-        max_concurrent_rpcs: int,
-        run_id: str,
-        tls: ServerTlsConfig,
-        site_concurrent_rpcs: int = 32,
-        messages_in_flight_bytes: int = 1 << 30,
-        wall_time: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, *, wall_time: Callable[[], float] = time.time) -> None:
         """Prepare a server.
         Raises ConfigError: a certificate file is unusable, or not a coordinator's of this run."""
-        self._tls = tls
+        self._tls = tls = config.tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
-            _check_own(self._files.current().identity, run_id=run_id)
+            _check_own(self._files.current().identity, run_id=config.run_id)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
             _LOG.warning(
                 "tls.revoked is not set: revoked certificates stay valid; set it to the list of heterorl certs revoke"
             )
         self._authorizer = CallAuthorizer(
-            run_id=run_id,
+            run_id=config.run_id,
             is_plaintext=tls.insecure,
             wall_time=wall_time,
             revoked=frozenset() if self._revoked is None else self._revoked,
@@ -100,14 +90,14 @@ class Server:
         )
         self.admission = CallAdmission(
             self._authorizer,
-            shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
-            budget=MemoryQuota(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
+            shares=Shares(places=config.max_concurrent_rpcs, per_site=config.site_concurrent_rpcs),
+            budget=MemoryQuota(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
         )
         self.grpc = grpc.aio.server(
             interceptors=[self.admission],
-            options=server_options(max_message_bytes),
+            options=server_options(config.max_message_bytes),
             # gRPC counts calls of all callers alike, so its own bound only limits calls that are being refused.
-            maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * config.max_concurrent_rpcs,
         )
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

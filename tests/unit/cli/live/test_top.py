@@ -157,7 +157,9 @@ async def test_real_coordinator_goes_away_and_comes_back(tmp_path):
         for is_up in (True, False, True):
             if is_up:
                 core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), SystemClock())
-                server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+                server = Server(
+                    CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+                )
                 run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
                 await server.start(address)
             # gRPC waits a moment before it dials again; the view does not care how often it asks.

@@ -6,6 +6,7 @@ None outlives the authority. Keys are ECDSA P-256.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Pair:
 def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
     """Make a self-signed authority that may only sign nodes.
     Raises ConfigError: the run's name is not allowed."""
-    _check_name("RUN", run)
+    check_name("RUN", run)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"heterorl {run}"[:64])])
     certificate = (
@@ -87,8 +88,8 @@ def sign_node(
     the node is dialled by.
     Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or the role has no hosts.
     """
-    _check_name("RUN", run)
-    _check_name("SITE", site)
+    check_name("RUN", run)
+    check_name("SITE", site)
     if hosts and role not in SERVING:
         raise ConfigError("--host", f"a {role} does not serve", action="only the coordinator and relays have hosts")
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
@@ -200,10 +201,8 @@ def _usage(*, is_authority: bool) -> x509.KeyUsage:
 
 
 def _host(host: str) -> x509.GeneralName:
-    try:
+    with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
     try:
         return x509.DNSName(host)
     except ValueError as error:
@@ -214,7 +213,8 @@ def _host(host: str) -> x509.GeneralName:
         ) from error
 
 
-def _check_name(key: str, text: str) -> None:
+def check_name(key: str, text: str) -> None:
+    """Check a name of a run or site. Raises ConfigError: of `key`."""
     if not is_name(text):
         raise ConfigError(
             key,

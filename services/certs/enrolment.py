@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from heterorl.certs.authority import sign_node
+from heterorl.certs.authority import check_name, sign_node
 from heterorl.certs.authority_directory import PUBLIC, SECRET, Authority, locked, write_file
 from heterorl.certs.join_tokens import (
     ID_BYTES,
@@ -34,7 +34,7 @@ from heterorl.certs.join_tokens import (
     secret_digest,
 )
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri, split_uri
+from heterorl.common.identity.spiffe import Role, spiffe_uri, split_uri
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +63,7 @@ class Enrolment:
         `expires` is in seconds since the epoch. Raises ConfigError: there is no authority, or a name is not allowed."""
         if role is Role.COORDINATOR:
             raise ConfigError("--role", "a coordinator cannot join", action="heterorl certs issue coordinator")
-        if not is_name(site):
-            raise ConfigError(
-                "--site",
-                f"{site!r} is not 1 to 64 letters, digits, dots, dashes or underscores",
-                action="choose a shorter name of these characters",
-            )
+        check_name("--site", site)
         run = self._authority.run()
         certificate = x509.load_pem_x509_certificate(self._authority.pair().cert)
         token = Token(

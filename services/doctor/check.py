@@ -5,6 +5,7 @@ Every fault has a remedy.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,11 +80,7 @@ def exit_code(checks: Sequence[Check]) -> int:
 
 def checks_json(checks: Sequence[Check]) -> dict[str, Any]:
     """All checks as plain JSON values."""
-    rows = [
-        {"name": entry.name, "level": entry.level.value, "finding": entry.finding, "remedy": entry.remedy}
-        for entry in checks
-    ]
-    return {"is_ok": exit_code(checks) == 0, "checks": rows}
+    return {"is_ok": exit_code(checks) == 0, "checks": [dataclasses.asdict(entry) for entry in checks]}
 
 
 def checks_table(checks: Sequence[Check], *, title: str) -> Table:

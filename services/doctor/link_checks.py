@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -74,28 +75,19 @@ class MessageTrial:
 
 async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Failure:
     """Run a blocking function; if it hangs, neither caller nor exit waits."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
-
-    def put(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type] # a result comes without an error
-        else:
-            future.set_exception(error)
+    future: Future[ResultT] = Future()
+    # From here on a waiter that leaves cancels nothing, and the thread may still set its result.
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            result, error = function(), None
-        except Exception as failure:  # noqa: BLE001 - handed to the waiter
-            result, error = None, failure
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(put, result, error)
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - handed to the waiter
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        return await asyncio.wait_for(future, timeout_s)
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
     except TimeoutError:
         return Failure(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s{_busy()}")
 
@@ -387,15 +379,13 @@ def judge_clock(fact: Reached) -> Check:
 
 def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_limit: int) -> Check:
     """Whether messages of the largest size get through both ways."""
-    largest = {way: max((t.num_bytes for t in trials if t.direction == way and not t.error), default=0)
-               for way in ("up", "down")}  # fmt: skip
+    arrived = {way: [each for each in trials if each.direction == way and not each.error] for way in ("up", "down")}
+    largest = {way: max((each.num_bytes for each in some), default=0) for way, some in arrived.items()}
     rates = {
-        way: max(
-            (t.num_bytes / max(t.seconds, 1e-9) for t in trials if t.direction == way and not t.error), default=0.0
-        )
-        for way in ("up", "down")
+        way: max((each.num_bytes / max(each.seconds, 1e-9) for each in some), default=0.0)
+        for way, some in arrived.items()
     }
-    found = "; ".join(f"{way} {_size(largest[way])} at {rates[way] / 1e6:.3g} MB/s" for way in ("up", "down"))
+    found = "; ".join(f"{way} {_size(largest[way])} at {rates[way] / 1e6:.3g} MB/s" for way in arrived)
     lost = [trial for trial in trials if trial.error]
     if lost:
         found += f"; {_size(lost[0].num_bytes)} {lost[0].direction}: {lost[0].error}"

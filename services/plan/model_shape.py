@@ -87,16 +87,11 @@ def shape_of_directory(model_dir: Path) -> ModelShape:
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         return _shape_of(config, name=model_dir.name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = "lacks" if isinstance(error, KeyError | TypeError) else "cannot be read:"
         raise ConfigError(
             "--model-dir",
-            f"{model_dir}: config.json cannot be read: {error}",
-            action="name a model's directory, or give --params",
-        ) from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            "--model-dir",
-            f"{model_dir}: config.json lacks {error}",
+            f"{model_dir}: config.json {problem} {error}",
             action="name a model's directory, or give --params",
         ) from error
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -50,8 +50,7 @@ HEALTH = "/grpc.health.v1.Health/Check"
 OTHER = "other"
 """Label of rpcs that this release does not know."""
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Answer = Callable[[bytes], AsyncIterator[bytes]]
-MessageT = TypeVar("MessageT", bound=Message)
+_Answer = Callable[[Any], AsyncIterator[Message]]
 _FILES: Sequence[Any] = (
     backup_pb2, diagnosis_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2,
 )  # fmt: skip
@@ -73,13 +72,13 @@ class Router(grpc.GenericRpcHandler):
         self._forwarder = forwarder
         self._admission = admission
         self.is_serving = False
-        self._here: Mapping[str, _Answer] = {
-            f"{POLICY}WatchHead": self._watch_head,
-            f"{POLICY}GetManifest": self._get_manifest,
-            f"{POLICY}ListManifests": self._list_manifests,
-            f"{POLICY}PlanPull": self._plan_pull,
-            f"{POLICY}ReadPayload": self._read_payload,
-            HEALTH: self._check_health,
+        self._here: Mapping[str, tuple[type[Message], _Answer]] = {
+            f"{POLICY}WatchHead": (policy_pb2.WatchHeadRequest, self._watch_head),
+            f"{POLICY}GetManifest": (policy_pb2.GetManifestRequest, self._get_manifest),
+            f"{POLICY}ListManifests": (policy_pb2.ListManifestsRequest, self._list_manifests),
+            f"{POLICY}PlanPull": (policy_pb2.PlanPullRequest, self._plan_pull),
+            f"{POLICY}ReadPayload": (policy_pb2.ReadPayloadRequest, self._read_payload),
+            HEALTH: (health_pb2.HealthCheckRequest, self._check_health),
         }
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
@@ -129,29 +128,30 @@ class Router(grpc.GenericRpcHandler):
         room.close()
         if data is grpc.aio.EOF:
             raise InvalidRequest("the call has no request")
-        async for message in here(data):
+        kind, answer = here
+        try:
+            request = kind.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
+        async for response in answer(request):
             self._admission.recheck(node)
-            yield message
+            yield response.SerializeToString()
 
-    async def _watch_head(self, data: bytes) -> AsyncIterator[bytes]:
-        request = _parse(policy_pb2.WatchHeadRequest, data)
+    async def _watch_head(self, request: policy_pb2.WatchHeadRequest) -> AsyncIterator[Message]:
         async for update in self._weights.head.watch(after_version=request.after_version):
-            yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s).SerializeToString()
+            yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s)
 
-    async def _get_manifest(self, data: bytes) -> AsyncIterator[bytes]:
-        request = _parse(policy_pb2.GetManifestRequest, data)
+    async def _get_manifest(self, request: policy_pb2.GetManifestRequest) -> AsyncIterator[Message]:
         signed = await self._weights.get_signed_manifest(version=request.version, variant=request.variant)
-        yield policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature).SerializeToString()
+        yield policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
-    async def _list_manifests(self, data: bytes) -> AsyncIterator[bytes]:
-        request = _parse(policy_pb2.ListManifestsRequest, data)
+    async def _list_manifests(self, request: policy_pb2.ListManifestsRequest) -> AsyncIterator[Message]:
         found = await self._weights.list_manifests(
             first_version=request.first_version, last_version=request.last_version, variant=request.variant
         )
-        yield policy_pb2.ListManifestsResponse(manifests=found).SerializeToString()
+        yield policy_pb2.ListManifestsResponse(manifests=found)
 
-    async def _plan_pull(self, data: bytes) -> AsyncIterator[bytes]:
-        request = _parse(policy_pb2.PlanPullRequest, data)
+    async def _plan_pull(self, request: policy_pb2.PlanPullRequest) -> AsyncIterator[Message]:
         plan = await self._weights.plan_pull(
             have_version=request.have_version,
             have_root=request.have_root,
@@ -160,31 +160,22 @@ class Router(grpc.GenericRpcHandler):
             base_root=request.base_root,
             variant=request.variant,
         )
-        yield to_message(policy_pb2.PlanPullResponse, plan).SerializeToString()
+        yield to_message(policy_pb2.PlanPullResponse, plan)
 
-    async def _read_payload(self, data: bytes) -> AsyncIterator[bytes]:
-        request = _parse(policy_pb2.ReadPayloadRequest, data)
+    async def _read_payload(self, request: policy_pb2.ReadPayloadRequest) -> AsyncIterator[Message]:
         frames = self._weights.payloads.read(
             digest=digest_field("digest", request.digest),
             offset=request.offset,
             stop=request.stop if request.HasField("stop") else None,
         )
         async for frame in frames:
-            yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame)).SerializeToString()
+            yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame))
 
-    async def _check_health(self, data: bytes) -> AsyncIterator[bytes]:
+    async def _check_health(self, request: health_pb2.HealthCheckRequest) -> AsyncIterator[Message]:
         """The relay serves what it keeps, whether or not the coordinator answers."""
         status = health_pb2.HealthCheckResponse
         serving = status.SERVING if self.is_serving else status.NOT_SERVING
-        is_whole = not _parse(health_pb2.HealthCheckRequest, data).service
-        yield status(status=serving if is_whole else status.SERVICE_UNKNOWN).SerializeToString()
-
-
-def _parse(kind: type[MessageT], data: bytes) -> MessageT:
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
+        yield status(status=status.SERVICE_UNKNOWN if request.service else serving)
 
 
 async def _pass_on(context: _Context, error: grpc.aio.AioRpcError) -> None:

@@ -38,7 +38,7 @@ from heterorl.common.identity.spiffe import Role, split_uri
 
 PREFIX = "hrl1."
 ID_BYTES, SECRET_BYTES, PIN_BYTES, SUM_BYTES = 8, 32, 32, 4
-_FIXED = ID_BYTES + SECRET_BYTES + PIN_BYTES + 2
+_HEAD = struct.Struct(f">{ID_BYTES}s{SECRET_BYTES}s{PIN_BYTES}sH")
 MAX_FRAME = 16 << 10
 
 
@@ -83,7 +83,7 @@ class Token:
     def text(self) -> str:
         """The token as text."""
         uri = self.uri.encode("ascii")
-        body = self.id + self.secret + self.pin + struct.pack(">H", len(uri)) + uri + self.address.encode("ascii")
+        body = _HEAD.pack(self.id, self.secret, self.pin, len(uri)) + uri + self.address.encode("ascii")
         return PREFIX + base64.urlsafe_b64encode(body + _sum(body)).rstrip(b"=").decode("ascii")
 
 
@@ -114,18 +114,14 @@ def parse_token(text: str) -> Token:
     except binascii.Error as error:
         raise ConfigError("--token", "is damaged", action=action) from error
     body, check = data[:-SUM_BYTES], data[-SUM_BYTES:]
-    if len(body) < _FIXED or check != _sum(body):
+    if len(body) < _HEAD.size or check != _sum(body):
         raise ConfigError("--token", "is damaged", action=action)
-    (length,) = struct.unpack(">H", body[_FIXED - 2 : _FIXED])
-    if len(body) < _FIXED + length or not body[_FIXED:].isascii():
+    number, secret, pin, length = _HEAD.unpack_from(body)
+    texts = body[_HEAD.size :]
+    if len(texts) < length or not texts.isascii():
         raise ConfigError("--token", "is damaged", action=action)
-    token = Token(
-        id=body[:ID_BYTES],
-        secret=body[ID_BYTES : ID_BYTES + SECRET_BYTES],
-        pin=body[ID_BYTES + SECRET_BYTES : ID_BYTES + SECRET_BYTES + PIN_BYTES],
-        uri=body[_FIXED : _FIXED + length].decode("ascii"),
-        address=body[_FIXED + length :].decode("ascii"),
-    )
+    uri, address = texts[:length].decode("ascii"), texts[length:].decode("ascii")
+    token = Token(id=number, secret=secret, pin=pin, uri=uri, address=address)
     if split_uri(token.uri) is None:
         raise ConfigError("--token", "names no node", action=action)
     return token

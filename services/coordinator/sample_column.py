@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
@@ -67,7 +68,10 @@ class SampleColumn:
         rest: SamplePage | None = page
         for _ in range(LOOKS):
             assert rest is not None, "the loop ends with the list"
-            rest = await self._look(wanted, rest, found)
+            look = functools.partial(sample_ring.read_page, wanted=wanted, page=rest)
+            some, looked_up_to = await self._context.database.run(look)
+            found += some
+            rest = None if looked_up_to is None else next_page(rest, looked_up_to)
             if rest is None or len(found) == page.limit:
                 break
             rest = dataclasses.replace(rest, limit=page.limit - len(found))
@@ -79,13 +83,6 @@ class SampleColumn:
             kept_bytes=sum(num_bytes for _, num_bytes in totals.values()),
             limit_bytes=self._context.queue.ring.limit_bytes,
         )
-
-    async def _look(self, wanted: SampleFilter, page: SamplePage, found: list[SampleSummary]) -> SamplePage | None:
-        some, looked_up_to = await self._context.database.run(
-            lambda connection: sample_ring.read_page(connection, wanted, page)
-        )
-        found += some
-        return None if looked_up_to is None else next_page(page, looked_up_to)
 
     async def get_sample(self, *, sample_id: int) -> Sample:
         return sample_of(await self.get_stored(sample_id=sample_id))

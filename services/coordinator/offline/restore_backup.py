@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError
+from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.common.process.files import make_directory, replacing, sync_directory, sync_file
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
@@ -28,7 +28,7 @@ from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.disk_space import operators_error
-from heterorl.coordinator.store.engine_choice import OWNER
+from heterorl.coordinator.store.engine_choice import OWNER, require_psycopg
 from heterorl.coordinator.store.sqlite import connect as connect_file
 from heterorl.coordinator.versions import lineage
 
@@ -166,11 +166,10 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
     if not url:
         yield None
         return
-    try:
-        import psycopg
-    except ImportError:
-        raise DependencyMissing("psycopg", "postgres") from None
-    from heterorl.coordinator.store.postgres.postgres_engine import connect, lock_soon
+    require_psycopg()
+    import psycopg
+
+    from heterorl.coordinator.store.postgres.postgres_engine import brief, connect, lock_soon
     from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, WRITER
 
     with contextlib.closing(connect(url)) as raw:
@@ -186,8 +185,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
                 yield raw
         except psycopg.Error as error:
             raise OperatorError(
-                f"PostgreSQL refuses: {' '.join(str(error).split())[:300]}",
-                action="check store.url, and that its user may create tables",
+                f"PostgreSQL refuses: {brief(error)}", action="check store.url, and that its user may create tables"
             ) from error
 
 

@@ -6,8 +6,9 @@ certificate is refused at its next message. Refusals are counted by reason.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -128,16 +129,11 @@ def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
         return Refusal(reason=RefusalReason.ROLE, message=f"a learner states {rule.of_learner} with {method}")
     if not rule.site or not isinstance(peer, Identity):
         return None
-    for value in (_at(entry, rule.site) for entry in (request if isinstance(request, list) else [request])):
+    for entry in request if isinstance(request, list) else [request]:
+        value = functools.reduce(getattr, rule.site, entry)
         if value != peer.site:
             return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")
     return None
-
-
-def _at(value: object, path: Sequence[str]) -> object:
-    for name in path:
-        value = getattr(value, name)
-    return value
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

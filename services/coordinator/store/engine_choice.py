@@ -35,7 +35,7 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
         if mark.exists():
             raise ConfigError("store.url", f"{data_dir} has the payloads of a store in PostgreSQL", action=_ANOTHER)
         return SqliteEngine.open(path)
-    _require_psycopg()
+    require_psycopg()
     from heterorl.coordinator.store.postgres.postgres_engine import open_store
 
     refuse_file(data_dir)
@@ -52,7 +52,7 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
             "--standby needs a store that two coordinators reach: one in PostgreSQL",
             action="set store.url to postgresql://..., or start without --standby",
         )
-    _require_psycopg()
+    require_psycopg()
     from heterorl.coordinator.store.postgres.standby import Standby
 
     refuse_file(data_dir)
@@ -110,7 +110,8 @@ def _not_its_own(data_dir: Path) -> ConfigError:
     )
 
 
-def _require_psycopg() -> None:
+def require_psycopg() -> None:
+    """Raises DependencyMissing: psycopg is not installed."""
     try:
         import psycopg  # noqa: F401
     except ImportError:

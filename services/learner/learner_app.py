@@ -23,8 +23,6 @@ import random
 import secrets
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.identity.signing import Trust
@@ -34,7 +32,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.pushed_metrics import pushing
-from heterorl.common.process.threads import cause_of, in_thread, num_threads
+from heterorl.common.process.threads import in_thread, num_threads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.backends.ranks.rank_env import RankEnv
@@ -45,10 +43,10 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
+from heterorl.learner.run.resume import PublishedVersions, Resumption
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.state_directory import hold_directory, read_epochs, write_run_file
-from heterorl.learner.run.training_run import RunResult, TrainingRun
+from heterorl.learner.run.state_directory import read_epochs, write_run_file
+from heterorl.learner.run.training_run import TrainingRun
 from heterorl.learner.sample_notes import NoteReader
 from heterorl.learner.step_metrics import BusyTime, new_step_timer, observe_start
 
@@ -108,7 +106,7 @@ async def _train(
     _LOG.info("the learner %s", result)
 
 
-def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
+def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> TrainingRun:
     """Join loaded parts to a coordinator; does not send or write yet.
 
     A signer signs every version and must have signed the head; a canary is stated with each. Without `verification`
@@ -120,7 +118,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
     progress = new_step_timer(clock, parts.passes)
-    training_run = TrainingRun(
+    return TrainingRun(
         config=config,
         api=api,
         contract=parts.contract,
@@ -134,39 +132,6 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         progress=progress,
         statement=parts.statement,
     )
-    return Learner(training_run=training_run, state_dir=config.state_dir)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    """The joined parts of one learner.
-    One process at a time may use the state directory."""
-
-    training_run: TrainingRun
-    state_dir: Path
-
-    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
-        """Train until `max_steps` or until `stop` is set.
-        `on_ready` is called when the lease is asked for.
-
-        Raises:
-            UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
-            StaleEpoch: another learner took over; later calls of this one have no effect.
-            ParentNotHead, ContractMismatch: this learner and the run disagree.
-            OperatorError: the configuration or the machine must be changed.
-        """
-        with hold_directory(self.state_dir):
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    training = tasks.create_task(self.training_run.lead())
-                    stopped = tasks.create_task(stop.wait())
-                    on_ready()
-                    await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
-                    training.cancel()
-                    stopped.cancel()
-            except BaseExceptionGroup as group:
-                raise cause_of(group) from group
-        return self.training_run.result
 
 
 def _verifier(
@@ -202,8 +167,6 @@ def _begin_term(
     directory = config.state_dir
     payloads = directory / "payloads"
     backend = parts.backend
-    store = CheckpointStore(directory / "checkpoints")
-    training_log = TrainingLog(directory)
     threads = num_threads(config.backend.threads)
     variants = Variants(
         api,
@@ -222,8 +185,8 @@ def _begin_term(
         epoch=grant.epoch,
         layout=backend.layout,
         directory=payloads,
-        store=store,
-        training_log=training_log,
+        store=CheckpointStore(directory / "checkpoints"),
+        training_log=TrainingLog(directory),
         backoff=backoff(),
         snapshot_every_versions=config.snapshot_every_versions,
         checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
@@ -232,24 +195,15 @@ def _begin_term(
         threads=threads,
         variants=variants if config.variants else None,
     )
-    waits = backoff()
     published = PublishedVersions(
-        api=api, layout=backend.layout, spool=payloads / "incoming", backoff=waits, trust=trust, threads=threads
+        api=api, layout=backend.layout, spool=payloads / "incoming", backoff=backoff(), trust=trust, threads=threads
     )
-    restorer = Restorer(backend=backend, store=store, backoff=waits, variants=publisher.variants)
     resumption = Resumption(
-        api=api,
         backend=backend,
         publisher=publisher,
-        store=store,
-        restorer=restorer,
         published=published,
-        training_log=training_log,
-        backoff=waits,
-        run_id=config.run_id,
-        epoch=grant.epoch,
         state_dir=directory,
         adopt_without_optimizer=config.adopt_without_optimizer,
         own_epochs=read_epochs(directory),
     )
-    return Rollback(resumption=resumption, directory=payloads)
+    return Rollback(resumption=resumption)

@@ -63,12 +63,9 @@ class QuantisedVariant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncodedVariant:
+class EncodedVariant(QuantisedVariant):
     """A variant of a version ready to be published, and its state."""
 
-    variant: Variant
-    arena: Arena
-    canary: tuple[float, ...]
     encoded: Encoded
 
 

@@ -49,15 +49,12 @@ from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, read_snapshot
 from heterorl.learner.publish.checkpoint_store import (
     PUBLISHED_FILE,
-    CheckpointStore,
     Cursor,
     find_published,
     read_all_scales,
     read_checkpoint,
 )
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.publish.quantised_variants import Variants
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import Position
 from heterorl.learner.run.state_directory import EPOCHS_FILE
 
@@ -121,59 +118,6 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restorer:
-    """Fills a backend from checkpoints, and variants with their scales."""
-
-    backend: TrainBackend
-    store: CheckpointStore
-    backoff: Backoff
-    variants: Variants | None = None
-
-    async def read(self, path: Path) -> Cursor | None:
-        """The cursor of a checkpoint; None when it cannot be read."""
-        for number in range(NUM_READS):
-            if number:
-                await self.backoff.clock.sleep(self.backoff.base_s)
-            try:
-                return await in_thread(read_checkpoint, path)
-            except CorruptStore as error:
-                _LOG.warning("a damaged checkpoint is passed over: %s", error)
-                return None
-            except OSError as error:
-                problem = error
-        _LOG.error(
-            "CHECKPOINT %s CANNOT BE READ and is left as it is; the one before it is tried: %s (compare its owner and"
-            " mode with this process's; an input/output error is the disk's)",
-            path,
-            problem,
-        )
-        self.store.keep_unreadable(path)
-        return None
-
-    async def restore(self, path: Path, cursor: Cursor) -> Weights:
-        """Restore masters and optimizer of a checkpoint; returns the published weights.
-
-        Raises:
-            CorruptData: it restores to another state.
-            OSError: the disk does not give it.
-        """
-        await in_thread(self.backend.restore, self.store.backend_directory(path))
-        maker = maker_of(self.backend, with_variants=self.variants is not None)
-        published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
-        if self.variants is not None:
-            self.variants.offer_scales(await in_thread(read_all_scales, path, self.variants.layouts))
-        # On top of the published weights: a dead band would look like damage.
-        if isinstance(published, Arena):
-            await in_thread(self.backend.store, published, published=published)
-        elif maker is not None:
-            published = await in_thread(maker.stage, published=published)
-        root = await in_thread(published.state_root)
-        if root != cursor.state_root:
-            raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
-        return published
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersions:
     """Versions from the coordinator; `spool` is for their payloads only."""
 
@@ -230,16 +174,9 @@ class PublishedVersions:
 class Resumption:
     """Brings backend, publisher and coordinator to the same version."""
 
-    api: LearnerApi
     backend: TrainBackend
     publisher: Publisher
-    store: CheckpointStore
-    restorer: Restorer
     published: PublishedVersions
-    training_log: TrainingLog
-    backoff: Backoff
-    run_id: str
-    epoch: int
     state_dir: Path
     adopt_without_optimizer: bool = False
     own_epochs: Sequence[int] = ()
@@ -257,29 +194,31 @@ class Resumption:
         return step
 
     async def _resume(self) -> int:
-        head = (await self.backoff.retry(lambda: self.api.renew_lease(epoch=self.epoch))).head_version
-        paths = await in_thread(self.store.paths)
+        publisher = self.publisher
+        grant = await publisher.backoff.retry(lambda: publisher.api.renew_lease(epoch=publisher.epoch))
+        head = grant.head_version
+        paths = await in_thread(publisher.store.paths)
         for path in paths:
             step = await self._try(path, head)
             if step is not None:
                 return step
         plan = decide_without(
-            head_version=head, num_checkpoints=len(paths), state_dir=self.state_dir, run_id=self.run_id
+            head_version=head, num_checkpoints=len(paths), state_dir=self.state_dir, run_id=publisher.run_id
         )
         return await (self._start(head) if plan is ResumePlan.START else self._adopt(head))
 
     async def _try(self, path: Path, head: int) -> int | None:
         """The steps in the weights; None: the checkpoint is skipped."""
-        cursor = await self.restorer.read(path)
+        publisher, cursor = self.publisher, await self.read(path)
         if cursor is None:
             return None
-        if cursor.run_id != self.run_id:
+        if cursor.run_id != publisher.run_id:
             raise ConfigError(
                 "state_dir",
-                f"{path} belongs to run {cursor.run_id}, not {self.run_id}",
+                f"{path} belongs to run {cursor.run_id}, not {publisher.run_id}",
                 action="name an empty directory, or the run_id of this one",
             )
-        committed = await self.backoff.retry(lambda: self.api.get_step(step_id=cursor.step_id))
+        committed = await publisher.backoff.retry(lambda: publisher.api.get_step(step_id=cursor.step_id))
         plan, reason = decide(
             cursor,
             head_version=head,
@@ -293,12 +232,12 @@ class Resumption:
         if plan is ResumePlan.ADOPT:
             return await self._adopt(head, instead_of=committed)
         try:
-            arena = await self.restorer.restore(path, cursor)
+            arena = await self.restore(path, cursor)
         except (CorruptData, OSError) as error:
             _LOG.error(
                 "checkpoint %s cannot be restored and is left as it is; the one before it is tried: %s", path, error
             )
-            self.store.keep_unreadable(path)
+            publisher.store.keep_unreadable(path)
             return None
         if plan is ResumePlan.REPUBLISH:
             return await self._republish(path, cursor, arena)
@@ -307,11 +246,57 @@ class Resumption:
             return await self._continue(cursor, arena, head)
         return await self._roll_back(cursor, arena, committed, head)
 
+    async def read(self, path: Path) -> Cursor | None:
+        """The cursor of a checkpoint; None when it cannot be read."""
+        backoff = self.publisher.backoff
+        for number in range(NUM_READS):
+            if number:
+                await backoff.clock.sleep(backoff.base_s)
+            try:
+                return await in_thread(read_checkpoint, path)
+            except CorruptStore as error:
+                _LOG.warning("a damaged checkpoint is passed over: %s", error)
+                return None
+            except OSError as error:
+                problem = error
+        _LOG.error(
+            "CHECKPOINT %s CANNOT BE READ and is left as it is; the one before it is tried: %s (compare its owner and"
+            " mode with this process's; an input/output error is the disk's)",
+            path,
+            problem,
+        )
+        self.publisher.store.keep_unreadable(path)
+        return None
+
+    async def restore(self, path: Path, cursor: Cursor) -> Weights:
+        """Restore masters and optimizer of a checkpoint; returns the published weights.
+
+        Raises:
+            CorruptData: it restores to another state.
+            OSError: the disk does not give it.
+        """
+        variants = self.publisher.variants
+        await in_thread(self.backend.restore, self.publisher.store.backend_directory(path))
+        maker = maker_of(self.backend, with_variants=variants is not None)
+        published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
+        if variants is not None:
+            variants.offer_scales(await in_thread(read_all_scales, path, variants.layouts))
+        # On top of the published weights: a dead band would look like damage.
+        if isinstance(published, Arena):
+            await in_thread(self.backend.store, published, published=published)
+        elif maker is not None:
+            published = await in_thread(maker.stage, published=published)
+        root = await in_thread(published.state_root)
+        if root != cursor.state_root:
+            raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
+        return published
+
     async def _is_in_lineage(self, version: int, state_root: str) -> bool:
         # Planned from itself: an old version stays in the lineage when no payload leads to it any more.
+        publisher = self.publisher
         try:
-            await self.backoff.retry(
-                lambda: self.api.plan_pull(have_version=version, have_root=state_root, want_version=version)
+            await publisher.backoff.retry(
+                lambda: publisher.api.plan_pull(have_version=version, have_root=state_root, want_version=version)
             )
         except UnknownVersion:
             return False
@@ -320,8 +305,8 @@ class Resumption:
     async def _anothers(self, first: int, last: int) -> int | None:
         """The newest of these versions that another learner published."""
         while first <= last and self.own_epochs:
-            ask = functools.partial(self.api.list_manifests, first_version=first, last_version=last)
-            page = await self.backoff.retry(ask)
+            ask = functools.partial(self.publisher.api.list_manifests, first_version=first, last_version=last)
+            page = await self.publisher.backoff.retry(ask)
             for manifest in map(manifest_from_bytes, page):
                 if manifest.epoch > self.own_epochs[0] and manifest.epoch not in self.own_epochs:
                     return manifest.version
@@ -343,8 +328,8 @@ class Resumption:
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
-        if self.training_log.last_version < head:
-            self.training_log.note_version(manifest_from_bytes(data), cursor.reports)
+        if self.publisher.training_log.last_version < head:
+            self.publisher.training_log.note_version(manifest_from_bytes(data), cursor.reports)
         return cursor.step
 
     async def _republish(self, path: Path, cursor: Cursor, arena: Weights) -> int | None:
@@ -364,7 +349,7 @@ class Resumption:
             )
         except GroupNotAvailable as error:
             _LOG.warning("checkpoint %s is discarded, the one before it is tried: %s", path.name, error)
-            await in_thread(self.store.discard, path)
+            await in_thread(self.publisher.store.discard, path)
             return None
         return cursor.step
 
@@ -388,7 +373,7 @@ class Resumption:
         return cursor.step
 
     async def _start(self, head: int) -> int:
-        _LOG.info("run %s begins", self.run_id)
+        _LOG.info("run %s begins", self.publisher.run_id)
         self.publisher.position = Position(head_version=head, lineage_version=head, lineage_digest="", shadow=None)
         staged = await self.publisher.stage(self.backend)
         await self.publisher.publish(staged, step=0, saved_by=self.backend)
@@ -399,7 +384,7 @@ class Resumption:
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
         maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
-        paths = self.store.paths()
+        paths = self.publisher.store.paths()
         arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
         if arena is not None:
             _LOG.info("version %d is taken from its checkpoint", version)
@@ -420,10 +405,11 @@ class Resumption:
         if step and not self.adopt_without_optimizer:
             epochs = self.state_dir / EPOCHS_FILE
             back = "" if instead_of is None else f", or remove {epochs} to go back to {instead_of}"
-            problem = f"{self.state_dir} has no usable checkpoint of run {self.run_id}, which stands at version {head}"
+            run = f"run {self.publisher.run_id}, which stands at version {head}"
             raise ConfigError(
                 "adopt_without_optimizer",
-                f"{problem}, step {step}: going on from its published weights discards the optimizer's state",
+                f"{self.state_dir} has no usable checkpoint of {run}, step {step}: going on from its published weights"
+                " discards the optimizer's state",
                 action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
                 f" set adopt_without_optimizer = true for one start{back}",
             )

@@ -33,10 +33,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Rollback:
-    """Carries out an order; files of the way back lie in `directory`."""
+    """Carries out an order; its files lie in the publisher's directory."""
 
     resumption: Resumption
-    directory: Path
     _refused: int | None = None
 
     def is_due(self, version: int) -> bool:
@@ -63,14 +62,14 @@ class Rollback:
         Returns the number of optimizer steps, which is the head's. Without an order, or where it is not possible,
         returns None; the run is then unchanged.
         """
-        parts = self.resumption
+        parts, publisher = self.resumption, self.resumption.publisher
         # Asked now: an earlier order may be carried out or withdrawn.
-        version = (await parts.backoff.retry(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
+        version = (await publisher.backoff.retry(lambda: publisher.api.renew_lease(epoch=publisher.epoch))).rollback_to
         if not self.is_due(version):
             # Whole copies of the weights that a dead process left.
-            await in_thread(_remove_leftovers, self.directory)
+            await in_thread(_remove_leftovers, publisher.directory)
             return None
-        position = parts.publisher.position
+        position = publisher.position
         head = await parts.published.manifest(position.head_version)
         if manifest_digest(head) != position.lineage_digest:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
@@ -92,7 +91,7 @@ class Rollback:
         await in_thread(parts.backend.load_published, arena)
         step = manifest_from_bytes(head).step
         # With a checkpoint, at any cadence: an older one would lead back to the weights that were left.
-        await parts.publisher.publish(arena, step=step, saved_by=parts.backend, is_last=True)
+        await publisher.publish(arena, step=step, saved_by=parts.backend, is_last=True)
         return step
 
     async def _content(self, data: bytes) -> Arena:
@@ -107,18 +106,19 @@ class Rollback:
             return await parts.published.rebuild(data)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
-        parts = self.resumption
+        publisher = self.resumption.publisher
+        api, backoff = publisher.api, publisher.backoff
         fetcher = Fetcher(
-            api=parts.api,
-            spool=self.directory / "undo",
-            clock=parts.backoff.clock,
+            api=api,
+            spool=publisher.directory / "undo",
+            clock=backoff.clock,
             max_bytes=max_file_bytes(shadow.layout.chunks),
         )
-        plan = await parts.backoff.retry(
-            lambda: parts.api.plan_pull(
+        plan = await backoff.retry(
+            lambda: api.plan_pull(
                 have_version=target.version,
                 have_root=target.state_root,
-                want_version=parts.publisher.position.head_version,
+                want_version=publisher.position.head_version,
                 accept_merged=True,
             )
         )
@@ -128,8 +128,8 @@ class Rollback:
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
         try:
-            paths = [await parts.backoff.retry(fetch) for fetch in fetches]
-            arena = await in_thread(_undone, paths, shadow, target, self.directory)
+            paths = [await backoff.retry(fetch) for fetch in fetches]
+            arena = await in_thread(_undone, paths, shadow, target, publisher.directory)
         except (CorruptData, NotReversible, UnknownPayload):
             # A later order must not meet a damaged file again; an interrupted download continues.
             fetcher.keep_only(())
@@ -167,16 +167,16 @@ async def undo(parts: Resumption) -> int:
     older checkpoint would be exact, but would abandon sound versions. After a failed restore, which may have left
     moments in parts, the optimizer is new.
     """
-    position, restorer = parts.publisher.position, parts.restorer
+    position = parts.publisher.position
     shadow = position.shadow
     assert shadow is not None, "a training loop begins with a published version"
     root = await in_thread(shadow.state_root)
     keep_optimizer, why = True, "has no checkpoint"
-    for path in await in_thread(restorer.store.paths):
-        cursor = await restorer.read(path)
+    for path in await in_thread(parts.publisher.store.paths):
+        cursor = await parts.read(path)
         if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
             try:
-                await restorer.restore(path, cursor)
+                await parts.restore(path, cursor)
             except (CorruptData, OSError) as error:
                 _LOG.error("checkpoint %s cannot be restored, published weights take its place: %s", path, error)
                 keep_optimizer, why = False, "has no checkpoint that can be restored"

@@ -26,7 +26,6 @@ from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.run.inbox import GroupSelection, Inbox
 from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.step_metrics import StepTimer, observe_step
@@ -68,7 +67,6 @@ class TrainingLoop:
     backend: TrainBackend
     publisher: Publisher
     inbox: Inbox
-    training_log: TrainingLog
     evaluator: Evaluator | None
     progress: StepTimer
     step: int
@@ -200,7 +198,7 @@ class TrainingLoop:
         if is_empty:
             reason = f"step {report.step} has nothing to learn from: the rewards of each group are equal"
         _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
-        self.training_log.note_rejected_step(report)
+        self.publisher.training_log.note_rejected_step(report)
         counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
         await self.selection.abandon(ids, reason, counted_as=counted_as)
         self.notes.abandoned(groups)
@@ -223,7 +221,7 @@ class TrainingLoop:
         with self.progress.phase(LearnerPhase.EVALUATING):
             evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
         self.notes.evaluated(self.evaluator.last_samples)
-        self.training_log.note_evaluation(dataclasses.asdict(evaluation))
+        self.publisher.training_log.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)

@@ -13,7 +13,7 @@ from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant
 from heterorl.learner.backends.train_backend import TrainBackend
@@ -28,6 +28,7 @@ from heterorl.learner.run.state_directory import (
     check_groups,
     check_messages,
     describe_run,
+    hold_directory,
     note_epoch,
     read_incarnation,
     renew,
@@ -74,6 +75,7 @@ class RunResult:
 class TrainingRun:
     """Holds the run's lease and trains under it, loop after loop.
 
+    One process at a time may use the state directory.
     `backoff` makes a fresh sequence of waits between attempts; `begin` makes the parts that work under a granted lease.
     """
 
@@ -99,6 +101,29 @@ class TrainingRun:
     signal: RewardSignal = field(default_factory=RewardSignal)
     _loop: TrainingLoop | None = None
     _rollback: Rollback | None = None
+
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
+        """Train until `max_steps` or until `stop` is set.
+        `on_ready` is called when the lease is asked for.
+
+        Raises:
+            UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
+            StaleEpoch: another learner took over; later calls of this one have no effect.
+            ParentNotHead, ContractMismatch: this learner and the run disagree.
+            OperatorError: the configuration or the machine must be changed.
+        """
+        with hold_directory(self.config.state_dir):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    training = tasks.create_task(self.lead())
+                    stopped = tasks.create_task(stop.wait())
+                    on_ready()
+                    await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
+                    training.cancel()
+                    stopped.cancel()
+            except BaseExceptionGroup as group:
+                raise cause_of(group) from group
+        return self.result
 
     async def lead(self) -> None:
         """Hold the lease and train under it."""
@@ -165,7 +190,7 @@ class TrainingRun:
         """Training loops, one after another, until one ends the run."""
         self._rollback = rollback = self.begin(grant)
         term = rollback.resumption
-        await in_thread(term.store.remove_unfinished)
+        await in_thread(term.publisher.store.remove_unfinished)
         await in_thread(term.publisher.remove_leftovers)
         notes = SampleNotes(
             api=self.api, epoch=grant.epoch, reader=self.reader, limit_bytes=self.config.max_message_bytes // 2
@@ -195,7 +220,6 @@ class TrainingRun:
                 progress=self.progress,
                 inbox=inbox,
                 selection=selection,
-                training_log=term.training_log,
                 evaluator=self.evaluator,
                 step=step,
                 signal=self.signal,

@@ -32,7 +32,7 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, encode_version
-from heterorl.learner.run.resume import PublishedVersions, Restorer, ResumePlan, Resumption, decide
+from heterorl.learner.run.resume import PublishedVersions, ResumePlan, Resumption, decide
 from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
@@ -81,18 +81,11 @@ class World:
 
     async def resume(self, *, adopt_without_optimizer=False):
         resumption = Resumption(
-            api=self.api,
             backend=self.backend,
             publisher=self.publisher,
-            store=self.store,
-            restorer=Restorer(backend=self.backend, store=self.store, backoff=self.backoff),
             published=PublishedVersions(
                 api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", backoff=self.backoff
             ),
-            training_log=self.training_log,
-            backoff=self.backoff,
-            run_id="run",
-            epoch=self.epoch,
             state_dir=self.directory,
             adopt_without_optimizer=adopt_without_optimizer,
         )

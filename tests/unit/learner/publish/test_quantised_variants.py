@@ -33,7 +33,7 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.resume import PublishedVersions, Restorer, Resumption
+from heterorl.learner.run.resume import PublishedVersions, Resumption
 from heterorl.learner.run.rollback import Rollback
 from tests.support.learner_world import (
     FragileApi,
@@ -104,16 +104,14 @@ class World:
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
         )  # fmt: skip
-        parts = {"api": api, "backend": self.backend, "publisher": self.publisher, "epoch": epoch, "backoff": backoff}
-        parts["restorer"] = Restorer(backend=self.backend, store=store, backoff=backoff, variants=variants)
-        parts["published"] = PublishedVersions(
+        published = PublishedVersions(
             api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", backoff=backoff, trust=trust
         )
         self.resumption = Resumption(
-            store=store, training_log=training_log, run_id="run", state_dir=directory,
-            adopt_without_optimizer=options.get("adopt_without_optimizer", False), **parts,
+            backend=self.backend, publisher=self.publisher, published=published, state_dir=directory,
+            adopt_without_optimizer=options.get("adopt_without_optimizer", False),
         )  # fmt: skip
-        self.rollback = Rollback(resumption=self.resumption, directory=directory / "payloads")
+        self.rollback = Rollback(resumption=self.resumption)
         self.step = 0
 
     @classmethod

@@ -9,17 +9,24 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier
 from heterorl.learner import learner_app
 from heterorl.learner.run.state_directory import RUN_FILE, hold_directory
+from heterorl.learner.run.training_run import TrainingRun
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config
 from tests.support.links import PLAINTEXT
 
 
-async def _start(config, monkeypatch, training_run=None):
-    monkeypatch.setattr(
-        learner_app,
-        "join",
-        lambda *args, **options: learner_app.Learner(training_run=training_run, state_dir=config.state_dir),
-    )
+class _Run(TrainingRun):
+    """Holds the directory until it is stopped."""
+
+    def __init__(self, config):
+        self.config, self.result = config, None
+
+    async def lead(self):
+        await asyncio.Event().wait()
+
+
+async def _start(config, monkeypatch):
+    monkeypatch.setattr(learner_app, "join", lambda *args, **options: _Run(config))
     monkeypatch.setattr(learner_app.metrics, "serve", lambda *args, **options: 0)
     stop = asyncio.Event()
     stop.set()
@@ -30,10 +37,7 @@ async def _start(config, monkeypatch, training_run=None):
 async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):
     config = learner_config(tmp_path).model_copy(update={"tls": PLAINTEXT, "coordinator": "127.0.0.1:1"})
 
-    async def lead():
-        await asyncio.Event().wait()
-
-    await _start(config, monkeypatch, SimpleNamespace(lead=lead, result=None))
+    await _start(config, monkeypatch)
     first = (config.state_dir / RUN_FILE).read_bytes()
     assert b"heterorl_version" in first
 

@@ -40,7 +40,7 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.weights.safetensors_layout import Entry, SafetensorsLayout
 from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE
-from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.collectives import Collectives, Messages
 from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
 
 _LOG = logging.getLogger(__name__)
@@ -143,23 +143,15 @@ def write_runs(directory: Path, runs: Iterator[tuple[Run, torch.Tensor]], *, wit
     """Write values to their places and make them durable; returns their digest.
     It is empty without `with_digest`."""
     digest = xxhash.xxh3_128()
-    file: BinaryIO | None = None
-    name = ""
-    try:
-        for run, values in runs:
-            if file is None or run.file_name != name:
-                _close(file)
-                file, name = (directory / run.file_name).open("r+b"), run.file_name
-            data = values.numpy().data
-            file.seek(run.place)
-            file.write(data)
-            if with_digest:
-                digest.update(data)
-    except BaseException:
-        if file is not None:
-            file.close()
-        raise
-    _close(file)
+    for name, part in itertools.groupby(runs, key=lambda entry: entry[0].file_name):
+        with (directory / name).open("r+b") as file:
+            for run, values in part:
+                data = values.numpy().data
+                file.seek(run.place)
+                file.write(data)
+                if with_digest:
+                    digest.update(data)
+            _sync(file)
     return digest.digest() if with_digest else b""
 
 
@@ -169,16 +161,13 @@ def write_singles(directory: Path, singles: Sequence[tuple[int, bytes]]) -> None
         for place, data in singles:
             file.seek(place)
             file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
 
 
-def _close(file: BinaryIO | None) -> None:
-    if file is not None:
-        with file:
-            file.flush()
-            # Here, because rank 0 syncs only files of its own machine.
-            os.fsync(file.fileno())
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    # Here, because rank 0 syncs only files of its own machine.
+    os.fsync(file.fileno())
 
 
 def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
@@ -251,41 +240,57 @@ def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> 
 def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> None:
     """Write the tensors' files on rank 0, which receives them.
     All ranks call. Raises as `Writing`."""
-    if ranks.rank == 0:
-        _LOG.warning("rank 0 writes the whole checkpoint: not all ranks can write into %s", layout.directory)
-    masters, rest = (tensor for _, tensor in state.gather_all()), _moments(state, layout.steps, sorted(state.shapes))
+    own = _blocks(layout, state, ranks.rank)
     problem: OSError | None = None
-    try:
-        if ranks.rank == 0:
-            _write_all(layout.directory / WEIGHTS_FILE, layout.weights, masters)
-            _write_all(layout.directory / OPTIMIZER_FILE, layout.moments, rest)
-    except OSError as error:
-        # A disk error is raised below. Any other error may leave a tensor unsent that rank 0 waits for: it ends this
-        # rank, and by that the others.
-        problem = error
-    for _ in itertools.chain(masters, rest):
-        pass
+    if ranks.rank:
+        for _, values in own:
+            ranks.send(values)
+    else:
+        _LOG.warning("rank 0 writes the whole checkpoint: not all ranks can write into %s", layout.directory)
+        try:
+            write_alone(layout, state, own, layout.singles(), world_size=ranks.world_size, messages=ranks)
+        except OSError as error:
+            # A disk error is raised below, on all. Any other error ends this rank, and by that the others.
+            problem = error
     raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
 
 
-def _moments(state: ShardedState, steps: int, names: list[str]) -> Iterator[torch.Tensor | None]:
-    yield torch.get_rng_state()
-    if not steps:
-        return
-    for key in MOMENTS:
-        for _, tensor in state.gather_all(key):
-            yield tensor
-    for _ in names:
-        yield torch.tensor(float(steps))
+def write_alone(
+    layout: CheckpointLayout,
+    state: ShardedState,
+    own: Iterator[tuple[Run, torch.Tensor]],
+    singles: Sequence[tuple[int, bytes]],
+    *,
+    world_size: int,
+    messages: Messages,
+) -> None:
+    """Write all ranks' values on rank 0.
+    The others send theirs in the order of `runs`. Raises its first error when they are through."""
+    problem: Exception | None = None
+    for rank in range(world_size):
+        runs = _received(layout, state, rank, messages) if rank else own
+        try:
+            if rank == 0:
+                layout.make()
+            if problem is None:
+                write_runs(layout.directory, runs, with_digest=False)
+        except Exception as error:  # noqa: BLE001 - raised below, when the others have sent
+            problem = error
+        # The others send in any case.
+        for _ in runs:
+            pass
+    if problem is not None:
+        raise problem
+    write_singles(layout.directory, singles)
 
 
-def _write_all(path: Path, plan: SafetensorsLayout, tensors: Iterator[torch.Tensor | None]) -> None:
-    with path.open("wb") as file:
-        file.write(plan.header)
-        for (name, _, shape), tensor in zip(plan.table, tensors, strict=True):
-            assert tensor is not None, "rank 0 receives"
-            assert tuple(tensor.shape) == shape, name
-            file.write(tensor.contiguous().numpy().data)
+def _received(
+    layout: CheckpointLayout, state: ShardedState, rank: int, messages: Messages
+) -> Iterator[tuple[Run, torch.Tensor]]:
+    for run in layout.runs(state, rank):
+        values = torch.empty(run.size, dtype=torch.float32)
+        messages.receive(values, rank=rank)
+        yield run, values
 
 
 class Writing:
@@ -415,33 +420,9 @@ class Writing:
                 for rank in others:
                     aside.send_bytes(verdict, rank=rank)
         if verdict == _AGAIN:
-            self._write_alone()
-
-    def _write_alone(self) -> None:
-        """Write all ranks' values into files that only rank 0 writes to."""
-        _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
-        problem: Exception | None = None
-        for rank in range(self._ranks.world_size):
-            runs = self._received(rank) if rank else self._values()
-            try:
-                if rank == 0:
-                    self._layout.make()
-                if problem is None:
-                    write_runs(self._layout.directory, runs, with_digest=False)
-            except Exception as error:  # noqa: BLE001 - raised below, when the others have sent
-                problem = error
-            # The others send in any case.
-            for _ in runs:
-                pass
-        if problem is not None:
-            raise problem
-        write_singles(self._layout.directory, self._singles)
-
-    def _received(self, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
-        for run in self._layout.runs(self._state, rank):
-            values = torch.empty(run.size, dtype=torch.float32)
-            self._ranks.aside.receive(values, rank=rank)
-            yield run, values
+            _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
+            world_size, own = self._ranks.world_size, self._values()
+            write_alone(self._layout, self._state, own, self._singles, world_size=world_size, messages=aside)
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:

@@ -43,11 +43,6 @@ class RankEnv:
     file: Path | None = None
     """Rendezvous of ranks that share a machine, in place of host and port; in a directory of the learner's own."""
 
-    @property
-    def is_first_here(self) -> bool:
-        """Whether this rank reports for its machine."""
-        return self.local_rank == 0
-
 
 def local_rank_env(rank: int, *, num_ranks: int, file: Path) -> RankEnv:
     """The environment of a rank that the learner itself started."""

@@ -303,7 +303,8 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
     releases = releases_of(packages)
     rank_env = ranks.rank_env
     digest = ""
-    if rank_env.is_first_here and not ranks.are_on_one_machine:
+    # The first rank of each machine reports for it.
+    if rank_env.local_rank == 0 and not ranks.are_on_one_machine:
         try:
             digest = model_digest(model_dir)
         except (OSError, ValueError) as error:

@@ -50,13 +50,13 @@ class ShardedState(ABC):
         """Set moments to 0 and the count to `steps`.
         The optimizer may not have stepped yet."""
 
-    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All tensors in fp32 on rank 0's CPU, one at a time.
+    def gather_all(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """All masters in fp32 on rank 0's CPU, one at a time.
 
         They are sorted by name; the other ranks get None. A caller that stops early must exhaust it.
         """
         for name in sorted(self.shapes):
-            own = self.read(name, key, start=0, size=self.pieces.own[name].size)
+            own = self.read(name, "", start=0, size=self.pieces.own[name].size)
             yield name, self.pieces.gather(name, own.to("cpu", torch.float32))
 
 

@@ -223,8 +223,10 @@ def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, 
         "digest",
         lambda self, state, rank: b"torn" if rank == 1 else own(self, state, rank),
     )
-    alone_again, rest = [], Writing._write_alone
-    monkeypatch.setattr(Writing, "_write_alone", lambda self: (alone_again.append(1), rest(self))[1])
+    alone_again, rest = [], checkpoint_writer.write_alone
+    monkeypatch.setattr(
+        checkpoint_writer, "write_alone", lambda *args, **options: (alone_again.append(1), rest(*args, **options))[1]
+    )
 
     assert _write([shared] * 2, world_size=2, one_machine=False, is_beside=is_beside) == [None, None]
 
@@ -337,15 +339,14 @@ def test_rank_that_leaves_the_gathering_of_a_checkpoint_ends_and_by_that_the_oth
         directory = directories[ranks.rank]
         directory.mkdir()
         state = _State(ranks)
-        gather_all = state.gather_all
+        read = state.read
 
-        def gathered(key=""):
-            for number, pair in enumerate(gather_all(key)):
-                if number == 1 and key == "exp_avg" and ranks.rank == place:
-                    raise RuntimeError("can't allocate memory")
-                yield pair
+        def reading(name, key, **options):
+            if name == "b" and key == "exp_avg" and ranks.rank == place:
+                raise RuntimeError("can't allocate memory")
+            return read(name, key, **options)
 
-        state.gather_all = gathered
+        state.read = reading
         Writing(directory, state, ranks, applied_steps=5, overlaps=is_beside)
 
     answers = on_all_ranks(2, work)
@@ -357,7 +358,7 @@ def test_rank_that_leaves_the_gathering_of_a_checkpoint_ends_and_by_that_the_oth
 
 
 def test_disk_that_fills_up_under_what_rank_0_receives_is_an_error_of_all_and_none_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_write_all", _full)
+    monkeypatch.setattr(checkpoint_writer, "write_runs", _full)
 
     def work(ranks):
         directory = tmp_path / str(ranks.rank)

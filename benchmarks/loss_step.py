@@ -28,11 +28,12 @@ from torch import nn
 
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
+from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import ALGORITHMS
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import prepare
-from heterorl.learner.train.step import accumulate_gradients, apply_gradients
+from heterorl.learner.train.step import apply_gradients
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "gspo, clip of gepo": {"kind": "gspo", "clip_on": "gepo"},
@@ -106,9 +107,8 @@ def step(
     micro_batch_tokens: int,
 ) -> None:
     """One whole optimizer step; the learning rate is 0, so every step does the same work on the same weights."""
-    samples = accumulate_gradients(
+    passes = alone(
         model,
-        build_batch(groups, loss=loss, head_version=9),
         loss=loss,
         temperature=1.0,
         max_new_tokens=4096,
@@ -117,6 +117,7 @@ def step(
         # As dear as any other of its size, for losses that compare with a frozen model.
         reference=model,
     )
+    samples = passes.accumulate(build_batch(groups, loss=loss, head_version=9))
     is_applied, _ = apply_gradients(
         model.parameters(), optimizer, loss=sum(sample.loss for sample in samples), lr=0.0, grad_clip=1.0
     )

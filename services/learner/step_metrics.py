@@ -148,11 +148,15 @@ def new_step_timer(clock: Clock, passes: PassCount | None = None) -> StepTimer:
 
 _LOG = logging.getLogger(__name__)
 _NONE: Mapping[str, float] = {}
+_OF_REPORT = (
+    (metrics.LOSS, "loss"), (metrics.REWARD, "reward_mean"), (metrics.KL, "kl"), (metrics.ESS, "ess_fraction"),
+    (metrics.IW_VARIANCE, "iw_variance"), (metrics.CLIP_FRACTION, "clip_fraction"),
+    (metrics.MASK_SHARE_BAD, "mask_share_bad"), (metrics.KL_TOKEN_FRESH, "kl_token_fresh"),
+    (metrics.ENTROPY, "entropy"), (metrics.GRAD_NORM, "grad_norm"), (metrics.LEARNING_RATE, "lr"),
+)  # fmt: skip
 _NUMBERS = (
-    metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
-    metrics.MASK_SHARE_BAD, metrics.KL_TOKEN_FRESH, metrics.ENTROPY, metrics.GRAD_NORM, metrics.LEARNING_RATE,
-    metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO, metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO,
-    metrics.CHANGED_RATIO,
+    *(gauge for gauge, _ in _OF_REPORT), metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO, metrics.EVALUATION_ACCURACY,
+    metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
 )  # fmt: skip
 
 
@@ -194,19 +198,9 @@ def observe_step(
     for source in report.sources:
         metrics.SOURCE_REWARD.labels(source.label).set(source.reward_mean)
         metrics.SOURCE_GROUPS.labels(source.label).inc(source.num_groups)
-    metrics.LOSS.set(report.loss)
-    metrics.REWARD.set(report.reward_mean)
-    metrics.KL.set(report.kl)
-    metrics.ESS.set(report.ess_fraction)
-    metrics.IW_VARIANCE.set(report.iw_variance)
-    metrics.CLIP_FRACTION.set(report.clip_fraction)
-    for gauge, value in (
-        (metrics.MASK_SHARE_BAD, report.mask_share_bad), (metrics.KL_TOKEN_FRESH, report.kl_token_fresh)
-    ):  # fmt: skip
+    for gauge, name in _OF_REPORT:
+        value = getattr(report, name)
         gauge.set(math.nan if value is None else value)
-    metrics.ENTROPY.set(report.entropy)
-    metrics.GRAD_NORM.set(report.grad_norm)
-    metrics.LEARNING_RATE.set(report.lr)
     metrics.REPLACED_GROUPS.inc(report.num_replaced)
     metrics.LOSS_METRIC.clear()
     for name, value in metrics_of_loss.items():

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from heterorl.common.errors import ConfigError
@@ -57,34 +57,6 @@ from heterorl.learner.train.backend_config import Fsdp2BackendConfig
 from heterorl.learner.train.model import REFERENCE_KEY, apply_liger, check_reference, choose_attention, compile_block
 
 
-class Fsdp2Engine:
-    """A sharded `LogprobModel` as a PassEngine."""
-
-    def __init__(self, wrapped: LogprobModel) -> None:
-        self._wrapped = wrapped
-
-    def __call__(
-        self,
-        input_ids_RS: torch.Tensor,
-        position_ids_RS: torch.Tensor,
-        sources_N: torch.Tensor,
-        targets_N: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_N, entropies_N = self._wrapped(input_ids_RS, position_ids_RS, sources_N, targets_N)
-        return logprobs_N, entropies_N
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Ignored: no rank holds a whole gradient, since each pass shards it."""
-
-    def free(self) -> None:
-        """Free weights gathered for a backward pass that does not come."""
-        wrapped: Any = self._wrapped
-        wrapped.reshard()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
 def shard(
     model: nn.Module,
     *,
@@ -93,7 +65,7 @@ def shard(
     products: torch.dtype | None,
     device: torch.device,
     is_frozen: bool = False,
-) -> Fsdp2Engine:
+) -> LogprobModel:
     """Shard a model without content over all ranks, in place.
 
     Its parameters then have arbitrary content. The model is on the meta device except for its buffers, which are moved.
@@ -125,7 +97,7 @@ def shard(
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=None)
     # Before a backward pass the root would be gathered again at once.
     fully_shard(wrapped, reshard_after_forward=is_frozen, **options)
-    return Fsdp2Engine(wrapped)
+    return wrapped
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
@@ -344,7 +316,9 @@ class Fsdp2Sharding(Sharding):
                 is_low=is_low,
                 device=self.device,
             )
-            sharded.free()
+            # Free weights gathered for a backward pass that does not come.
+            assert isinstance(sharded, FSDPModule)
+            sharded.reshard()
         self.state: Fsdp2State = Fsdp2State(trainable(self.model), config=config, ranks=ranks)
         if frozen is not None:
             self.reference = shard(

@@ -307,15 +307,9 @@ class SlicedEngine:
         self._attention = attention
         self._group = group
 
-    def __call__(
-        self,
-        input_ids_RS: torch.Tensor,
-        position_ids_RS: torch.Tensor,
-        sources_N: torch.Tensor,
-        targets_N: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group = self._group
-        own = cut(input_ids_RS, position_ids_RS, sources_N, targets_N, size=group.size, index=group.index)
+        own = cut(*inputs, size=group.size, index=group.index)
         self._attention.segments = own.segments
         logprobs_n, entropies_n = self._inner(own.input_ids_RC, own.position_ids_RC, own.sources_n, own.targets_n)
         logprobs_N = whole_of_parts(logprobs_n, own.places, group)

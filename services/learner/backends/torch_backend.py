@@ -20,12 +20,13 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, trainable
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.common.model.router_replay import RouterReplay
-from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.loading import blocks_of, fill, open_model
 from heterorl.learner.backends.optimizer_state import build_optimizer, copy_state, read_state
+from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import caveats, loss_spec_of
 from heterorl.learner.step_metrics import PassCount
@@ -39,7 +40,7 @@ from heterorl.learner.train.model import (
     compile_block,
     load_reference,
 )
-from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
+from heterorl.learner.train.step import apply_gradients, end_step
 from heterorl.learner.train.step_report import LogRatios, wanted_log_ratios
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ class TorchBackend:
         loss: LossConfig,
         sampling: SamplingSemantics,
         lora: LoraConfig = ALL_WEIGHTS,
-        clock: Clock | None = None,
         passes: PassCount | None = None,
         replays_routing: bool = False,
     ) -> None:
@@ -85,21 +85,29 @@ class TorchBackend:
         choose_attention(self.torch_model, config)
         for block in blocks_of(self.torch_model):
             compile_block(block, config)
-        self._replay = RouterReplay(self.torch_model) if replays_routing else None
         self._config = config
         self._loss = loss
         self._loss_spec = loss_spec_of(loss)
         for note in caveats(self._loss_spec, max_new_tokens=sampling.max_new_tokens):
             _LOG.warning("%s", note)
-        self._sampling = sampling
-        self._clock = clock or SystemClock()
-        self._passes = passes or PassCount()
-        self._temperature = sampling.logprob_temperature
+        self._clock = SystemClock()
         self.layout = tensors.layout_of(self.torch_model, config.published_dtype)
-        self._reference: nn.Module | None = None
+        reference: nn.Module | None = None
         if self._loss_spec.needs_reference:
             directory = config.reference_model_dir or str(model_dir)
-            self._reference = load_reference(directory, config, learner=self.torch_model, layout=self.layout)
+            reference = load_reference(directory, config, learner=self.torch_model, layout=self.layout)
+        self._passes = alone(
+            self.torch_model,
+            loss=loss,
+            temperature=sampling.logprob_temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
+            batching=config.batching,
+            autocast_dtype=torch.bfloat16 if config.compute_dtype == "bf16" else None,
+            reference=reference,
+            replay=RouterReplay(self.torch_model) if replays_routing else None,
+            note_pass=(passes or PassCount()).note,
+        )
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
             self._rounding = Rounding(self.torch_model, self.layout, dead_band_ulp=config.dead_band_ulp)
@@ -116,24 +124,13 @@ class TorchBackend:
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
+        batch = build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version)
         with self.computing():
-            samples = accumulate_gradients(
-                self.torch_model,
-                build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
-                loss=self._loss,
-                temperature=self._temperature,
-                max_new_tokens=self._sampling.max_new_tokens,
-                micro_batch_tokens=self._config.micro_batch_tokens,
-                batching=self._config.batching,
-                autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
-                reference=self._reference,
-                replay=self._replay,
-                note_pass=self._passes.note,
-            )
+            samples = self._passes.accumulate(batch)
         end = end_step(
             samples,
             spec=self._loss_spec,
-            schedule=self._config.schedule,
+            config=self._config,
             step=step,
             applied_steps=self._applied_steps,
             update=self._update,

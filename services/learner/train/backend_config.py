@@ -7,49 +7,14 @@ run, a checkpoint holds the steps of the optimizer. A new optimizer warms up aga
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config_file import Config
 
-Shape = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adafactor"]
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """A warm-up and a decay; see `rate`.
-
-    Example: Schedule(lr=1e-6, warmup_steps=10, shape="cosine", decay_steps=500, final_ratio=0.1)
-    """
-
-    lr: float
-    warmup_steps: int = 0
-    shape: Shape = "constant"
-    decay_steps: int = 0
-    final_ratio: float = 0.0
-
-    def rate(self, *, step: int, applied_steps: int) -> float:
-        """Step size: lr * min(1, (applied_steps + 1) / warmup_steps) * decay(step - 1).
-
-        With p = (s - warmup_steps) / (decay_steps - warmup_steps) in [0, 1] after s steps of the run, and f the final
-        ratio: decay = f + (1 - f) (1 - p) of `linear`, f + (1 - f) (1 + cos(pi p)) / 2 of `cosine`, 1 of `constant`.
-        Source of the cosine: arXiv 1608.03983 equation 5, without restarts. Steps of the run count from 1;
-        `applied_steps` this optimizer has taken before.
-        """
-        warmth = min(1.0, (applied_steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        return self.lr * warmth * self._decay(step - 1)
-
-    def _decay(self, num_done: int) -> float:
-        if self.shape == "constant":
-            return 1.0
-        progress = (num_done - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        progress = min(1.0, max(0.0, progress))
-        left = 1.0 - progress if self.shape == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
-        return self.final_ratio + (1.0 - self.final_ratio) * left
 
 
 class _Training(Config):
@@ -100,6 +65,9 @@ class _Training(Config):
     attention heads. micro_batch_tokens count for all. fsdp2 only; 1: off."""
     liger: bool = False
     """Liger's fused kernels: less memory and time. GPU only; needs the extra `gpu`."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
+    fp32."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -114,47 +82,44 @@ class _Training(Config):
             )
         if self.optimizer == "adafactor" and "betas" in self.model_fields_set:
             raise ValueError("betas are AdamW's: leave them out, or set optimizer to adamw")
-        settings = (getattr(self, "compute_dtype", ""), getattr(self, "device", "")[:4])
+        if self.sequence_parallel > 1 and getattr(self, "kind", "") != "fsdp2":
+            raise ValueError("sequence_parallel needs backend fsdp2: set backend.kind to it, or sequence_parallel to 1")
+        settings = (self.compute_dtype, getattr(self, "device", "")[:4])
         if self.attn_implementation == "flash_attention_2" and settings != ("bf16", "cuda"):
             raise ValueError(
                 "attn_implementation flash_attention_2 needs compute_dtype bf16 and device cuda: set both, or take sdpa"
             )
         return self
 
-    @property
-    def schedule(self) -> Schedule:
-        """The step size of every step."""
-        return Schedule(
-            lr=self.lr,
-            warmup_steps=self.warmup_steps,
-            shape=self.lr_schedule,
-            decay_steps=self.lr_decay_steps,
-            final_ratio=self.lr_final_ratio,
-        )
+    def rate(self, *, step: int, applied_steps: int) -> float:
+        """Step size: lr * min(1, (applied_steps + 1) / warmup_steps) * decay(step - 1).
 
+        With p = (s - warmup_steps) / (lr_decay_steps - warmup_steps) in [0, 1] after s steps of the run, and f the
+        final ratio: decay = f + (1 - f) (1 - p) of `linear`, f + (1 - f) (1 + cos(pi p)) / 2 of `cosine`, 1 of
+        `constant`. Source of the cosine: arXiv 1608.03983 equation 5, without restarts. Steps of the run count from 1;
+        `applied_steps` this optimizer has taken before.
+        """
+        warmth = min(1.0, (applied_steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return self.lr * warmth * self._decay(step - 1)
 
-def _refuse_slices(config: _Training) -> None:
-    if config.sequence_parallel > 1:
-        raise ValueError("sequence_parallel needs backend fsdp2: set backend.kind to it, or sequence_parallel to 1")
+    def _decay(self, num_done: int) -> float:
+        if self.lr_schedule == "constant":
+            return 1.0
+        progress = (num_done - self.warmup_steps) / (self.lr_decay_steps - self.warmup_steps)
+        progress = min(1.0, max(0.0, progress))
+        left = 1.0 - progress if self.lr_schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return self.lr_final_ratio + (1.0 - self.lr_final_ratio) * left
 
 
 class TorchBackendConfig(_Training):
     """One process on a CPU or one GPU."""
 
     kind: Literal["torch"] = "torch"
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
-    fp32."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Device of the weights."""
     reference_model_dir: str = ""
     """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
     parameter."""
-
-    @model_validator(mode="after")
-    def _check_slices(self) -> TorchBackendConfig:
-        _refuse_slices(self)
-        return self
 
 
 class _Ranks(_Training):
@@ -189,13 +154,9 @@ class DeepSpeedBackendConfig(_Ranks):
     offload_optimizer: bool = False
     """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
     copies weights as fp32."""
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
-    fp32."""
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
-        _refuse_slices(self)
         if self.offload_optimizer and self.stage == 0:
             raise ValueError(
                 "offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer where the weights are"
@@ -209,9 +170,6 @@ class Fsdp2BackendConfig(_Ranks):
     """The same processes with torch's `fully_shard` of weights, gradients, masters and optimizer."""
 
     kind: Literal["fsdp2"] = "fsdp2"
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of passes (torch and ZeRO stage 0: of matrix products); masters, moments, gradient sums and log-probs stay
-    fp32."""
     reference_model_dir: str = ""
     """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
     parameter."""

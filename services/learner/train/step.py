@@ -1,4 +1,4 @@
-"""One optimizer step over micro-batches: forward, loss, backward, update.
+"""One optimizer step: the loss of each micro-batch, and the update.
 
 Guarantees: the gradient does not depend on how the batch is split, padded or packed; a loss or gradient that is not
 finite leaves weights and optimizer state bit-identical.
@@ -9,26 +9,21 @@ gradient, summed over any micro-batches, is that over the whole step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from heterorl.common.model.router_replay import RouterReplay
 from heterorl.learner.loss.custom import LossBatch, batch_of
 from heterorl.learner.loss.group import expected_learner_log_denominator, log_denominators, masked_mean
 from heterorl.learner.loss.importance import within_second_moment
-from heterorl.learner.loss.loss_config import LossConfig
-from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
+from heterorl.learner.loss.loss_spec import LossSpec
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates, token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.train.backend_config import Schedule
-from heterorl.learner.train.batch import Batch, Batching, MicroBatch, TrainingSequence, collate, split
-from heterorl.learner.train.model import learner_logprobs
+from heterorl.learner.train.backend_config import BackendConfig
+from heterorl.learner.train.batch import Batch, MicroBatch, collate
 from heterorl.learner.train.step_report import (
     MicroBatchSample,
     StepEnd,
@@ -39,105 +34,6 @@ from heterorl.learner.train.step_report import (
     step_size_factor,
     summed,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Forward:
-    """Turns sequences into log-probs [N] and entropies [N]."""
-
-    model: nn.Module
-    temperature: float
-    batching: Batching
-    autocast_dtype: torch.dtype | None
-    replay: RouterReplay | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self.autocast_dtype
-        if self.replay is not None:
-            self.replay.use(micro_batch.routed)
-        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
-            return learner_logprobs(self.model, micro_batch, temperature=self.temperature)
-
-    def collate(self, sequences: Sequence[TrainingSequence]) -> MicroBatch:
-        return collate(sequences, batching=self.batching).to(self.device)
-
-
-def accumulate_gradients(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    loss: LossConfig,
-    temperature: float,
-    max_new_tokens: int,
-    micro_batch_tokens: int,
-    batching: Batching,
-    autocast_dtype: torch.dtype | None = None,
-    reference: nn.Module | None = None,
-    replay: RouterReplay | None = None,
-    note_pass: Callable[[int, int], None] = lambda _done, _total: None,
-) -> list[MicroBatchSample]:
-    """Add the batch's gradient to `grad`, one micro-batch at a time.
-
-    Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
-    `reference` is a frozen model that routes by itself. `replay` routes tokens to the experts that the sequences
-    recorded. `note_pass` is called with the micro-batches done, and their total.
-    """
-    spec = loss_spec_of(loss)
-    forward = _Forward(
-        model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype, replay=replay
-    )
-    parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
-    if spec.needs_reference:
-        assert reference is not None
-        parts = _with_reference(parts, dataclasses.replace(forward, model=reference, replay=None))
-    only_pass = None
-    if spec.needs_first_pass and parts:
-        if len(parts) == 1:
-            only_pass = forward(forward.collate(parts[0]))
-            logprobs = [only_pass[0].detach()]
-        else:
-            with torch.no_grad():
-                logprobs = [forward(forward.collate(part))[0] for part in parts]
-        ordered = Batch(sequences=tuple(sequence for part in parts for sequence in part))
-        known = with_first_pass(spec, ordered, logprobs, max_new_tokens=max_new_tokens)
-        coupled = iter(known.sequences)
-        parts = [[next(coupled) for _ in part] for part in parts]
-        batch = batch.with_whole(known, forward.device)
-    samples = []
-    note_pass(0, len(parts))
-    for sequences in parts:
-        micro_batch = forward.collate(sequences)
-        logprobs_N, entropies_N = forward(micro_batch) if only_pass is None else only_pass
-        total, sample = micro_batch_loss(
-            spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
-        )
-        total.backward()  # type: ignore[no-untyped-call]
-        samples.append(sample)
-        note_pass(len(samples), len(parts))
-    if replay is not None:
-        # The next caller of the model has other tokens.
-        replay.use(None)
-    return samples
-
-
-@torch.no_grad()
-def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) -> list[list[TrainingSequence]]:
-    """The same sequences with log-probs of the reference, which takes a pass."""
-    known = []
-    for part in parts:
-        logprobs_N = forward(forward.collate(part))[0].cpu().double()
-        rows = logprobs_N.split([sequence.num_drawn for sequence in part])
-        known.append(
-            [
-                dataclasses.replace(sequence, reference_logprobs=row.numpy())
-                for sequence, row in zip(part, rows, strict=True)
-            ]
-        )
-    return known
 
 
 def apply_gradients(
@@ -164,7 +60,7 @@ def end_step(
     samples: Sequence[MicroBatchSample],
     *,
     spec: LossSpec,
-    schedule: Schedule,
+    config: BackendConfig,
     step: int,
     applied_steps: int,
     update: Callable[[float, float], tuple[bool, float]],
@@ -175,7 +71,7 @@ def end_step(
     norm of the gradient. Without samples there is no update. `step` is of the run, from 1.
     """
     sequences = join([sample.sequences for sample in samples])
-    step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
+    step_size = config.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
     is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
     return StepEnd(
         samples=samples,

@@ -1,7 +1,7 @@
-"""One step's forward and backward passes on one of several ranks.
+"""One step's forward and backward passes on one rank.
 
-DeepSpeed and FSDP2 average gradients over ranks. Every loss is multiplied by their number, so the result is the sum:
-the gradient of the whole step's loss.
+A single process is the only rank. DeepSpeed and FSDP2 average gradients over ranks. Every loss is multiplied by their
+number, so the result is the sum: the gradient of the whole step's loss.
 
 Guarantees: every rank takes the same number of passes. A loss that is not finite on one rank makes the gradient not
 finite on all, and weights and optimizer stay as they are.
@@ -12,6 +12,7 @@ Ranks that share each pass (`sequence_parallel`) have the same micro-batches and
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,8 @@ from torch import nn
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.router_replay import RouterReplay
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.loss.loss_spec import LossSpec
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.train.batch import (
     Batch,
     Batching,
@@ -41,15 +43,11 @@ from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample
 
 
 class PassEngine(Protocol):
-    """An engine that shards a `LogprobModel` among ranks."""
+    """An engine that may shard a `LogprobModel` among ranks."""
 
-    def __call__(
-        self,
-        input_ids_RS: torch.Tensor,
-        position_ids_RS: torch.Tensor,
-        sources_N: torch.Tensor,
-        targets_N: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`LogprobModel.forward`."""
+        ...
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward pass is the step's last."""
@@ -65,7 +63,7 @@ class LogprobModel(nn.Module):
 
     def __init__(self, model: nn.Module, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
         """Wrap a model; `autocast_dtype` is the type of matrix products.
-        None is the type of the weights."""
+        None is the type of the weights. Without DeepSpeed it is a PassEngine by itself."""
         super().__init__()
         self.model = model
         self.head = _Head(model, temperature=temperature)
@@ -87,6 +85,12 @@ class LogprobModel(nn.Module):
         # Clones: FSDP2 warns of views, from which an operation in place would take its hooks.
         return logprobs_N.clone(), entropies_N.clone()
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Ignored: each backward pass adds its own gradient."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
 
 class _Head(nn.Module):
     """The output embedding as a module, so that ZeRO 3 gathers it."""
@@ -106,6 +110,15 @@ class _Head(nn.Module):
         return token_logprobs(hidden_NH, self.weight, targets_N, temperature=self._temperature)
 
 
+class Alone:
+    """The only rank, in place of `Collectives`."""
+
+    rank, world_size = 0, 1
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
     """One rank's passes."""
@@ -114,7 +127,7 @@ class Passes:
     reference: PassEngine | None
     """The engine of a frozen model, for losses that compare with one."""
     device: torch.device
-    ranks: Collectives
+    ranks: Collectives | Alone
     loss_spec: LossSpec
     max_new_tokens: int
     micro_batch_tokens: int
@@ -139,8 +152,9 @@ class Passes:
             return []
         if self.loss_spec.needs_reference:
             shares = self._with_reference(shares)
+        only_pass = None
         if self.loss_spec.needs_first_pass:
-            shares, batch = self._coupled(shares, batch)
+            shares, batch, only_pass = self._coupled(shares, batch)
         own = shares.parts[self.ranks.rank // self.sharing]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
@@ -148,7 +162,8 @@ class Passes:
             self.note_pass(number, shares.num_passes)
             is_last = number == shares.num_passes - 1
             self.engine.set_gradient_accumulation_boundary(is_last)
-            micro_batch, logprobs_N, entropies_N = self._forward(own, number)
+            micro_batch = self._collated(own, number)
+            logprobs_N, entropies_N = only_pass or self._forward(micro_batch, self.engine)
             if number < len(own):
                 total, sample = micro_batch_loss(
                     self.loss_spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=self.max_new_tokens
@@ -158,7 +173,7 @@ class Passes:
                 total = 0.0 * logprobs_N.double().sum()
             if is_last:
                 everyone = _exchange(self.ranks, samples if self.ranks.rank % self.sharing == 0 else [])
-                if not math.isfinite(sum(entry.loss for entry in everyone)):
+                if self.ranks.world_size > 1 and not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
         self.note_pass(shares.num_passes, shares.num_passes)
@@ -167,23 +182,29 @@ class Passes:
             self.replay.use(None)
         return everyone
 
-    def _forward(
-        self, own: Sequence[list[TrainingSequence]], number: int, engine: PassEngine | None = None
-    ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
+    def _collated(self, own: Sequence[list[TrainingSequence]], number: int) -> MicroBatch:
         sequences = own[number] if number < len(own) else [empty_pass()]
-        micro_batch = collate(sequences, batching=self.batching).to(self.device)
+        return collate(sequences, batching=self.batching).to(self.device)
+
+    def _forward(self, micro_batch: MicroBatch, engine: PassEngine) -> tuple[torch.Tensor, torch.Tensor]:
         if self.replay is not None:
             self.replay.use(micro_batch.routed)
-        logprobs_N, entropies_N = (engine or self.engine)(
+        return engine(
             micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N, micro_batch.targets_N
         )
-        return micro_batch, logprobs_N, entropies_N
 
-    def _coupled(self, shares: Shares, batch: Batch) -> tuple[Shares, Batch]:
-        logprobs = self._logprobs(shares, self.engine)
+    def _coupled(self, shares: Shares, batch: Batch) -> tuple[Shares, Batch, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The step after a first pass.
+        If one process has a single micro-batch, its pass has the gradient too, and is not repeated."""
+        only_pass = None
+        if self.ranks.world_size == shares.num_passes == 1:
+            only_pass = self._forward(self._collated(shares.parts[0], 0), self.engine)
+            logprobs = [only_pass[0].detach()]
+        else:
+            logprobs = self._logprobs(shares, self.engine)
         ordered = Batch(sequences=tuple(shares.ordered()))
         known = with_first_pass(self.loss_spec, ordered, logprobs, max_new_tokens=self.max_new_tokens)
-        return shares.replaced(known.sequences), batch.with_whole(known, self.device)
+        return shares.replaced(known.sequences), batch.with_whole(known, self.device), only_pass
 
     def _with_reference(self, shares: Shares) -> Shares:
         assert self.reference is not None, "the engine was built with one"
@@ -198,13 +219,45 @@ class Passes:
         Takes every pass once."""
         own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
-            passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]
+            passes = [self._forward(self._collated(own, number), engine)[0] for number in range(shares.num_passes)]
         values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
         answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
         return [load(answer)["logprobs"] for answer in answers[:: self.sharing]]
 
 
-def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:
+def alone(
+    model: nn.Module,
+    *,
+    loss: LossConfig,
+    temperature: float,
+    max_new_tokens: int,
+    micro_batch_tokens: int,
+    batching: Batching,
+    autocast_dtype: torch.dtype | None = None,
+    reference: nn.Module | None = None,
+    replay: RouterReplay | None = None,
+    note_pass: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Passes:
+    """The passes of one process with the whole model.
+
+    `reference` is a frozen model that routes by itself.
+    """
+    engine = functools.partial(LogprobModel, temperature=temperature, autocast_dtype=autocast_dtype)
+    return Passes(
+        engine=engine(model),
+        reference=None if reference is None else engine(reference),
+        device=next(model.parameters()).device,
+        ranks=Alone(),
+        loss_spec=loss_spec_of(loss),
+        max_new_tokens=max_new_tokens,
+        micro_batch_tokens=micro_batch_tokens,
+        batching=batching,
+        note_pass=note_pass,
+        replay=replay,
+    )
+
+
+def _exchange(ranks: Collectives | Alone, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:
     return [sample for data in ranks.all_gather_bytes(_pack(samples)) for sample in _unpack(data)]
 
 

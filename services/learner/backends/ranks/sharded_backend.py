@@ -206,7 +206,7 @@ class ShardedBackend:
         end = end_step(
             samples,
             spec=self._loss_spec,
-            schedule=self._config.schedule,
+            config=self._config,
             step=step,
             applied_steps=self._applied_steps,
             update=self._sharding.update,

@@ -78,7 +78,7 @@ def test_a_loss_of_the_users_own_reads_the_named_model(model_dir, other_dir):
     reports = [backend.train_step(groups, head_version=step, step=step) for step in range(30)]
 
     # The loss is the distance from the reference over its own mean, so its gradient falls with the distance.
-    assert backend._reference is not None
+    assert backend._passes.reference is not None
     assert all(report.is_applied for report in reports)
 
 
@@ -96,12 +96,12 @@ def test_gradient_with_a_reference_does_not_depend_on_micro_batches(model_dir, o
 
 def test_reference_is_frozen_and_only_loaded_for_losses_that_read_it(model_dir):
     backend = _backend(model_dir, GrpoConfig(reference_kl=1.0))
-    before = weights(backend._reference)
+    before = weights(backend._passes.reference.model)
 
     _train(backend, 3)
 
-    assert is_identical(weights(backend._reference), before)
-    assert not any(parameter.requires_grad for parameter in backend._reference.parameters())
+    assert is_identical(weights(backend._passes.reference.model), before)
+    assert not any(parameter.requires_grad for parameter in backend._passes.reference.model.parameters())
     assert _backend(model_dir, GrpoConfig())._reference is None
 
 

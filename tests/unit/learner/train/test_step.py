@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
+from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import check_forward, prepare
-from heterorl.learner.train.step import accumulate_gradients, apply_gradients
+from heterorl.learner.train.step import apply_gradients
 from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
 
@@ -26,9 +27,8 @@ LOSSES = {
 
 def _gradients(model, groups, loss, *, micro_batch_tokens, batching="padded", temperature=0.9):
     model.zero_grad(set_to_none=True)
-    samples = accumulate_gradients(
+    passes = alone(
         model,
-        build_batch([queued.group for queued in groups], loss=loss, head_version=7),
         loss=loss,
         temperature=temperature,
         max_new_tokens=16,
@@ -36,6 +36,7 @@ def _gradients(model, groups, loss, *, micro_batch_tokens, batching="padded", te
         batching=batching,
         reference=tiny_model(seed=5, dtype=torch.float64),
     )
+    samples = passes.accumulate(build_batch([queued.group for queued in groups], loss=loss, head_version=7))
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     return sum(sample.loss for sample in samples), gradients, len(samples)
 

@@ -7,7 +7,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
-from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 
@@ -16,8 +16,8 @@ def _rates(schedule, num_steps=14):
 
 
 def test_step_size_grows_linearly_then_stays():
-    assert _rates(Schedule(lr=0.8, warmup_steps=4), 6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
-    assert Schedule(lr=0.8).rate(step=1, applied_steps=0) == 0.8
+    assert _rates(TorchBackendConfig(lr=0.8, warmup_steps=4), 6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert TorchBackendConfig(lr=0.8).rate(step=1, applied_steps=0) == 0.8
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_decay_is_that_of_transformers(shape, make):
         optimizer.step()
         theirs.step()
 
-    ours = _rates(Schedule(lr=0.8, warmup_steps=3, shape=shape, decay_steps=10))
+    ours = _rates(TorchBackendConfig(lr=0.8, warmup_steps=3, lr_schedule=shape, lr_decay_steps=10))
 
     # After its end the cosine of transformers rises again.
     assert ours[3:11] == pytest.approx(expected[3:11], abs=1e-12)
@@ -42,17 +42,17 @@ def test_decay_is_that_of_transformers(shape, make):
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_decay_ends_at_the_final_ratio_and_stays(shape):
-    rates = _rates(Schedule(lr=2.0, shape=shape, decay_steps=10, final_ratio=0.25))
+    rates = _rates(TorchBackendConfig(lr=1.0, lr_schedule=shape, lr_decay_steps=10, lr_final_ratio=0.25))
 
-    assert rates[0] == 2.0
-    # Half way, linear and cosine are both in the middle of 2 and 0.5.
-    assert rates[5] == pytest.approx(1.25)
-    assert rates[10:] == [0.5] * 4
+    assert rates[0] == 1.0
+    # Half way, linear and cosine are both in the middle of 1 and 0.25.
+    assert rates[5] == pytest.approx(0.625)
+    assert rates[10:] == [0.25] * 4
     assert rates == sorted(rates, reverse=True)
 
 
 def test_new_optimizer_warms_up_again_and_the_decay_goes_on():
-    schedule = Schedule(lr=1.0, warmup_steps=4, shape="linear", decay_steps=14)
+    schedule = TorchBackendConfig(lr=1.0, warmup_steps=4, lr_schedule="linear", lr_decay_steps=14)
 
     # After 9 steps half of the way from 4 to 14 is gone; the optimizer has taken none.
     assert schedule.rate(step=10, applied_steps=0) == pytest.approx(0.25 * 0.5)

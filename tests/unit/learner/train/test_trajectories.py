@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span, without_stale
+from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import build_batch, collate
 from heterorl.learner.train.completion_stats import completion_numbers
-from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
+from heterorl.learner.train.step import micro_batch_loss
 from heterorl.learner.train.step_report import wanted_log_ratios
 from tests.support.losses import CATALOGUE
 from tests.support.training import group, random_trajectories, tiny_model
@@ -76,10 +77,11 @@ def _near_policy(value):
 
 def _gradients(groups, loss, *, micro_batch_tokens=9999, batching="padded"):
     MODEL.zero_grad(set_to_none=True)
-    samples = accumulate_gradients(
-        MODEL, build_batch(groups, loss=loss, head_version=7), loss=loss, temperature=TEMPERATURE, max_new_tokens=16,
-        micro_batch_tokens=micro_batch_tokens, batching=batching, reference=tiny_model(seed=5, dtype=torch.float64),
+    passes = alone(
+        MODEL, loss=loss, temperature=TEMPERATURE, max_new_tokens=16, micro_batch_tokens=micro_batch_tokens,
+        batching=batching, reference=tiny_model(seed=5, dtype=torch.float64),
     )  # fmt: skip
+    samples = passes.accumulate(build_batch(groups, loss=loss, head_version=7))
     return sum(sample.loss for sample in samples), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
 
@@ -273,10 +275,10 @@ def test_ratios_for_people_are_those_of_each_drawn_token_in_its_order(sequences,
     )  # fmt: skip
     groups = [dataclasses.replace(value, rollouts=(lost, *value.rollouts)) for value in _groups(7, sequences=sequences)]
     loss = GepoConfig()
-    samples = accumulate_gradients(
-        MODEL, build_batch(groups, loss=loss, head_version=7), loss=loss, temperature=TEMPERATURE, max_new_tokens=16,
-        micro_batch_tokens=45, batching=batching,
-    )  # fmt: skip
+    passes = alone(
+        MODEL, loss=loss, temperature=TEMPERATURE, max_new_tokens=16, micro_batch_tokens=45, batching=batching
+    )
+    samples = passes.accumulate(build_batch(groups, loss=loss, head_version=7))
     queued = [
         QueuedGroup(group=value, policy_age_s=0.0, queue_age_s=0.0, wants_note=bool(number))
         for number, value in enumerate(groups)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import enum
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import Regime
-from heterorl.report.figures import PICTURES, drawings, picture, titles
+from heterorl.report.figures import PICTURES, drawings, picture
 from heterorl.report.report_page import fill
 
 PROMISED_BY = "gepo"
@@ -33,27 +32,22 @@ class Ending(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """Data of a run: journal rows, step reports, newest status."""
-
-    reports: Sequence[StepReport]
-    status: RunStatus | None
-    versions: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
-    samplers: Sequence[Sequence[Mapping[str, Any]]]
-    exit_codes: Mapping[str, int | None] = field(default_factory=dict)
-
-
 def start_accuracy(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
     """Version 0's held-out accuracy, on the prompts and seeds of later versions."""
     return next((row["accuracy"] for row in evaluations if row["version"] == 0), None)
 
 
-def measure(record: Record, *, regime: Regime) -> dict[str, Any]:
+def measure(
+    *,
+    reports: Sequence[StepReport],
+    status: RunStatus | None,
+    versions: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    samplers: Sequence[Sequence[Mapping[str, Any]]],
+    regime: Regime,
+) -> dict[str, Any]:
     """Numbers of a run; None for what was not measured."""
-    reports, versions = record.reports, record.versions
-    scored = [row for row in record.evaluations if row["accuracy"] is not None]
+    scored = [row for row in evaluations if row["accuracy"] is not None]
     sizes = [int(row["bytes"]) for row in versions[1:]]
     return {
         "steps": reports[-1].step if reports else 0,
@@ -68,10 +62,10 @@ def measure(record: Record, *, regime: Regime) -> dict[str, Any]:
         "staleness_versions_max": max((report.staleness_max for report in reports), default=None),
         "policy_age_s_p50": statistics.median(r.policy_age_p50_s for r in reports) if reports else None,
         "versions": len(versions),
-        "groups_accepted": None if record.status is None else record.status.ledger.acked,
+        "groups_accepted": None if status is None else status.ledger.acked,
         "groups_trained": sum(report.num_groups for report in reports),
-        "digest_mismatches": digest_mismatches(versions, record.samplers),
-        "ledger_balanced": None if record.status is None else record.status.ledger.is_balanced,
+        "digest_mismatches": digest_mismatches(versions, samplers),
+        "ledger_balanced": None if status is None else status.ledger.is_balanced,
         "weight_bytes_full": versions[-1]["full_bytes"] if versions else None,
         "weight_bytes_sent_median": int(statistics.median(sizes)) if sizes else None,
     }
@@ -155,7 +149,7 @@ def write_report(
     drawn = drawings(reports, versions, start, promised=promised)
     pictures = []
     for name in PICTURES if versions else [name for name in PICTURES if name != "bytes"]:
-        pictures.append((name, titles()[name], picture(drawn[name])))
+        pictures.append((name, PICTURES[name], picture(drawn[name])))
         (out / f"{name}.png").write_bytes(pictures[-1][-1])
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
     if summary["failure"]:

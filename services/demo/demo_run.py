@@ -41,7 +41,7 @@ from heterorl.demo.demo_config import (
     sampler_tables,
     tls_table,
 )
-from heterorl.demo.demo_results import Ending, Record, broken_promises, measure, start_accuracy, verdict, write_report
+from heterorl.demo.demo_results import Ending, broken_promises, measure, start_accuracy, verdict, write_report
 from heterorl.demo.processes import Child, Interruption, start, stop_together
 from heterorl.report.figures import newest_accuracy, sparkline
 from heterorl.report.past_run import journal_rows
@@ -213,12 +213,14 @@ class _Demo:
         out, regime = self._options.out, self._regime
         # The learner's journal also has the steps taken while the processes were stopping.
         self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
-        record = Record(
+        versions = journal_rows(out / "learner" / "versions.jsonl")
+        numbers = measure(
             reports=self._reports,
             status=self._status,
-            versions=journal_rows(out / "learner" / "versions.jsonl"),
+            versions=versions,
             evaluations=journal_rows(out / "learner" / "evaluations.jsonl"),
             samplers=[journal_rows(out / site / record_name("")) for site in SITES],
+            regime=regime,
         )
         summary: dict[str, Any] = {
             "status": (Ending.FAILED if failure else Ending.INTERRUPTED).value,
@@ -227,7 +229,7 @@ class _Demo:
             "algorithm": self._options.algorithm,
             "seed": self._options.seed,
             "lag_versions": regime.lag_versions,
-            **measure(record, regime=regime),
+            **numbers,
             "wall_s": round(wall_s, 1),
             "logs": str(out / "logs"),
             "summary": str(out / "summary.json"),
@@ -240,7 +242,7 @@ class _Demo:
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
             )
             summary["status"] = (Ending.BROKEN if summary["problems"] else Ending.COMPLETE).value
-        writers = {"report": lambda: self._report(summary, record), "model_dir": self._model}
+        writers = {"report": lambda: self._report(summary, versions), "model_dir": self._model}
         for key, write in writers.items() if self._reports else ():
             try:
                 summary[key] = str(write())
@@ -250,9 +252,9 @@ class _Demo:
         Path(summary["summary"]).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
-    def _report(self, summary: dict[str, Any], record: Record) -> Path:
+    def _report(self, summary: dict[str, Any], versions: list[dict[str, Any]]) -> Path:
         return write_report(
-            self._options.out, regime=self._regime, summary=summary, reports=self._reports, versions=record.versions
+            self._options.out, regime=self._regime, summary=summary, reports=self._reports, versions=versions
         )
 
     def _model(self) -> Path:

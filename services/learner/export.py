@@ -27,7 +27,7 @@ from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
 from heterorl.common.process.files import appearing
-from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.common.types.common import LoraSettings
 from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import (
     WIDTH,
@@ -36,7 +36,6 @@ from heterorl.common.weights.arena import (
     Dtype,
     IntArray,
     Layout,
-    TensorSpec,
     digest_integers,
     state_root,
     zeros,
@@ -123,18 +122,9 @@ def _snapshot_reader(path: Path, layout: Layout, manifest: Manifest) -> Read:
                 bits[start - whole.start : stop - whole.start] = decoded(number)[
                     start - chunk.start : stop - chunk.start
                 ]
-        return _tensor_of(spec, bits)
+        return torch.from_numpy(bits).view(tensors.TORCH_DTYPE[spec.dtype]).view(spec.shape)
 
     return read
-
-
-def _of_arena(arena: Arena, name: str) -> torch.Tensor:
-    return _tensor_of(arena.layout.spec(name), arena.view(name))
-
-
-def _tensor_of(spec: TensorSpec, bits: IntArray) -> torch.Tensor:
-    """A tensor of an arena's bits, without a copy."""
-    return torch.from_numpy(bits).view(tensors.TORCH_DTYPE[spec.dtype]).view(spec.shape)
 
 
 def _write_weights(
@@ -273,7 +263,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 def export_model(
     *,
     model_dir: str | Path,
-    source: Path | Arena,
+    source: Path,
     out_dir: Path,
     adapter_only: bool = False,
     dtype: Dtype | None = None,
@@ -287,8 +277,7 @@ def export_model(
 
     Args:
         model_dir: the model that the run started from.
-        source: published weights; a checkpoint directory; or a state directory, of which the newest valid checkpoint is
-            taken.
+        source: a checkpoint directory, or a state directory, of which the newest valid checkpoint is taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters as files for `peft`, without the base model.
         dtype: None for the published type. A narrower one rounds all tensors that the model does not keep in fp32.
@@ -316,13 +305,10 @@ def export_model(
             "out", f"{out_dir} {kind}: no other directory can take its place", action="name a new directory in it"
         )
     with _kept(source) as path:
-        lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
+        lora = read_lora(path / BACKEND_DIRECTORY)
         if adapter_only and not lora.rank:
             raise ConfigError("adapter", "the run trains all weights", action="export without it")
-        if isinstance(path, Arena):
-            model, layout = _model_of(model_dir, path.layout.layout_id)
-            read: Read = functools.partial(_of_arena, path)
-        elif lora.rank:
+        if lora.rank:
             model, layout, read = _adapted(model_dir, path, lora)
         else:
             manifest = manifest_from_bytes(read_checkpoint(path).manifest)
@@ -427,11 +413,8 @@ def _write_adapter(
 
 
 @contextmanager
-def _kept(source: Path | Arena) -> Iterator[Path | Arena]:
+def _kept(source: Path) -> Iterator[Path]:
     """The checkpoint to read, held while a learner removes older ones."""
-    if isinstance(source, Arena):
-        yield source
-        return
     held = source
     with ExitStack() as stack:
         try:

@@ -14,24 +14,20 @@ from typing import Any
 from heterorl.common.errors import DependencyMissing
 from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
 
-PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
+PICTURES = {
+    "accuracy": "Reward, trained and held out",
+    "staleness": "Staleness of the trained groups",
+    "kl": "KL divergence of sampler and learner policy",
+    "iw_variance": "Variance of the importance weights",
+    "ess": "Effective sample size",
+    "bytes": "Bytes per version",
+}
+"""Names and headings."""
 STRONG, WEAK, MARK = "#1f5fa8", "#e08a2e", "#51606e"
 WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
 """Inches, and dots an inch: two pictures side by side on a desktop, one at the width of a phone."""
 _WIDE = 100.0
 """A series whose maximum exceeds this times its median gets a logarithmic axis."""
-
-
-def titles() -> dict[str, str]:
-    """Heading of each picture."""
-    return {
-        "accuracy": "Reward, trained and held out",
-        "staleness": "Staleness of the trained groups",
-        "kl": "KL divergence of sampler and learner policy",
-        "iw_variance": "Variance of the importance weights",
-        "ess": "Effective sample size",
-        "bytes": "Bytes per version",
-    }
 
 
 def drawings(

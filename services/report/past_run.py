@@ -139,16 +139,12 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         sets = _evaluations(connection)
         said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
         facts = {} if said is None else dict(json.loads(said[0]))
-    # Only the learner's journal has steps that were not applied.
-    own = None if journal is None else _from_journal(journal)
-    return PastRun(
+    run = PastRun(
         run_id="" if meta is None else str(meta[0]),
-        sources=(directory,) if journal is None else (directory, journal),
-        reports=reports if own is None else _joined(reports, own.reports),
+        sources=(directory,),
+        reports=reports,
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
-        evaluations=() if own is None else own.evaluations,
-        config={} if own is None else own.config,
-        facts=facts if own is None else newer_facts(facts, own.facts),
+        facts=facts,
         published=tuple((row[0], row[3]) for row in rows),
         num_abandoned=sum(row[4] for row in rows),
         ledger=counts,
@@ -163,6 +159,24 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
             )
             for site, engines, accepted, dropped, incarnations in sites
         ),
+    )
+    return _with_journal(run, journal)
+
+
+def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
+    """A run with what only the learner's journal has.
+    An example is steps that were not applied."""
+    if journal is None:
+        return run
+    own = _from_journal(journal)
+    return dataclasses.replace(
+        run,
+        sources=(*run.sources, journal),
+        reports=_joined(run.reports, own.reports),
+        versions=own.versions if run.is_live else run.versions,
+        evaluations=own.evaluations,
+        config=own.config,
+        facts=newer_facts(run.facts, own.facts),
     )
 
 
@@ -247,7 +261,6 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         )
         for site in fold_incarnations(status.sites)
     )
-    own = None if journal is None else _from_journal(journal)
     run = PastRun(
         run_id=status.run_id,
         sources=(Path(address),),
@@ -259,14 +272,4 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         is_live=True,
         sets=tuple(known),
     )
-    if own is None or journal is None:
-        return run
-    return dataclasses.replace(
-        run,
-        sources=(*run.sources, journal),
-        reports=_joined(run.reports, own.reports),
-        versions=own.versions,
-        evaluations=own.evaluations,
-        config=own.config,
-        facts=newer_facts(run.facts, own.facts),
-    )
+    return _with_journal(run, journal)

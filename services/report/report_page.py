@@ -22,7 +22,7 @@ from heterorl.common.evaluation.summary import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
-from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
+from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture
 from heterorl.report.past_run import PastRun, SiteTotals
 
 _TEMPLATES = Environment(
@@ -91,10 +91,9 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
     drawn: list[tuple[str, str, _Draw, str, float]] = [
         (name, _title(name, applied, start), draw, "step", HEIGHT)
-        for name, draw in drawings(applied, run.versions, start).items()
-        if name in PICTURES and (name != "bytes" or run.versions)
+        for name, draw in (drawings(applied, run.versions, start) | figures.curves(applied)).items()
+        if name != "bytes" or run.versions
     ]
-    drawn += [(name, figures.TITLES[name], draw, "step", HEIGHT) for name, draw in figures.curves(applied).items()]
     if len(run.published) > 1:
         unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
         axis = f"{unit} since version 0"
@@ -119,7 +118,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
 
 def _title(name: str, applied: Sequence[StepReport], start: float | None) -> str:
     is_scored = start is not None or any(report.evaluation_accuracy is not None for report in applied)
-    return "Reward" if name == "accuracy" and not is_scored else titles()[name]
+    return "Reward" if name == "accuracy" and not is_scored else (PICTURES | figures.TITLES)[name]
 
 
 def _remarks(run: PastRun) -> list[str]:

@@ -263,7 +263,7 @@ class _Slot:
                 raise _First(Exception.__str__(error), action=error.action) from error
             raise _TrackerFailed(str(error)) from error
         self._was_open = True
-        had = tracker.had()
+        had = tracker.had
         if had.steps is not None and had.steps.version > status.head_version:
             raise OperatorError(
                 f"{self.sent.name}: its run has version {had.steps.version}, the coordinator {status.head_version} "

@@ -42,16 +42,13 @@ class Mlflow:
         markers = self._client.get_metric_history(self._run, "version")
         newest = max(markers, key=lambda entry: (entry.value, entry.step), default=None)
         self._sets: dict[str, int] = json.loads(run.data.tags.get(_SETS, "{}"))
-        self._had = Had(
+        self.had = Had(
             steps=None if newest is None else Mark(int(newest.value), newest.step),
             evaluations=dict(self._sets),
             table=int(run.data.tags.get(_TABLE, -1)),
         )
         self._time_ms = 0 if newest is None else int(newest.timestamp)
         self._is_cut = True
-
-    def had(self) -> Had:
-        return self._had
 
     @_reaching
     def write(self, reports: Sequence[StepReport]) -> None:

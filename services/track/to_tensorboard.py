@@ -50,14 +50,11 @@ class TensorBoard:
         for event in self._evaluations.events():
             sets |= {name: int(event.step) for value in event.summary.value if (name := set_of(value.tag))}
         table = self._tables.last(lambda event: int(event.step) if event.summary.value else None)
-        self._had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
+        self.had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
         if self._mark is None and place.facts:
             rows = [[name, value] for name, value in place.facts.items()]
             self._steps.put(Event(summary=Summary(value=[_text("config", ("name", "value"), rows)])))
         self._steps.flush()
-
-    def had(self) -> Had:
-        return self._had
 
     @_reaching
     def write(self, reports: Sequence[StepReport]) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import sqlite3
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.tracker import COLUMNS, Had, Mark, Place, TextTable, evaluation_row, reaching, row_of, set_of
+from heterorl.track.tracker import COLUMNS, TABLE, Place, TextTable, evaluation_row, had_in, reaching, row_of
 
 _reaching = reaching("trackio", sqlite3.Error, OSError, action="see that TRACKIO_DIR can be written")
-_TABLE = "samples/version"
 
 
 class Trackio:
@@ -35,11 +33,7 @@ class Trackio:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        rows = SQLiteStorage.get_logs(place.project, place.run)
-        self._had = _had(rows)
-
-    def had(self) -> Had:
-        return self._had
+        self.had = had_in(SQLiteStorage.get_logs(place.project, place.run))
 
     def write(self, reports: Sequence[StepReport]) -> None:
         """One row a report; trackio's own thread writes it within a second."""
@@ -55,23 +49,9 @@ class Trackio:
 
     def write_table(self, table: TextTable) -> None:
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
-        self._run.log({_TABLE: table.version, "samples": trackio.Table(data=rows)}, step=table.version)
+        self._run.log({TABLE: table.version, "samples": trackio.Table(data=rows)}, step=table.version)
 
     def close(self) -> None:
         """Wait until all rows are written."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
-
-
-def _had(rows: Sequence[Mapping[str, Any]]) -> Had:
-    sets: dict[str, int] = {}
-    for row in rows:
-        for name, value in row.items():
-            task_set = set_of(name)
-            if task_set is not None:
-                sets[task_set] = max(int(value), sets.get(task_set, -1))
-    return Had(
-        steps=max((Mark(int(row["version"]), int(row["step"])) for row in rows if "version" in row), default=None),
-        evaluations=sets,
-        table=max((int(row[_TABLE]) for row in rows if _TABLE in row), default=-1),
-    )

@@ -20,14 +20,14 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.track.tracker import (
     COLUMNS,
+    TABLE,
     Had,
-    Mark,
     Place,
     TextTable,
     evaluation_row,
+    had_in,
     reaching,
     row_of,
-    set_of,
     version_name,
 )
 
@@ -37,7 +37,6 @@ _reaching = reaching(
     OSError,
     action="check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline",
 )
-_TABLE = "samples/version"
 
 
 class WandB:
@@ -59,11 +58,7 @@ class WandB:
             ),
         )
         self._defined: set[str] = set()
-        self._row, self._had = self._read_back(place)
-
-    def had(self) -> Had:
-        """From the service for a resumed run; offline, from earlier processes' files."""
-        return self._had
+        self._row, self.had = self._read_back(place)
 
     def write(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
@@ -75,7 +70,7 @@ class WandB:
 
     def write_table(self, table: TextTable) -> None:
         rows = [list(row) for row in table.rows]
-        self._log({_TABLE: table.version, "samples/table": wandb.Table(columns=list(COLUMNS), data=rows)}, axis=_TABLE)
+        self._log({TABLE: table.version, "samples/table": wandb.Table(columns=list(COLUMNS), data=rows)}, axis=TABLE)
 
     def close(self) -> None:
         self._run.finish()
@@ -90,6 +85,7 @@ class WandB:
         self._run.log(dict(row), step=self._row)
 
     def _read_back(self, place: Place) -> tuple[int, Had]:
+        """From the service for a resumed run; offline, from earlier processes' files."""
         if self._run.offline:
             return read_back(rows_of_run(place.directory, place.run))
         summary = self._run.summary
@@ -97,20 +93,17 @@ class WandB:
 
 
 def read_back(rows: Iterable[Mapping[str, Any]]) -> tuple[int, Had]:
-    """The last row number of some rows, and what they have.
-    A summary is a row of the newest values."""
-    number, steps, table, sets = 0, None, -1, dict[str, int]()
-    for row in rows:
-        number = max(number, int(row.get("_step", 0)))
-        if "version" in row:
-            mark = Mark(int(row["version"]), int(row["step"]))
-            steps = mark if steps is None else max(mark, steps)
-        table = max(table, int(row.get(_TABLE, -1)))
-        for name, value in row.items():
-            task_set = set_of(name)
-            if task_set is not None:
-                sets[task_set] = max(int(value), sets.get(task_set, -1))
-    return number, Had(steps=steps, evaluations=sets, table=table)
+    """The last row number of some rows, and what they have."""
+    number = 0
+
+    def counted() -> Iterator[Mapping[str, Any]]:
+        nonlocal number
+        for row in rows:
+            number = max(number, int(row.get("_step", 0)))
+            yield row
+
+    had = had_in(counted())
+    return number, had
 
 
 def rows_of_run(directory: Path, run: str) -> Iterator[dict[str, Any]]:

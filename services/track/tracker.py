@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +23,8 @@ MAX_TEXT = 4000
 MAX_PAGES = 20
 """Pages searched for samples with texts."""
 COLUMNS = ("version", "site", "prompt", "completion", "reward", "reward_parts", "tokens", "finish_reason")
+TABLE = "samples/version"
+"""Name of a table's version in a row."""
 Cell = str | float | int
 
 
@@ -180,6 +181,22 @@ class Had:
     """A version; -1 without a table."""
 
 
+def had_in(rows: Iterable[Mapping[str, Any]]) -> Had:
+    """The newest of a tracker's rows.
+    A summary is a row of the newest values."""
+    steps, table, sets = None, -1, dict[str, int]()
+    for row in rows:
+        if "version" in row:
+            mark = Mark(int(row["version"]), int(row["step"]))
+            steps = mark if steps is None else max(mark, steps)
+        table = max(table, int(row.get(TABLE, -1)))
+        for name, value in row.items():
+            task_set = set_of(name)
+            if task_set is not None:
+                sets[task_set] = max(int(value), sets.get(task_set, -1))
+    return Had(steps=steps, evaluations=sets, table=table)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A tracker's target: project, run, directory of local files, learner's `facts`."""
@@ -194,8 +211,8 @@ class Tracker(Protocol):
     """One run in one tracker; all calls block.
     After Unreachable the tracker is opened again."""
 
-    def had(self) -> Had:
-        """The newest rows at its opening."""
+    had: Had
+    """The newest rows at its opening."""
 
     def write(self, reports: Sequence[StepReport]) -> None:
         """Append reports in order; a kill may leave only the first."""
@@ -224,20 +241,12 @@ def reaching(name: str, *failures: type[Exception], action: str) -> Iterator[Non
         raise Unreachable(f"{name}: {error}", action=f"{action}; heterorl tries again") from error
 
 
-class Kind(enum.Enum):
-    """A tracker."""
-
-    WANDB = "wandb"
-    MLFLOW = "mlflow"
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-
-
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_CLASSES = {Kind.WANDB: "WandB", Kind.MLFLOW: "Mlflow", Kind.TENSORBOARD: "TensorBoard", Kind.TRACKIO: "Trackio"}
+CLASSES = {"wandb": "WandB", "mlflow": "Mlflow", "tensorboard": "TensorBoard", "trackio": "Trackio"}
+"""Names of the trackers, and their classes."""
 
 
-def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
+def open_tracker(kind: str, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
     """Open or create a run in a tracker, and import its package.
     An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made, or that id is no name;
     DependencyMissing; Unreachable: the tracker does not answer, or its files cannot be written."""
@@ -252,9 +261,9 @@ def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, direc
             "--dir", f"{directory} cannot be made: {error.strerror}", action="name another one"
         ) from error
     try:
-        module = importlib.import_module(f"heterorl.track.to_{kind.value}")
+        module = importlib.import_module(f"heterorl.track.to_{kind}")
     except ModuleNotFoundError as error:
-        raise DependencyMissing(error.name or kind.value, f"track-{kind.value}") from None
+        raise DependencyMissing(error.name or kind, f"track-{kind}") from None
     place = Place(project=project, run=name, directory=directory, facts=status.facts)
-    opened: Tracker = getattr(module, _CLASSES[kind])(place)
+    opened: Tracker = getattr(module, CLASSES[kind])(place)
     return opened

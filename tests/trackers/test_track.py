@@ -335,7 +335,7 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
     tracker._client.log_batch(run.info.run_id, metrics=[Metric("loss", 1 / 5, later, 2)])
 
     again = Mlflow(own)
-    assert again.had().steps == Mark(1, 1)
+    assert again.had.steps == Mark(1, 1)
     again.write([report(2)])
 
     for name in ("loss", "kl", "version"):
@@ -353,7 +353,7 @@ def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
     tracker.close()
 
     again = Trackio(own)
-    assert again.had() == Had(steps=Mark(2, 2), evaluations={"math": 2}, table=2)
+    assert again.had == Had(steps=Mark(2, 2), evaluations={"math": 2}, table=2)
     again.write([report(3)])
     again.close()
 
@@ -371,11 +371,11 @@ def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
 
     again = TensorBoard(place(tmp_path))
-    assert again.had().steps == Mark(1, 1)
+    assert again.had.steps == Mark(1, 1)
     again.write([report(2)])
     again.close()
 
-    assert TensorBoard(place(tmp_path)).had().steps == Mark(2, 2)
+    assert TensorBoard(place(tmp_path)).had.steps == Mark(2, 2)
 
 
 def test_tensorboard_says_what_it_cannot_write(tmp_path):

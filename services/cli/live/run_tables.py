@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -44,20 +43,9 @@ _NAME, _NEWEST = 14, 23
 """Characters of a curve's name and newest value."""
 
 
-def plain(value: Any) -> Any:
-    """A domain value as plain JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {plain(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(entry) for entry in value]
-    return value.value if isinstance(value, enum.Enum) else value
-
-
 def status_json(status: RunStatus) -> dict[str, Any]:
     """A run's state as plain JSON values."""
-    result: dict[str, Any] = plain(status)
+    result: dict[str, Any] = to_jsonable_python(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
     result["standstill"] = describe_standstill(quarantined_sites(status))
     return result

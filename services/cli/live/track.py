@@ -78,7 +78,7 @@ def track(
     from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.track.follow import Open, Pace, follow
-    from heterorl.track.tracker import Kind, open_tracker
+    from heterorl.track.tracker import open_tracker
 
     if not to:
         raise ConfigError("--to", "is not set", action="give wandb, mlflow, tensorboard or trackio")
@@ -93,7 +93,7 @@ def track(
         logging.getLogger("heterorl.track").setLevel(logging.ERROR)
     pace = Pace(every_s=every, is_once=once, samples=samples, samples_every=samples_every)
     opens: dict[str, Open] = {
-        name.value: partial(open_tracker, Kind(name.value), project=project, run=run, directory=directory)
+        name.value: partial(open_tracker, name.value, project=project, run=run, directory=directory)
         for name in dict.fromkeys(to)
     }
 

@@ -42,11 +42,13 @@ def status(
     Example: `heterorl status run.example:50051 --credentials certs/operator-me`. The command
     `heterorl certs issue operator me` makes that directory.
     """
-    from heterorl.cli.live.run_tables import evaluation_tables, plain, status_json, status_tables
+    from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
-        typer.echo(json.dumps({**status_json(answer), "evaluations": plain(evaluations)}, indent=2))
+        from pydantic_core import to_jsonable_python
+
+        typer.echo(json.dumps({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
     else:
         console = console_of()
         scored = [report.evaluation_accuracy for report in reports if report.evaluation_accuracy is not None]

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.types.run import LedgerCounts, RunStatus
 from heterorl.demo.demo_config import TINY
-from heterorl.demo.demo_results import Record, broken_promises, digest_mismatches, measure, verdict
+from heterorl.demo.demo_results import broken_promises, digest_mismatches, measure, verdict
 from tests.support.run import REPORT
 
 REGIME = dataclasses.replace(TINY, max_steps=2, lag_versions=1, required_gain=0.2)
@@ -32,16 +32,16 @@ def record(**changes):
         "evaluations": [evaluation(0, 0.25), evaluation(1, 0.5), evaluation(2, 0.5)],
         "samplers": [VERSIONS],
     }
-    return Record(**{**values, **changes})
+    return {**values, **changes}
 
 
 def summary(**changes):
     shown = {"status": "complete", "failure": None, "problems": [], **PATHS}
-    return {**shown, **measure(record(), regime=REGIME), **changes}
+    return {**shown, **measure(**record(), regime=REGIME), **changes}
 
 
 def test_start_and_end_are_the_learners_own_evaluations_of_the_same_prompts():
-    numbers = measure(record(), regime=REGIME)
+    numbers = measure(**record(), regime=REGIME)
 
     assert (numbers["warm_start_accuracy"], numbers["final_accuracy"]) == (0.25, 0.5)
     assert (numbers["final_accuracy_version"], numbers["evaluation_prompts"]) == (2, 32)
@@ -50,7 +50,7 @@ def test_start_and_end_are_the_learners_own_evaluations_of_the_same_prompts():
 
 
 def test_nothing_measured_is_nothing_claimed():
-    numbers = measure(Record(reports=[], status=None, versions=[], evaluations=[], samplers=[[], []]), regime=REGIME)
+    numbers = measure(reports=[], status=None, versions=[], evaluations=[], samplers=[[], []], regime=REGIME)
 
     claims = ["warm_start_accuracy", "final_accuracy", "best_accuracy", "staleness_versions_mean", "ledger_balanced"]
     assert [numbers[name] for name in claims] == [None] * 5

@@ -112,12 +112,12 @@ def test_exported_model_keeps_in_fp32_what_it_was_published_in(tmp_path, dtype):
     assert arena.state_root() == published.state_root()
 
 
-def test_export_takes_a_checkpoint_or_an_arena(tmp_path):
+def test_export_takes_a_checkpoint_or_a_state_directory(tmp_path):
     base = _write_base(tmp_path / "base")
-    path, published = _checkpoint(tmp_path / "state", base)
+    path, _ = _checkpoint(tmp_path / "state", base)
 
     export_model(model_dir=base, source=path, out_dir=tmp_path / "one")
-    export_model(model_dir=base, source=published, out_dir=tmp_path / "two")
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "two")
 
     name = "model.safetensors"
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
@@ -145,11 +145,11 @@ def test_export_refuses_a_directory_in_use(tmp_path):
 
 def test_export_goes_where_a_link_leads(tmp_path):
     base = _write_base(tmp_path / "base")
-    _, published = _checkpoint(tmp_path / "state", base)
+    _checkpoint(tmp_path / "state", base)
     (tmp_path / "large").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large")
 
-    export_model(model_dir=base, source=published, out_dir=tmp_path / "link")
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "link")
 
     assert (tmp_path / "large" / "model.safetensors").exists()
 
@@ -167,15 +167,15 @@ def test_export_refuses_a_directory_that_cannot_be_replaced_before_any_work(tmp_
 
 def test_export_names_a_full_disk_and_a_directory_that_cannot_be_made(tmp_path):
     base = _write_base(tmp_path / "base")
-    _, published = _checkpoint(tmp_path / "state", base)
+    _checkpoint(tmp_path / "state", base)
 
     def fill(_, __):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(DiskFull):
-        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", report=fill)
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", report=fill)
     with pytest.raises(ConfigError, match="out: .*no directory that this user can write"):
-        export_model(model_dir=base, source=published, out_dir=base / "config.json" / "out")
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=base / "config.json" / "out")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -214,8 +214,8 @@ def test_export_says_so_when_there_is_no_checkpoint(tmp_path):
 def test_export_while_a_learner_removes_the_checkpoint(tmp_path, monkeypatch, has_links, is_one):
     """A learner keeps its newest two; an export of a large model takes longer than two versions."""
     base = _write_base(tmp_path / "base")
-    path, published = _checkpoint(tmp_path / "state", base)
-    export_model(model_dir=base, source=published, out_dir=tmp_path / "expected")
+    path, _ = _checkpoint(tmp_path / "state", base)
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "expected")
     read = export.read_checkpoint
 
     def removed_meanwhile(held):
@@ -317,7 +317,7 @@ def test_weights_are_written_in_the_type_that_is_asked_for(tmp_path):
 
     for dtype in ("fp32", "bf16"):
         export_model(
-            model_dir=base, source=published, out_dir=tmp_path / dtype, dtype=dtype,
+            model_dir=base, source=tmp_path / "state", out_dir=tmp_path / dtype, dtype=dtype,
             report=lambda done, total: told.append((done, total)),
         )  # fmt: skip
 
@@ -330,19 +330,19 @@ def test_weights_are_written_in_the_type_that_is_asked_for(tmp_path):
 
 def test_weights_that_a_type_cannot_hold_are_refused(tmp_path):
     base = _write_base(tmp_path / "base")
-    _, published = _checkpoint(tmp_path / "state", base, scale=1e6)
+    _checkpoint(tmp_path / "state", base, scale=1e6)
 
     with pytest.raises(ConfigError, match="not finite as torch.float16"):
-        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", dtype="fp16")
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", dtype="fp16")
     with pytest.raises(ConfigError, match="max_shard_size"):
-        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", max_shard_size="much")
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", max_shard_size="much")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
 
 
 def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
     """Of a killed one `out.writing` is left, under no name that anybody reads."""
     base = _write_base(tmp_path / "base")
-    _, published = _checkpoint(tmp_path / "state", base)
+    _checkpoint(tmp_path / "state", base)
     (tmp_path / "out.writing").mkdir()
     (tmp_path / "out.writing" / "model-00001-of-00009.safetensors").write_bytes(b"half")
 
@@ -352,15 +352,15 @@ def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", report=cut)
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", report=cut)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
 
     (tmp_path / "out").mkdir()
-    export_model(model_dir=base, source=published, out_dir=tmp_path / "out")
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
 
     assert list(_weight_files(tmp_path / "out")) == ["model.safetensors"]
     with pytest.raises(ConfigError, match="not empty"):
-        export_model(model_dir=base, source=published, out_dir=tmp_path / "out")
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
 
 
 @pytest.mark.process

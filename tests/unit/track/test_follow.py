@@ -60,6 +60,7 @@ class Kept:
         self.opened += 1
         return self
 
+    @property
     def had(self):
         return Had(
             steps=mark_of(self.reports[-1]) if self.reports else None,

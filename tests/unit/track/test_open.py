@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.types.run import RunStatus
-from heterorl.track.tracker import Kind, open_tracker
+from heterorl.track.tracker import CLASSES, open_tracker
 
 STATUS = RunStatus(
     run_id="run", head_version=3, epoch=1, learner="l", is_draining=False, uptime_s=1.0,
@@ -15,12 +15,12 @@ STATUS = RunStatus(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_a_package_that_is_not_there_names_its_extra(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, kind.value, None)
-    monkeypatch.delitem(sys.modules, f"heterorl.track.to_{kind.value}", raising=False)
+    monkeypatch.setitem(sys.modules, kind, None)
+    monkeypatch.delitem(sys.modules, f"heterorl.track.to_{kind}", raising=False)
 
-    with pytest.raises(DependencyMissing, match=rf"'\.\[track-{kind.value}\]'"):
+    with pytest.raises(DependencyMissing, match=rf"'\.\[track-{kind}\]'"):
         open_tracker(kind, STATUS, project="p", run="", directory=tmp_path)
 
 
@@ -28,7 +28,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(ConfigError, match="--dir.*file/track.*name another one"):
-        open_tracker(Kind.TENSORBOARD, STATUS, project="p", run="", directory=tmp_path / "file" / "track")
+        open_tracker("tensorboard", STATUS, project="p", run="", directory=tmp_path / "file" / "track")
 
 
 @pytest.mark.parametrize("run_id", ["../../elsewhere", "/elsewhere", "..", ""])
@@ -36,4 +36,4 @@ def test_a_coordinators_run_id_is_no_path(run_id, tmp_path):
     status = dataclasses.replace(STATUS, run_id=run_id)
 
     with pytest.raises(ConfigError, match="--run: .*is no name"):
-        open_tracker(Kind.TENSORBOARD, status, project="p", run="", directory=tmp_path)
+        open_tracker("tensorboard", status, project="p", run="", directory=tmp_path)

@@ -202,8 +202,8 @@ async def publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path
         epoch=epoch, digest=payload.digest, num_bytes=payload.num_bytes, offset=0, frames=frames()
     )  # fmt: skip
     manifest = build_manifest(
-        run_id="bench", epoch=epoch, version=0, parent_version=-1, parent_digest="", arena=arena, step=0, info=info,
-        payloads=(payload,),
+        run_id="bench", epoch=epoch, version=0, parent_version=-1, parent_digest="", layout=arena.layout, step=0,
+        info=info, payloads=(payload,),
     )  # fmt: skip
     await api.publish_version(
         PublishRequest(

@@ -122,7 +122,7 @@ async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], direct
             version=version,
             parent_version=version - 1,
             parent_digest=parent_digest,
-            arena=arena,
+            layout=arena.layout,
             step=version,
             info=info,
             payloads=(ref,),

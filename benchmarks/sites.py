@@ -104,7 +104,7 @@ class Learner:
         parent = b"" if self.head < 0 else (await self._client.get_signed_manifest(version=self.head)).data
         manifest = build_manifest(
             run_id="bench", epoch=self._epoch, version=version, parent_version=self.head,
-            parent_digest=manifest_digest(parent) if parent else "", arena=self.arena, step=version, info=info,
+            parent_digest=manifest_digest(parent) if parent else "", layout=self.arena.layout, step=version, info=info,
             payloads=(payload,),
         )  # fmt: skip
         self.head = await self._client.publish_version(

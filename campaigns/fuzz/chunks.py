@@ -37,9 +37,9 @@ class ChunkTarget:
                 new = old.copy()
                 mask = generator.random(size) < share
                 new[mask] += generator.choice([-300, -4, -1, 1, 2, 9], int(mask.sum())).astype(DTYPES[width])
-                found = [encode_chunk(old, new), encode_chunk(None, new)]
+                found = [encode_chunk(old, new)[:2], encode_chunk(None, new)[:2]]
                 found.append(encode_composed(new - old, is_whole=False))
-                self._coded += [(int(method), data) for method, data, _ in found]
+                self._coded += [(int(method), data) for method, data in found]
 
     def case(self, draw: random.Random) -> tuple[int, bytes, int]:
         """A method, its bytes, and the chunk they are applied to."""

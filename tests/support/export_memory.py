@@ -51,7 +51,7 @@ def _checkpoint(directory: Path, *, hidden: int, layers: int, vocabulary: int) -
         path, (coded[chunk.stop - chunk.start] for chunk in layout.chunks), layout=layout, from_root=NO_ROOT
     )
     manifest = build_manifest(
-        run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", arena=_LaidOut(layout), step=0,
+        run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", layout=layout, step=0,
         info=info, payloads=(),
     )  # fmt: skip
     cursor = Cursor(

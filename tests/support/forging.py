@@ -75,6 +75,6 @@ class Forger:
         )
         manifest = build_manifest(
             run_id="run", epoch=1, version=version, parent_version=parent, parent_digest=parent_digest,
-            arena=after, step=version, info=info, payloads=(payload,),
+            layout=after.layout, step=version, info=info, payloads=(payload,),
         )  # fmt: skip
         return payload, manifest_to_bytes(manifest)

@@ -104,7 +104,7 @@ class Run:
         parent_digest = "" if parent < 0 else manifest_digest((await self.api.get_signed_manifest(version=parent)).data)
         manifest = build_manifest(
             run_id="run", epoch=self.epoch, version=version, parent_version=parent, parent_digest=parent_digest,
-            arena=self.arena, step=version, info=info, payloads=(payload,),
+            layout=self.arena.layout, step=version, info=info, payloads=(payload,),
         )  # fmt: skip
         manifest = dataclasses.replace(manifest, **changes.get("manifest", {}))
         data = manifest_to_bytes(manifest)

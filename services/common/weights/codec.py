@@ -94,21 +94,21 @@ def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, in
     return *best, num_changed
 
 
-def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes, int]:
+def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes]:
     """Code a chunk that `apply_chunk` made from zeros.
 
     It is coded as steps, or as a state if `is_whole`: a whole method took part. The result depends on the values only:
     equal steps give equal bytes however deltas are composed. Where the direct difference is coded as steps, these are
-    its bytes too. Returns (method, bytes, elements changed); the bytes are never more than the chunk's own.
+    its bytes too. The bytes are never more than the chunk's own.
     """
     if is_whole:
-        return *_whole(values), values.size
-    best, num_changed = _steps(None, values)
+        return _whole(values)
+    best, _ = _steps(None, values)
     if best is None or len(best[1]) > values.nbytes // 2:
         best = _denser(best, None, values)
         if best is None or len(best[1]) > values.nbytes:
             best = (Method.STEP_RAW, _little(values).tobytes())
-    return *best, num_changed
+    return best
 
 
 def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:

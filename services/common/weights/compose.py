@@ -28,21 +28,18 @@ from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
 from heterorl.common.weights.payload import Header, read_chunk, read_header, write_chunks, write_durably, write_header
 
-ComposedChunk = tuple[Method, bytes, int]
-"""Method, coded bytes, and changed elements."""
+ComposedChunk = tuple[Method, bytes]
+"""Method and coded bytes."""
 MAX_PAYLOADS = 64
 """Most payloads of one composition; each is an open file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedPayload:
-    """A written payload: name, size, changes, and the states it leads between."""
+    """Name and size of a written payload."""
 
     digest: Digest
     num_bytes: int
-    num_changed: int
-    from_root: str
-    to_root: str
 
 
 def compose(
@@ -86,21 +83,12 @@ def compose(
 
 def _write(target: Path, coded: Iterable[ComposedChunk], *, states: Header, num_chunks: int) -> ComposedPayload:
     """Write coded chunks durably, behind a header that leads between `states`."""
-    num_changed = 0
-
-    def counted() -> Iterator[tuple[int, bytes]]:
-        nonlocal num_changed
-        for method, data, changed in coded:
-            num_changed += changed
-            yield method, data
 
     def content(file: BinaryIO) -> None:
-        write_header(file, replace(states, records=write_chunks(file, counted(), num_chunks=num_chunks)))
+        write_header(file, replace(states, records=write_chunks(file, coded, num_chunks=num_chunks)))
 
     _, digest, num_bytes = write_durably(target, content)
-    return ComposedPayload(
-        digest=digest, num_bytes=num_bytes, num_changed=num_changed, from_root=states.from_root, to_root=states.to_root
-    )
+    return ComposedPayload(digest=digest, num_bytes=num_bytes)
 
 
 def _compose_chunk(files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk) -> ComposedChunk:
@@ -115,7 +103,7 @@ def _compose_chunk(files: Sequence[BinaryIO], headers: Sequence[Header], number:
 
 
 def negate_chunk(method: int, data: bytes, chunk: Chunk) -> ComposedChunk:
-    """The way back of one coded chunk; returns (method, bytes, elements changed).
+    """The way back of one coded chunk.
 
         SAME                 stays SAME
         GAPULP DENSE8        the steps, each negated in the element's width (its smallest value is its own negation),

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from heterorl.common.errors import MalformedPayload, StateMismatch
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, Layout, chunk_length, cut, state_root
 from heterorl.common.weights.payload import PayloadInfo
-
-
-class LaidOut(Protocol):
-    """Weights, wherever they are."""
-
-    @property
-    def layout(self) -> Layout: ...
 
 
 def build_manifest(
@@ -24,27 +15,27 @@ def build_manifest(
     version: int,
     parent_version: int,
     parent_digest: str,
-    arena: LaidOut,
+    layout: Layout,
     step: int,
     info: PayloadInfo,
     payloads: tuple[PayloadRef, ...],
 ) -> Manifest:
-    """Build a version's manifest; `info` is of the payload leading to `arena`."""
+    """Build a version's manifest; `info` is of the payload leading to it."""
     return Manifest(
         run_id=run_id,
         epoch=epoch,
         version=version,
         parent_version=parent_version,
         parent_digest=parent_digest,
-        layout_id=arena.layout.layout_id,
+        layout_id=layout.layout_id,
         chunk_digests=info.chunk_digests,
         state_root=info.to_root,
         step=step,
         num_changed=info.num_changed,
         num_elements=info.num_elements,
-        full_bytes=arena.layout.full_bytes,
-        chunk_elements=arena.layout.chunk_elements,
-        num_byte_elements=arena.layout.lengths[1],
+        full_bytes=layout.full_bytes,
+        chunk_elements=layout.chunk_elements,
+        num_byte_elements=layout.lengths[1],
         payloads=payloads,
     )
 

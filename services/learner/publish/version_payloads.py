@@ -100,7 +100,7 @@ def encode_version(
         version=version,
         parent_version=position.lineage_version,
         parent_digest=position.lineage_digest,
-        arena=arena,
+        layout=arena.layout,
         step=step,
         # Also of an unpublished delta: it counts what changed.
         info=infos[0],

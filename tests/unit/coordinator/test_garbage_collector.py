@@ -405,7 +405,7 @@ def test_payload_of_another_way_is_found_though_its_chunks_lead_to_the_state(tmp
     infos = [write_snapshot(paths[0], old), write_delta(paths[1], old, new)]
     manifests = [
         build_manifest(
-            run_id="run", epoch=1, version=version, parent_version=version - 1, parent_digest="", arena=arena,
+            run_id="run", epoch=1, version=version, parent_version=version - 1, parent_digest="", layout=arena.layout,
             step=version, info=info, payloads=(),
         )
         for version, (arena, info) in enumerate(zip((old, new), infos, strict=True))

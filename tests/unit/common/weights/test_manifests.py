@@ -28,7 +28,7 @@ def lineage(tmp_path):
             version=version,
             parent_version=version - 1,
             parent_digest=PARENT_DIGEST if version else "",
-            arena=arena,
+            layout=arena.layout,
             step=10 * version,
             info=info,
             payloads=(

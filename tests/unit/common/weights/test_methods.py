@@ -121,7 +121,7 @@ def test_composed_steps_are_the_bytes_of_the_direct_difference(pair):
     if direct[0] in (Method.PLANES, Method.RAW):
         assert len(composed[1]) >= len(direct[1])
     else:
-        assert composed == direct
+        assert composed == direct[:2]
 
 
 @pytest.mark.parametrize("dtype", WIDTHS)

@@ -9,7 +9,7 @@ from heterorl.common.errors import MalformedPayload, NotReversible
 from heterorl.common.weights.arena import Chunk, TensorSpec, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
 from heterorl.common.weights.compose import compose, negate, negate_chunk
-from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
+from heterorl.common.weights.payload import apply_payload, file_digest, read_roots, write_delta, write_snapshot
 from tests.support.arenas import random_arena, small_layout
 
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,19 +51,18 @@ def test_negated_sum_of_two_deltas_leads_from_the_end_to_the_start(width, densit
     rng = np.random.default_rng(seed)
     start = np.frombuffer(rng.bytes(first.nbytes), first.dtype).copy()
     end = start + first + second
-    method, data, num_changed = encode_composed(first + second, is_whole=False)
+    method, data = encode_composed(first + second, is_whole=False)
 
-    back, negated, num_back = negate_chunk(method, data, Chunk(width=width, start=0, stop=600))
+    back, negated = negate_chunk(method, data, Chunk(width=width, start=0, stop=600))
 
     values = end.copy()
     apply_chunk(back, memoryview(negated), values)
     np.testing.assert_array_equal(values, start)
-    assert num_back == num_changed == np.count_nonzero(first + second)
     # Canonical: the bytes of the direct difference, wherever that is coded as steps.
     direct = encode_chunk(end, start)
     if direct[0] not in (Method.PLANES, Method.RAW):
         assert (back, negated) == direct[:2]
-    assert negate_chunk(back, negated, Chunk(width=width, start=0, stop=600))[:2] == (method, data)
+    assert negate_chunk(back, negated, Chunk(width=width, start=0, stop=600)) == (method, data)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_negated_payload_of_a_merged_delta_leads_back_and_is_the_merge_of_the_ne
     staging = states[-1].copy()
     apply_payload(tmp_path / "back", staging, expected_from_root=states[-1].state_root())
     assert staging.state_root() == states[0].state_root()
-    assert (result.from_root, result.to_root) == (states[-1].state_root(), states[0].state_root())
+    assert read_roots(tmp_path / "back") == (states[-1].state_root(), states[0].state_root())
     assert (result.digest, result.num_bytes) == (file_digest(tmp_path / "back"), (tmp_path / "back").stat().st_size)
     singles = [tmp_path / f"b{number}" for number in range(3)]
     for path, single in zip(forward, singles, strict=True):
@@ -112,7 +111,6 @@ def test_negated_payload_of_a_merged_delta_leads_back_and_is_the_merge_of_the_ne
     compose(singles[::-1], tmp_path / "merged-back", **shape)
     direct = write_delta(tmp_path / "direct", states[-1], states[0])
     assert file_digest(tmp_path / "merged-back") == result.digest == direct.digest
-    assert result.num_changed == direct.num_changed
 
 
 def test_what_holds_no_steps_is_refused_by_its_name_and_leaves_no_file(tmp_path):

@@ -170,7 +170,7 @@ def manifest(arena, info, *, version=1, parent=0, parent_digest="p" * 64, epoch=
         version=version,
         parent_version=parent,
         parent_digest=parent_digest,
-        arena=arena,
+        layout=arena.layout,
         step=version,
         info=info,
         payloads=(),

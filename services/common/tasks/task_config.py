@@ -220,13 +220,15 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
             needs_answers=_needs_answers(config),
         )
     elif kind in ("parquet", "hf") and argument:
-        from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
         from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
 
         if kind == "hf":
             loaded, held_out = open_repository(argument, config.data, notes=notes)
         else:
             loaded, held_out = open_parquet(argument, config.evaluation_path, config.data)
+        # Only now: it needs pyarrow, and reading the rows names a missing package.
+        from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
+
         task = ArrowTask(
             loaded,
             held_out,

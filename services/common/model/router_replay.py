@@ -84,10 +84,8 @@ def routing_shape(model: nn.Module) -> RoutingShape:
     routers: list[Any] = routers_of(model)
     kinds = {(int(router.top_k), int(router.num_experts)) for router in routers}
     if len(kinds) != 1:
-        raise ConfigError(
-            "sampling.router_replay",
-            f"{type(model).__name__} has {'several kinds of' if kinds else 'no'} routers that can be recorded",
-            action='set it to "none"',
+        raise _unusable(
+            f"{type(model).__name__} has {'several kinds of' if kinds else 'no'} routers that can be recorded"
         )
     ((top_k, num_experts),) = kinds
     if num_experts > 1 << 15:
@@ -106,6 +104,10 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k") and hasattr(module, "num_experts")
     ]
+
+
+def _unusable(problem: str) -> ConfigError:
+    return ConfigError("sampling.router_replay", problem, action='set it to "none"')
 
 
 class RouterRecorder:
@@ -190,11 +192,7 @@ def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [getattr(part, "shape", ())[1:] for part in output] if isinstance(output, tuple) else []
     sizes = (router.num_experts, router.top_k, router.top_k)
     if shapes != [(size,) for size in sizes] or output[2].is_floating_point():
-        raise ConfigError(
-            "sampling.router_replay",
-            f"{type(router).__name__} does not answer logits, gate weights and experts",
-            action='set it to "none"',
-        )
+        raise _unusable(f"{type(router).__name__} does not answer logits, gate weights and experts")
     logits_NE, weights_NK, experts_NK = output
     return logits_NE, weights_NK, experts_NK
 
@@ -213,8 +211,6 @@ def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
 def _check(router: nn.Module, logits_NE: Tensor, own_NK: Tensor, chosen_NK: Tensor) -> None:
     difference = float((_gate_weights(router, logits_NE, chosen_NK) - own_NK).abs().max())
     if difference > _SCORE_TOLERANCE:
-        raise ConfigError(
-            "sampling.router_replay",
-            f"gate weights of {type(router).__name__} are no softmax of its logits: they differ by {difference:.2g}",
-            action='set it to "none"',
+        raise _unusable(
+            f"gate weights of {type(router).__name__} are no softmax of its logits: they differ by {difference:.2g}"
         )

@@ -27,11 +27,11 @@ def install(directory, monkeypatch, module, **distributions):
     monkeypatch.syspath_prepend(str(directory))
 
 
-@pytest.mark.parametrize("engine", [*ENGINES.values(), *LIBRARIES.values()], ids=lambda engine: engine.name)
-def test_bounds_are_those_of_the_extra(engine):
+@pytest.mark.parametrize(("name", "engine"), (ENGINES | LIBRARIES).items())
+def test_bounds_are_those_of_the_extra(name, engine):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    declared_by = map(Requirement, extras[engine.extra or engine.name])
-    (declared,) = [found for found in declared_by if found.name == engine.name]
+    declared_by = map(Requirement, extras[engine.extra or name])
+    (declared,) = [found for found in declared_by if found.name == name]
 
     assert declared.specifier == SpecifierSet(engine.versions)
 

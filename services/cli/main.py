@@ -249,8 +249,8 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     loaded = load_service(service, config, set_ or ())
     _, sources = read_tables(config, set_ or ())
     table = Table("key", "value", "source", title=f"{service} configuration")
-    for row in explain(loaded, sources):
-        table.add_row(row.key, json.dumps(row.value), row.source)
+    for key, value, source in explain(loaded, sources):
+        table.add_row(key, json.dumps(value), source)
     console_of().print(table)
 
 

@@ -112,7 +112,6 @@ class DependencyUnsupported(OperatorError):
     """An optional package has a version that this release does not support."""
 
     def __init__(self, package: str, extra: str, *, found: str, supported: str) -> None:
-        self.found = found
         super().__init__(
             f"{package} {found} is installed; this release works with {package} {supported}",
             action=f"{install_command(extra)}, or install the release of heterorl for {package} {found}",

@@ -243,15 +243,6 @@ def _is_plain(wanted: object) -> bool:
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """One key of a loaded configuration: dotted path, value, value's source."""
-
-    key: str
-    value: object
-    source: str
-
-
 def quoted(text: str) -> str:
     """A text as TOML has it."""
     # JSON's escapes are TOML's, but for halves of pairs and this character.
@@ -350,7 +341,7 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def explain(config: Config, sources: dict[str, str]) -> list[Resolved]:
-    """List every key of a loaded configuration with its value's source."""
+def explain(config: Config, sources: dict[str, str]) -> list[tuple[str, object, str]]:
+    """List every key of a loaded configuration by dotted path, with its value and the value's source."""
     flat = flatten(config.model_dump(mode="json"))
-    return [Resolved(key=key, value=value, source=sources.get(key, "default")) for key, value in flat.items()]
+    return [(key, value, sources.get(key, "default")) for key, value in flat.items()]

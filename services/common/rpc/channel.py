@@ -18,7 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import Unreachable
-from heterorl.common.identity.credentials import MaterialFiles, channel_credentials, read_material
+from heterorl.common.identity.credentials import Material, MaterialFiles, channel_credentials, read_material
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.address import addresses
 from heterorl.common.rpc.error_status import from_rpc_error
@@ -152,19 +152,9 @@ class CoordinatorChannel:
         await self._sweep()
 
     def _open(self) -> _OpenChannel:
-        options = channel_options(
-            self._address,
-            insecure=self._files is None,
-            max_message_bytes=self._receive_bytes,
-            send_bytes=self.send_bytes,
-        )
-        if self._files is None:
-            channel, number = grpc.aio.insecure_channel(self._address, options=options), 0
-        else:
-            material = self._files.current()
-            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=options)
-            number = material.number
-        return _OpenChannel(channel=channel, stubs=Stubs(channel), number=number)
+        material = None if self._files is None else self._files.current()
+        channel = _dialled(self._address, material, receive_bytes=self._receive_bytes, send_bytes=self.send_bytes)
+        return _OpenChannel(channel=channel, stubs=Stubs(channel), number=0 if material is None else material.number)
 
     async def _sweep(self) -> None:
         for lane in [lane for lane in self._retired if lane.num_calls == 0]:
@@ -213,7 +203,8 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Ans
     file.
     """
     check_tls(tls, key="ADDRESS", address=address)
-    async with _channel(address, tls) as channel:
+    material = None if tls.insecure else read_material(tls, number=0, now=time.time())
+    async with _dialled(address, material, receive_bytes=MESSAGE_BYTES) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -223,9 +214,11 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Ans
     return Answer(is_serving=answer.status == health_pb2.HealthCheckResponse.SERVING, reason=f"{address}: {name}")
 
 
-def _channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:
-    options = channel_options(address, insecure=tls.insecure, max_message_bytes=MESSAGE_BYTES)
-    if tls.insecure:
+def _dialled(address: str, material: Material | None, *, receive_bytes: int, send_bytes: int = 0) -> grpc.aio.Channel:
+    """A channel; in plaintext without certificates."""
+    options = channel_options(
+        address, insecure=material is None, max_message_bytes=receive_bytes, send_bytes=send_bytes
+    )
+    if material is None:
         return grpc.aio.insecure_channel(address, options=options)
-    credentials = channel_credentials(read_material(tls, number=0, now=time.time()))
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(material), options=options)

@@ -28,7 +28,7 @@ from heterorl.common.errors import MalformedPayload
 from heterorl.common.process.tracing import well_formed
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, RewardPart, Rollout, SealedGroup, Span
-from heterorl.common.wire.common_messages import MAX_INT32, MAX_INT64
+from heterorl.common.wire.common_messages import MAX_INT32, MAX_INT64, to_message
 from heterorl.v1 import rollout_pb2
 
 GroupMessage = rollout_pb2.Group
@@ -37,20 +37,8 @@ GroupMessage = rollout_pb2.Group
 
 def seal(group: Group) -> SealedGroup:
     """Make a group's canonical bytes."""
-    message = rollout_pb2.Group(
-        assignment=group.assignment,
-        prompt_index=group.prompt_index,
-        oldest_version=group.oldest_version,
-        state_root=group.state_root,
-        generation_s=group.generation_s,
-        is_seeded=group.is_seeded,
-        traceparent=group.trace,
-    )
-    message.id.site, message.id.incarnation, message.id.sequence = (
-        group.id.site,
-        group.id.incarnation,
-        group.id.sequence,
-    )
+    columns = {"prompt_token_ids", "rollouts"}
+    message = to_message(rollout_pb2.Group, group, without={*columns, "trace"}, traceparent=group.trace)
     write_columns(group, message)
     return _sealed(message, message.SerializeToString(deterministic=True))
 

@@ -90,7 +90,7 @@ def test_source_of_a_key_below_a_table_that_was_set_and_every_empty_table_is_sho
 
     config, (_, sources) = load(SamplerConfig, path, overrides), read_tables(path, overrides)
 
-    shown = {row.key: (row.value, row.source) for row in explain(config, sources)}
+    shown = {key: (value, source) for key, value, source in explain(config, sources)}
     assert shown["sampling.temperature"] == (0.5, "--set")
     assert shown["sampling.top_p"] == (1.0, "default")
     assert shown["tls.insecure"] == (True, str(path))

@@ -21,7 +21,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.task_config import build_task
 from heterorl.common.types.common import StepReport
 from heterorl.learner.loss.loss_spec import loss_spec_of
-from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.step_report import (
     MicroBatchSample,
     ess_fraction,
@@ -195,7 +195,7 @@ class _Batch:
             gradients.append(found)
             samples += measured
         step_sizes = [
-            Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
+            TorchBackendConfig(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
                 step=version + 1, applied_steps=version
             )
             * step_size_factor(loss_spec_of(learner_loss(run.cell.algorithm.loss)), sample.sequences)

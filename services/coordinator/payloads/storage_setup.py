@@ -81,6 +81,7 @@ async def _open_bucket(
     await asyncio.to_thread(payload_index.empty, config.data_dir / SCRATCH)
     objects = Objects(payloads, run_id=config.run_id, on_lost=database.fail)
     await _claim(objects, database)
+    cache: BucketCache
 
     storage = BucketStorage(
         objects,

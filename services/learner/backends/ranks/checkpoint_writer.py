@@ -421,8 +421,8 @@ class Writing:
                     aside.send_bytes(verdict, rank=rank)
         if verdict == _AGAIN:
             _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
-            world_size, own = self._ranks.world_size, self._values()
-            write_alone(self._layout, self._state, own, self._singles, world_size=world_size, messages=aside)
+            pieces, world_size = self._values(), self._ranks.world_size
+            write_alone(self._layout, self._state, pieces, self._singles, world_size=world_size, messages=aside)
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:

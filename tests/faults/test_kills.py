@@ -16,7 +16,7 @@ async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed
     summary = await campaign(Cluster(tmp_path), kills=kills, seed=11, pause_s=(0.1, 1.5))
 
     record_property("kills", json.dumps(summary))
-    assert is_kept(summary), summary
+    assert is_kept(summary), json.dumps(summary)
     assert summary["acknowledged"] >= summary["kills"], summary
     assert min(summary["killed"].values()) >= 1, summary
 
@@ -28,7 +28,7 @@ async def test_trajectories_go_on_when_processes_are_killed(tmp_path, record_pro
     summary = await turn_campaign(playing(tmp_path, seed=24), kills=24, seed=24)
 
     record_property("kills", json.dumps(summary))
-    assert is_kept(summary), summary
+    assert is_kept(summary), json.dumps(summary)
     assert summary["acknowledged"] >= summary["kills"], summary
     assert summary["continued"], summary
     assert min(summary["killed"].values()) >= 1, summary

@@ -46,6 +46,8 @@ class Machine:
         self.credentials = tree / host / "credentials"
         self.logs = directory / host / "logs"
         self.logs.mkdir(parents=True)
+        # deploy/install.sh makes it, and copying a rendered `etc` leaves it as it is.
+        (self.etc / "heterorl" / "revoked").touch()
         for path in (self.etc / "heterorl").glob("*.toml"):
             path.write_text(self._here(path.read_text(), path.stem))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

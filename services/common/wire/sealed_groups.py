@@ -166,59 +166,45 @@ class Columns:
     routed_experts: bytes
 
 
+_COLUMNS = {
+    "endings": (_U1, "lengths"),
+    "rewards": (_F8, "lengths"),
+    "span_counts": (_U4, "lengths"),
+    "part_counts": (_U4, "lengths"),
+    "record_lengths": (_U4, "lengths"),
+    "span_lengths": (_U4, "span_counts"),
+    "span_versions": (_I8, "span_counts"),
+    "span_keeps": (_U4, "span_counts"),
+    "part_name_positions": (_U2, "part_counts"),
+    "part_values": (_F8, "part_counts"),
+    "part_weights": (_F8, "part_counts"),
+}
+"""Each column's type on the wire, and the counts that its length agrees with; a made one follows one that agreed."""
+_ABSENT = {"record_lengths": 0, "span_keeps": 0, "part_weights": 1}
+"""Columns that a message may leave out, and what all their entries then are."""
+
+
 def columns_of(message: rollout_pb2.Group) -> Columns:
     """Read a message's columns; raises MalformedPayload for a wrong length."""
-    lengths = _counts(message.lengths, "lengths")
+    lengths = _numbers(message.lengths, _U4, "lengths")
     ids = _read_ids(message.token_ids, message.id_bytes)
     _agree("token_ids", ids.size, "lengths", int(lengths.sum()))
     num_prompt, lengths = int(lengths[0]) if lengths.size else 0, lengths[1:]
     # A bytearray, because readers may write to their arrays.
     logprobs: Float32Array = _numbers(bytearray(message.logprobs), _F4, "logprobs")
-    size = lengths.size
-
-    endings: NDArray[np.uint8] = _numbers(message.endings, _U1, "endings")
-    rewards: Float64Array = _numbers(message.rewards, _F8, "rewards")
-    span_counts, part_counts = _counts(message.span_counts, "span_counts"), _counts(message.part_counts, "part_counts")
-    columns: dict[str, NDArray[Any]] = {"endings": endings, "rewards": rewards}
-    columns |= {"span_counts": span_counts, "part_counts": part_counts}
-    for name, column in columns.items():
-        _agree(name, column.size, "lengths", size)
-    unknown = set(message.endings) - FINISH_OF.keys()
-    if unknown:
-        raise MalformedPayload(f"endings: {min(unknown)} is no FinishReason")
-
-    span_lengths = _counts(message.span_lengths, "span_lengths")
-    span_versions: Int64Array = _numbers(message.span_versions, _I8, "span_versions")
-    num_spans = int(span_counts.sum())
-    _agree("span_lengths", span_lengths.size, "span_counts", num_spans)
-    _agree("span_versions", span_versions.size, "span_counts", num_spans)
-    _agree("logprobs", logprobs.size, "span_lengths", int(span_lengths[span_versions != GIVEN].sum()))
+    sizes = {"lengths": lengths.size}
+    found: dict[str, NDArray[Any]] = {}
+    for name, (kind, counts) in _COLUMNS.items():
+        column = _numbers(getattr(message, name), kind, name)
+        if name in _ABSENT and not column.size:
+            column = np.full(sizes[counts], _ABSENT[name], column.dtype)
+        _agree(name, column.size, counts, sizes[counts])
+        found[name], sizes[name] = column, int(column.sum()) if name.endswith("_counts") else 0
+    _check_columns(message, found, sizes)
+    drawn = found["span_lengths"][found["span_versions"] != GIVEN]
+    _agree("logprobs", logprobs.size, "span_lengths", int(drawn.sum()))
     # On the wire a place is one more, and 0 continues.
-    span_keeps = _counts(message.span_keeps, "span_keeps") - 1
-    if not span_keeps.size:
-        span_keeps = np.full(num_spans, -1)
-    _agree("span_keeps", span_keeps.size, "span_counts", num_spans)
-
-    num_parts = int(part_counts.sum())
-    names = tuple(message.part_names.split("\n")) if num_parts else ()
-    positions: NDArray[np.uint16] = _numbers(message.part_name_positions, _U2, "part_name_positions")
-    values: Float64Array = _numbers(message.part_values, _F8, "part_values")
-    weights: Float64Array = _numbers(message.part_weights, _F8, "part_weights")
-    if not weights.size:
-        weights = np.ones(positions.size)
-    columns = {"part_name_positions": positions, "part_values": values, "part_weights": weights}
-    for name, column in columns.items():
-        _agree(name, column.size, "part_counts", num_parts)
-    if num_parts and int(positions.max()) >= len(names):
-        raise MalformedPayload(f"part_name_positions: {positions.max()}, part_names has {len(names)}")
-    if len(message.part_signatures) not in (0, SIGNATURE_BYTES * num_parts):
-        raise MalformedPayload(f"part_signatures: {len(message.part_signatures)} bytes for {num_parts} parts")
-
-    records = _counts(message.record_lengths, "record_lengths")
-    if not records.size:
-        records = np.zeros(size, np.int64)
-    _agree("record_lengths", records.size, "lengths", size)
-    _agree("routed_experts", len(message.routed_experts), "record_lengths", int(records.sum()))
+    found["span_keeps"] = found["span_keeps"] - 1
     return Columns(
         oldest_version=message.oldest_version,
         generation_s=message.generation_s,
@@ -226,21 +212,25 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
         token_ids=ids[num_prompt:],
         logprobs=logprobs,
         lengths=lengths,
-        endings=endings,
-        span_counts=span_counts,
-        span_versions=span_versions,
-        span_lengths=span_lengths,
-        span_keeps=span_keeps,
-        rewards=rewards,
-        part_counts=part_counts,
-        names=names,
-        part_names=positions,
-        part_values=values,
-        part_weights=weights,
+        names=tuple(message.part_names.split("\n")) if sizes["part_counts"] else (),
+        part_names=found.pop("part_name_positions"),
         signatures=message.part_signatures,
-        record_lengths=records,
         routed_experts=message.routed_experts,
+        **found,
     )
+
+
+def _check_columns(message: rollout_pb2.Group, found: dict[str, NDArray[Any]], sizes: dict[str, int]) -> None:
+    unknown = set(message.endings) - FINISH_OF.keys()
+    if unknown:
+        raise MalformedPayload(f"endings: {min(unknown)} is no FinishReason")
+    num_parts, num_names = sizes["part_counts"], message.part_names.count("\n") + 1
+    positions = found["part_name_positions"]
+    if num_parts and int(positions.max()) >= num_names:
+        raise MalformedPayload(f"part_name_positions: {positions.max()}, part_names has {num_names}")
+    if len(message.part_signatures) not in (0, SIGNATURE_BYTES * num_parts):
+        raise MalformedPayload(f"part_signatures: {len(message.part_signatures)} bytes for {num_parts} parts")
+    _agree("routed_experts", len(message.routed_experts), "record_lengths", int(found["record_lengths"].sum()))
 
 
 def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
@@ -376,14 +366,12 @@ def _read_ids(data: bytes, width: int) -> Int32Array:
     return ids
 
 
-def _counts(data: bytes, name: str) -> Int64Array:
-    return _numbers(data, _U4, name).astype(np.int64)
-
-
 def _numbers(data: bytes | bytearray, kind: np.dtype[Any], name: str) -> NDArray[Any]:
+    """The entries of a column; counts and lengths as int64, whose sums fit."""
     if len(data) % kind.itemsize:
         raise MalformedPayload(f"{name}: {len(data)} bytes, {kind.itemsize} for each entry")
-    return np.frombuffer(data, kind)
+    numbers = np.frombuffer(data, kind)
+    return numbers.astype(np.int64) if kind is _U4 else numbers
 
 
 def _bytes(numbers: list[int] | list[float], kind: np.dtype[Any]) -> bytes:

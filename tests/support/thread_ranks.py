@@ -31,31 +31,31 @@ def _next(line: queue.Queue[Any]) -> Any:
     return value
 
 
-class _Aside:
+class _Messages:
     def __init__(self, rank: int, wires: _Wires) -> None:
-        self._rank, self._lines = rank, wires.lines
+        self.rank, self._lines = rank, wires.lines
 
-    def send(self, values: torch.Tensor, *, rank: int) -> None:
-        self._lines[self._rank, rank].put(values.clone())
+    def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
+        self._lines[self.rank, rank].put(values.clone())
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        values.copy_(_next(self._lines[rank, self._rank]))
+        values.copy_(_next(self._lines[rank, self.rank]))
 
     def send_bytes(self, data: bytes, *, rank: int) -> None:
-        self._lines[self._rank, rank].put(data)
+        self._lines[self.rank, rank].put(data)
 
     def receive_bytes(self, *, rank: int) -> bytes:
-        data: bytes = _next(self._lines[rank, self._rank])
+        data: bytes = _next(self._lines[rank, self.rank])
         return data
 
 
-class ThreadRanks:
+class ThreadRanks(_Messages):
     """One rank's side."""
 
     def __init__(self, rank: int, world_size: int, wires: _Wires, aside: _Wires) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._lines = wires.lines
-        self.aside = _Aside(rank, aside)
+        super().__init__(rank, wires)
+        self.world_size = world_size
+        self.aside = _Messages(rank, aside)
         self.largest_exchange = 0
         self.are_on_one_machine = True
 
@@ -82,12 +82,6 @@ class ThreadRanks:
         received = self._all_to_all([part.clone() for part in sent.split(sent_sizes)])
         assert [part.numel() for part in received] == received_sizes
         return torch.cat(received)
-
-    def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
-        self._lines[self.rank, rank].put(values.clone())
-
-    def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        values.copy_(_next(self._lines[rank, self.rank]))
 
 
 def on_all_ranks(world_size: int, work: Callable[[ThreadRanks], ResultT]) -> list[ResultT | Exception]:

@@ -155,9 +155,9 @@ def _together(
     found: list[float] = totals.tolist()
     sequences = measure(spec, inputs, learner_BT, terms)
     kl_B = kl_BT.detach().sum(1).cpu()
-    weights, is_clipped, is_counted = terms.weights.cpu(), terms.is_clipped.cpu(), terms.is_counted.cpu()
+    weights, is_clipped = terms.weights.cpu(), terms.is_clipped.cpu()
     mask_BT = inputs.mask_BT.cpu()
-    clippable = mask_BT if is_clipped.dim() == 2 else mask_BT.any(1)
+    is_counted, clippable = (mask_BT if one.dim() == 2 else mask_BT.any(1) for one in (weights, is_clipped))
     entropies_BT = entropies_RBT[numbers].flatten(0, 1).double().cpu()
     samples = []
     for place, loss in enumerate(found):

@@ -40,6 +40,7 @@ from heterorl.learner.backends.loading import (
     hold_untrained,
     replace_parameters,
 )
+from heterorl.learner.backends.optimizer_state import build_optimizer
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.ranks.sharded_state import Key, Piece, Pieces, ShardedState
@@ -230,11 +231,8 @@ class Fsdp2State(ShardedState):
             for name, parameter in self._parameters.items()
         )
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        config = self._config
-        return torch.optim.AdamW(
-            self._locals.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return build_optimizer(self._locals.values(), self._config)
 
 
 def open_reference(

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +28,7 @@ from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.learner.backends.tensor_file import TensorFile
-from heterorl.learner.train.backend_config import OptimizerName
+from heterorl.learner.train.backend_config import BackendConfig, OptimizerName
 
 STEP = "step"
 """Key of a parameter's count of optimizer steps."""
@@ -39,19 +39,13 @@ COUNTERS_FILE = "state.json"
 FORMAT = 1
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    optimizer: OptimizerName,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], config: BackendConfig) -> torch.optim.Optimizer:
     """The configured optimizer before its first step."""
-    if optimizer == "adafactor":
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adafactor":
         # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
-        return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        return torch.optim.Adafactor(parameters, eps=_EPSILONS, **options)
+    return torch.optim.AdamW(parameters, betas=config.betas, **options)
 
 
 def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
@@ -63,31 +57,14 @@ def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torc
     return {"row_var": torch.Size((*shape[:-1], 1)), "col_var": torch.Size((*shape[:-2], 1, shape[-1]))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StateCopy:
-    """A state's copy in host memory, 12 bytes a parameter with AdamW."""
-
-    weights: Mapping[str, torch.Tensor]
-    moments: Mapping[str, torch.Tensor]
-    counters: Mapping[str, object]
-
-    def write(self, directory: Path) -> None:
-        """Write the three files into an existing directory."""
-        save_file(dict(self.weights), directory / WEIGHTS_FILE)
-        save_file(dict(self.moments), directory / OPTIMIZER_FILE)
-        (directory / COUNTERS_FILE).write_text(json.dumps(self.counters), encoding="utf-8")
-
-
 def copy_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    kind: OptimizerName = "adamw",
-    applied_steps: int,
-    lora: LoraSettings = NO_LORA,
-) -> StateCopy:
-    """Copy the content of the three files.
-    With adapters the weights are the adapters only."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName, applied_steps: int, lora: LoraSettings
+) -> Callable[[Path], None]:
+    """Copy a state in host memory, 12 bytes a parameter with AdamW.
+
+    Returns a function that writes the three files into an existing directory. With adapters the weights are the
+    adapters only.
+    """
     parameters = trainable(model)
     weights = {name: _copy(parameter) for name, parameter in parameters.items()}
     moments = {
@@ -100,12 +77,24 @@ def copy_state(
     device = next(model.parameters()).device
     if device.type == "cuda":
         moments["random/cuda"] = torch.cuda.get_rng_state(device)
+    counters = json.dumps(counters_of(applied_steps, kind=kind, lora=lora))
+
+    def write(directory: Path) -> None:
+        save_file(weights, directory / WEIGHTS_FILE)
+        save_file(moments, directory / OPTIMIZER_FILE)
+        (directory / COUNTERS_FILE).write_text(counters, encoding="utf-8")
+
+    return write
+
+
+def counters_of(applied_steps: int, *, kind: OptimizerName, lora: LoraSettings) -> dict[str, object]:
+    """The content of `state.json`."""
     counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
     if kind != "adamw":
         counters["optimizer"] = kind
     if lora.rank:
         counters["lora"] = dataclasses.asdict(lora)
-    return StateCopy(weights=weights, moments=moments, counters=counters)
+    return counters
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,9 +103,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_state(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName = "adamw"
-) -> int:
+def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName) -> int:
     """Restore a model and a fresh optimizer; returns the applied steps.
     One tensor at a time is in memory.
 

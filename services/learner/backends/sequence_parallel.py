@@ -101,8 +101,14 @@ def whole_of_parts(own_n: torch.Tensor, places: Sequence[torch.Tensor], group: S
     `places` are each slice's positions among the N. Every rank computes the same from the values, so each value's
     gradient returns unchanged to the rank it came from.
     """
-    whole_N: torch.Tensor = _Whole.apply(own_n, places, group)  # type: ignore[no-untyped-call]
-    return whole_N
+    # Padded to one length: slices differ in completion tokens.
+    own = own_n.new_zeros(max(place.numel() for place in places))
+    own[: own_n.numel()] = own_n.detach()
+    whole_N = own_n.new_empty(sum(place.numel() for place in places))
+    for place, part in zip(places, group.gather(own), strict=True):
+        whole_N[place] = part[: place.numel()]
+    # The same values, for their gradient.
+    return whole_N.index_copy(0, places[group.index], own_n)
 
 
 def _exchanged(parts: torch.Tensor, group: SliceGroup) -> torch.Tensor:
@@ -119,24 +125,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.group.exchange(gradients[0]), None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_n: torch.Tensor, places: Sequence[torch.Tensor], group: SliceGroup) -> torch.Tensor:
-        ctx.save_for_backward(places[group.index])
-        # Padded to one length: slices differ in completion tokens.
-        own = own_n.new_zeros(max(place.numel() for place in places))
-        own[: own_n.numel()] = own_n
-        whole_N = own_n.new_empty(sum(place.numel() for place in places))
-        for place, part in zip(places, group.gather(own), strict=True):
-            whole_N[place] = part[: place.numel()]
-        return whole_N
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (own,) = ctx.saved_tensors
-        return gradients[0].index_select(0, own), None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -156,14 +156,14 @@ class TorchBackend:
         self._applied_steps = 0
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        copy = copy_state(
+        write = copy_state(
             self.torch_model,
             self._optimizer,
             kind=self._config.optimizer,
             applied_steps=self._applied_steps,
             lora=self.lora,
         )
-        return lambda: copy.write(directory)
+        return lambda: write(directory)
 
     def restore(self, directory: Path) -> None:
         optimizer = self._new_optimizer()
@@ -176,11 +176,4 @@ class TorchBackend:
         )
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        config = self._config
-        return build_optimizer(
-            trainable(self.torch_model).values(),
-            optimizer=config.optimizer,
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+        return build_optimizer(trainable(self.torch_model).values(), self._config)

@@ -31,6 +31,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.library_versions import check_package
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.backends.loading import OpenedModel, blocks_of, hold_untrained, replace_parameters
+from heterorl.learner.backends.optimizer_state import build_optimizer
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.ranks.sharded_state import Key, Piece, Pieces, ShardedState
@@ -265,9 +266,7 @@ def build_engine(
             deepspeed.zero.register_external_parameter(wrapped.head, wrapped.head.weight)
         else:
             list(parameters)
-        optimizer = torch.optim.AdamW(
-            list(wrapped.parameters()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        optimizer = build_optimizer(list(wrapped.parameters()), config)
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
     named = dict(model.named_parameters())
     state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)

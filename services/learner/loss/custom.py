@@ -211,7 +211,6 @@ def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> 
         contributions_B=(batch.coefficients_BT * losses_BT).sum(1),
         weights=weights,
         is_clipped=is_clipped & (batch.mask_BT if is_clipped.dim() == 2 else batch.mask_BT.any(1)),
-        is_counted=batch.mask_BT if weights.dim() == 2 else batch.mask_BT.any(1),
         is_kept_BT=is_kept_BT,
         metrics=output.metrics,
     )

@@ -31,14 +31,6 @@ def defensive_log_denominators(
     )
 
 
-def switched_log_denominators(
-    group_B: torch.Tensor, own_B: torch.Tensor, kl_B: torch.Tensor, *, threshold: float
-) -> torch.Tensor:
-    """Own denominators below the KL threshold, the group's above.
-    `kl_B` are mean estimates per token."""
-    return torch.where(kl_B.detach() < threshold, own_B, group_B)
-
-
 def mixture_log_denominators(
     learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, age: float, slope: float
 ) -> torch.Tensor:
@@ -101,12 +93,6 @@ def clip_token_log_ratios(
     ratios = log_ratios_BT.detach()
     is_clipped_BT = ((advantages_B1 > 0) & (ratios > high)) | ((advantages_B1 < 0) & (ratios < low))
     return torch.where(is_clipped_BT, ratios.clamp(low, high), log_ratios_BT), is_clipped_BT
-
-
-def spread(log_weights_B: torch.Tensor, learner_BT: torch.Tensor) -> torch.Tensor:
-    """A rollout's log weight at each of its tokens; [B, T].
-    The gradient is of the token's own log-prob."""
-    return log_weights_B.detach()[:, None] + (learner_BT - learner_BT.detach())
 
 
 def has_not_drifted(

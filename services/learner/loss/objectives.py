@@ -72,16 +72,14 @@ class LossInputs:
 class LossTerms:
     """One micro-batch's contributions to the loss, and its importance weights.
 
-    `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` and `is_counted` (whether the
-    weight exists) are [B] for weights of rollouts and [B, T] for weights of tokens. `is_clipped`, where clip or
-    truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips tokens. `is_kept_BT` marks tokens
-    that no mask left out. `metrics` are a custom loss's own, [B] or [B, T].
+    `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` are [B] of rollouts or [B, T] of
+    tokens. `is_clipped`, where clip or truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips
+    tokens. `is_kept_BT` marks tokens that no mask left out. `metrics` are a custom loss's own, [B] or [B, T].
     """
 
     contributions_B: torch.Tensor
     weights: torch.Tensor
     is_clipped: torch.Tensor
-    is_counted: torch.Tensor
     is_kept_BT: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -152,15 +150,11 @@ def ratio_objective(
     own = weights.detach()
     decision = own if decision_log_weights is None else decision_log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & ((decision < low) | (decision > dual)))
-    bounded = decision.clamp(low, high) if math.isinf(dual) else _bounded(decision, advantages, low, high, dual)
+    bounded = torch.where(advantages < 0, decision.clamp(low, dual), decision.clamp(low, high))
     if is_preserving:
         bounded = bounded * (1.0 + (log_weights - log_weights.detach()))
     values = torch.where(is_outside, bounded, weights) * advantages
     return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > max_log_weight))
-
-
-def _bounded(decision: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float) -> torch.Tensor:
-    return torch.where(advantages < 0, decision.clamp(low, dual), decision.clamp(low, high))
 
 
 def score_objective(

@@ -60,10 +60,8 @@ def policy_loss(
 
     if spec.level == "token":
         objective = _token_objective(spec, inputs, learner_BT, sampler_BT, advantages_B[:, None])
-        is_counted = mask_BT
     else:
         objective = _sequence_objective(spec, inputs, learner_BT, sampler_BT, advantages_B)
-        is_counted = mask_BT.any(1)
     if spec.positive_weight != "own":
         objective = with_likelihood_of_good(
             objective, learner_BT, advantages_B[:, None], is_clip_kept=spec.positive_weight == "one_clipped"
@@ -85,7 +83,6 @@ def policy_loss(
         contributions_B=contributions_B,
         weights=objective.weights if spec.level == "token" else objective.weights[:, 0],
         is_clipped=is_clipped & (mask_BT if is_clipped.dim() == 2 else mask_BT.any(1)),
-        is_counted=is_counted,
         is_kept_BT=is_kept_BT,
     )
 
@@ -147,9 +144,10 @@ def _sequence_objective(
         numerators_BT = sampler_BT + ratios_BT
     log_probs_B = importance.sequence_log_probs(numerators_BT, mask_BT, is_raw=is_raw)
     log_weights_B = log_probs_B - _log_denominators(spec, inputs, learner_BT, sampler_BT, log_probs_B)
-    # A mask of single tokens takes their gradient only if each token's gradient is its own.
-    is_spread = spec.m2_budget > 0.0
-    log_weights = importance.spread(log_weights_B, learner_BT) if is_spread else log_weights_B[:, None]
+    log_weights = log_weights_B[:, None]
+    if spec.m2_budget > 0.0:
+        # A mask of single tokens takes their gradient only if each token's gradient is its own.
+        log_weights = log_weights.detach() + (learner_BT - learner_BT.detach())
     decision = None
     if spec.clip_on != "own":
         bases_B = inputs.log_expectations_B if spec.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)
@@ -167,9 +165,7 @@ def _log_denominators(
     if spec.kl_threshold > 0.0:
         kl_B = masked_mean(kl_estimates(learner_BT, sampler_BT, inputs.mask_BT), inputs.mask_BT)
         own_B = masked_mean(sampler_BT, inputs.mask_BT)
-        log_denominators_B = importance.switched_log_denominators(
-            log_denominators_B, own_B, kl_B, threshold=spec.kl_threshold
-        )
+        log_denominators_B = torch.where(kl_B.detach() < spec.kl_threshold, own_B, log_denominators_B)
     if spec.defensive_fraction > 0.0:
         log_denominators_B = importance.defensive_log_denominators(
             log_denominators_B, log_probs_B, fraction=spec.defensive_fraction

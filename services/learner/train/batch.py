@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from heterorl.common.model.router_replay import RoutedTokens
 from heterorl.common.types.common import Float32Array, Int32Array
@@ -327,50 +328,36 @@ def _routed(
 
 
 def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
-    longest = max(sequence.num_drawn for sequence in sequences)
-    mask_BT = np.zeros((len(sequences), longest), np.bool_)
-    is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
-    sampler_BT = np.zeros((len(sequences), longest), np.float64)
-    staleness_BT = np.zeros((len(sequences), longest), np.float64)
-    for row, sequence in enumerate(sequences):
-        tokens = slice(sequence.num_drawn)
-        mask_BT[row, tokens] = True
-        is_selected_BT[row, tokens] = True if sequence.is_selected is None else sequence.is_selected
-        sampler_BT[row, tokens] = sequence.sampler_logprobs
-        staleness_BT[row, tokens] = 0 if sequence.staleness is None else sequence.staleness
+    counts = [sequence.num_drawn for sequence in sequences]
+    has_reference = all(sequence.reference_logprobs is not None for sequence in sequences)
+    has_turns = all(sequence.turns is not None for sequence in sequences)
     return LossInputs(
-        sampler_BT=torch.from_numpy(sampler_BT),
-        mask_BT=torch.from_numpy(mask_BT),
+        sampler_BT=_rows(sequences, "sampler_logprobs", torch.float64),
+        mask_BT=torch.arange(max(counts)) < torch.tensor(counts)[:, None],
         advantages_B=_vector([sequence.advantage for sequence in sequences]),
         centred_rewards_B=_vector([sequence.centred_reward for sequence in sequences]),
         log_denominators_B=_vector([sequence.log_denominator for sequence in sequences]),
         log_expectations_B=_vector([sequence.log_expectation for sequence in sequences]),
         couplings_B=_vector([sequence.coupling for sequence in sequences]),
-        staleness_BT=torch.from_numpy(staleness_BT),
-        is_selected_BT=torch.from_numpy(is_selected_BT),
-        reference_BT=_reference(sequences, longest),
-        turns_BT=_turn_rows(sequences, longest),
+        staleness_BT=_rows(sequences, "staleness", torch.float64),
+        is_selected_BT=_rows(sequences, "is_selected", torch.bool, absent=1),
+        reference_BT=_rows(sequences, "reference_logprobs", torch.float64) if has_reference else None,
+        turns_BT=_rows(sequences, "turns", torch.int64) if has_turns else None,
         places_B2=torch.tensor([(sequence.group, sequence.row) for sequence in sequences]),
     )
 
 
-def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Tensor | None:
-    if any(sequence.reference_logprobs is None for sequence in sequences):
-        return None
-    reference_BT = np.zeros((len(sequences), longest), np.float64)
-    for row, sequence in enumerate(sequences):
-        reference_BT[row, : sequence.num_drawn] = sequence.reference_logprobs
-    return torch.from_numpy(reference_BT)
-
-
-def _turn_rows(sequences: Sequence[TrainingSequence], longest: int) -> torch.Tensor | None:
-    turns = [sequence.turns for sequence in sequences if sequence.turns is not None]
-    if len(turns) < len(sequences):
-        return None
-    turns_BT = np.zeros((len(sequences), longest), np.int64)
-    for row, own in enumerate(turns):
-        turns_BT[row, : own.size] = own
-    return torch.from_numpy(turns_BT)
+def _rows(sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype, *, absent: int = 0) -> torch.Tensor:
+    """Drawn tokens' numbers as [B, T], 0 in padding.
+    A sequence without them has `absent`."""
+    rows = [(sequence.num_drawn, getattr(sequence, name)) for sequence in sequences]
+    return pad_sequence(
+        [
+            torch.full((size,), absent, dtype=dtype) if row is None else torch.tensor(row, dtype=dtype)
+            for size, row in rows
+        ],
+        batch_first=True,
+    )
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:

@@ -112,11 +112,10 @@ def micro_batch_loss(
             learner_BT, inputs.reference_BT, mask_BT, max_log_ratio=spec.max_log_weight
         )
         total = total + spec.reference_kl * (coefficients_BT * distance_BT).sum()
-    clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)
     sample = MicroBatchSample(
         loss=total.item(),
-        weights_M=terms.weights[terms.is_counted].cpu(),
-        is_clipped_M=terms.is_clipped[clippable].cpu(),
+        weights_M=_counted(terms.weights, mask_BT).cpu(),
+        is_clipped_M=_counted(terms.is_clipped, mask_BT).cpu(),
         kl_B=kl_BT.detach().sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
         sequences=measure(spec, inputs, learner_BT, terms),
@@ -125,6 +124,11 @@ def micro_batch_loss(
         metrics={name: summed(one, mask_BT) for name, one in terms.metrics.items()},
     )
     return total, sample
+
+
+def _counted(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """The values of rollouts, or of tokens without padding."""
+    return values[mask_BT if values.dim() == 2 else mask_BT.any(1)]
 
 
 def _with_shared_denominator(spec: LossSpec, inputs: LossInputs) -> LossInputs:

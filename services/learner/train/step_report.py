@@ -113,9 +113,7 @@ def join(samples: Sequence[SequenceSample]) -> SequenceSample:
     """All rollouts of the step."""
     return SequenceSample(
         **{
-            field.name: torch.cat([getattr(sample, field.name) for sample in samples])
-            if samples
-            else torch.zeros(0, dtype=torch.float64)
+            field.name: _concatenate([getattr(sample, field.name) for sample in samples])
             for field in fields(SequenceSample)
         }
     )

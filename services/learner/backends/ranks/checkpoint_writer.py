@@ -20,7 +20,6 @@ durable. `wait` raises any error of a thread, and no other rank's thread waits f
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -28,7 +27,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -39,7 +37,7 @@ import xxhash
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.weights.safetensors_layout import Entry, SafetensorsLayout
-from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE
+from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, counters_of
 from heterorl.learner.backends.ranks.collectives import Collectives, Messages
 from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
 
@@ -81,15 +79,12 @@ class CheckpointLayout:
         if steps:
             table += [(f"{key}/{name}", "F32", tuple(state.shapes[name])) for key in MOMENTS for name in names]
             table += [(f"step/{name}", "F32", ()) for name in names]
-        counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
-        if lora.rank:
-            counters["lora"] = dataclasses.asdict(lora)
         return cls(
             directory=directory,
             weights=SafetensorsLayout([(name, "F32", tuple(state.shapes[name])) for name in names]),
             moments=SafetensorsLayout(table),
             steps=steps,
-            counters=json.dumps(counters),
+            counters=json.dumps(counters_of(applied_steps, kind="adamw", lora=lora)),
         )
 
     @property
@@ -174,10 +169,14 @@ def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
     """Let rank 0 make the files; returns whether all see the directory.
     All ranks call."""
     token = ranks.broadcast_bytes(os.urandom(16) if ranks.rank == 0 else b"")
-    with _together(ranks):
-        if ranks.rank == 0:
+    problem: Exception | None = None
+    if ranks.rank == 0:
+        try:
             layout.make()
             (layout.directory / _TOKEN_FILE).write_bytes(token)
+        except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
+            problem = error
+    raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
     is_seen = ranks.all_agree(_sees(layout.directory, token))
     if ranks.rank == 0:
         (layout.directory / _TOKEN_FILE).unlink(missing_ok=True)
@@ -194,20 +193,6 @@ def _sees(directory: Path, token: bytes) -> bool:
         return (directory / _TOKEN_FILE).read_bytes() == token
     except OSError:
         return False
-
-
-@contextmanager
-def _together(ranks: Collectives) -> Iterator[None]:
-    """Raise an error of one rank on all, when all are through.
-
-    Not around a collective operation: a rank that leaves one would enter another than the ranks that wait for it.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
-        problem = error
-    raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
 
 
 def words_of(problem: BaseException | None) -> bytes:

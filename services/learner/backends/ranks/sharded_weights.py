@@ -21,11 +21,11 @@ every rank forgets the others before it makes a new one.
 from __future__ import annotations
 
 import bisect
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError, CorruptData, MalformedPayload
@@ -42,6 +42,8 @@ from heterorl.learner.backends.ranks.sharded_state import Piece, ShardedState
 Source = Callable[[int], tuple[int, bytes]]
 """Method and bytes of a chunk that is coded without a state before it."""
 _BROKEN = -1
+_CODED = struct.Struct("<qq")
+"""Method and changed elements, before the bytes of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +174,8 @@ class ShardedVersions:
 
         own = in_order(encode, sorted(new), threads=threads)
         if self.ranks.rank:
-            for method, data, num_changed in own:
-                self._send(method, data, num_changed, rank=0)
+            for coded in own:
+                self._send(*coded, rank=0)
             return
         for number in range(len(self.layout.chunks)):
             owner = number % self.ranks.world_size
@@ -279,19 +281,12 @@ class ShardedVersions:
         return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self.dead_band_ulp).contiguous()
 
     def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
-        self.ranks.send(torch.tensor([method, len(data), num_changed]), rank=rank)
-        if data:
-            # Torch takes writable memory only.
-            self.ranks.send(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), rank=rank)
+        self.ranks.send_bytes(_CODED.pack(method, num_changed) + data, rank=rank)
 
     def _receive(self, *, rank: int) -> tuple[int, bytes, int]:
-        header = torch.empty(3, dtype=torch.int64)
-        self.ranks.receive(header, rank=rank)
-        method, size, num_changed = header.tolist()
-        data = torch.empty(size, dtype=torch.uint8)
-        if size:
-            self.ranks.receive(data, rank=rank)
-        return method, data.numpy().tobytes(), num_changed
+        received = self.ranks.receive_bytes(rank=rank)
+        method, num_changed = _CODED.unpack_from(received)
+        return method, received[_CODED.size :], num_changed
 
 
 class ShardedArena:

@@ -64,17 +64,12 @@ def test_state_is_rows_and_columns(model_dir, tmp_path):
     assert json.loads((tmp_path / "state.json").read_text())["optimizer"] == "adafactor"
 
 
-def options(**changes):
-    config = TorchBackendConfig(**changes)
-    return {name: getattr(config, name) for name in ("optimizer", "lr", "betas", "weight_decay")}
-
-
 @pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4), (5,)])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_shapes_are_those_that_torch_makes(optimizer, shape):
     parameter = torch.nn.Parameter(torch.ones(shape))
     parameter.grad = torch.ones(shape)
-    made = build_optimizer([parameter], **options(optimizer=optimizer))
+    made = build_optimizer([parameter], TorchBackendConfig(optimizer=optimizer))
     made.step()
 
     found = {name: value.shape for name, value in made.state[parameter].items() if name != "step"}
@@ -84,7 +79,7 @@ def test_shapes_are_those_that_torch_makes(optimizer, shape):
 def test_small_gradients_and_rows_without_any_are_no_trouble():
     # An embedding of tokens that no sequence has, among gradients as small as those of billions of weights.
     parameter = torch.nn.Parameter(torch.full((4, 8), 0.02))
-    optimizer = build_optimizer([parameter], **options(optimizer="adafactor", lr=1e-2))
+    optimizer = build_optimizer([parameter], TorchBackendConfig(optimizer="adafactor", lr=1e-2))
     generator = torch.Generator().manual_seed(0)
     moves = []
     for size in (1e-5, 1e-9):

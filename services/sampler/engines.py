@@ -327,12 +327,7 @@ def _vllm(
         lora=config.lora,
         canary_device=settings.canary_device,
     )
-    try:
-        engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids)
-    except BaseException:
-        source.close()
-        raise
-
+    engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids)
     return Engines(
         engine=engine,
         vocab_size=source.room.vocab_size,
@@ -356,32 +351,23 @@ def start_vllm(
     """Start an engine for each settings, in parallel.
 
     Returns the engine, and a function that ends all of them and the source. Raises EngineDied: one of them does not
-    start; the others are ended.
+    start; the others and the source are ended.
     """
     if len(settings) > 1:
         # A process forked while another thread holds a lock inherits a lock that is never released.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with ThreadPoolExecutor(len(settings)) as threads, ExitStack() as started:
-        futures = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one) for one in settings]
-        failures = []
-        engines = []
-        for future in futures:
-            if (error := future.exception()) is not None:
-                failures.append(error)
-                continue
-            engines.append(future.result())
-            started.callback(future.result().close)
-        if failures:
-            raise failures[0]
-        ends = started.pop_all()
-    ends_last = ExitStack()
-    ends_last.callback(source.close)
-    ends_last.callback(ends.close)
-    if len(engines) == 1:
-        return engines[0], ends_last.close
-    group = EngineGroup(engines, staged=source.written)
-    ends_last.callback(group.close)
-    return group, ends_last.close
+    with ExitStack() as started:
+        started.callback(source.close)
+        with ThreadPoolExecutor(len(settings)) as threads:
+            starts = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one) for one in settings]
+        for start in starts:
+            if start.exception() is None:
+                started.callback(start.result().close)
+        engines = [start.result() for start in starts]
+        group = EngineGroup(engines, staged=source.written) if len(engines) > 1 else None
+        if group is not None:
+            started.callback(group.close)
+        return group or engines[0], started.pop_all().close
 
 
 def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import Sequence
 
-from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import ends_within, ring_or_time
@@ -46,17 +44,8 @@ HAND_BACK_S = 3.0
 class EvaluationLoop:
     """Evaluation in the engine that rollouts use."""
 
-    def __init__(
-        self,
-        *,
-        config: SamplerConfig,
-        api: SamplerApi,
-        sets: Sequence[SiteSet],
-        generation: GenerationLoop,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, config: SamplerConfig, sets: Sequence[SiteSet], generation: GenerationLoop) -> None:
         self._config = config
-        self._api = api
         self._sets = {each.name: each for each in sets}
         self._generation = generation
         self._policy, self._session = generation.policy, generation.session
@@ -67,8 +56,8 @@ class EvaluationLoop:
             share=config.evaluation_share, max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             news=generation.news,
         )  # fmt: skip
-        self._work = WorkClient(api=api, session=self._session, clock=self._clock, rng=rng, name="evaluate")
-        self._backoff = Backoff(clock=self._clock, rng=rng)
+        self._work = WorkClient(self._session, name="evaluate")
+        self._backoff = Backoff(clock=self._clock, rng=self._session.rng)
         self._held: set[int] = set()
         self._drawn: list[PromptResult] = []
         self._pushing = asyncio.Lock()
@@ -208,7 +197,7 @@ class EvaluationLoop:
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
         await self._backoff.retry(
-            lambda: self._api.push_evaluation(
+            lambda: self._session.api.push_evaluation(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,
                 state_root=state_root,

@@ -128,11 +128,9 @@ def join(
 ) -> Sampler:
     """Connect loaded components; see `build`."""
     site = SiteId(config.site)
-    bell = Bell()
-    now = steady(clock)
+    bell, now = Bell(), steady(clock)
     # A wrong clock of an earlier process must not hold a group longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
-    numbering = asyncio.Lock()
     backoff = Backoff(clock=clock, rng=rng)
     puller = Puller(
         api=api,
@@ -167,7 +165,7 @@ def join(
     left = outbox.turns.take(since=now() - parts.contract.trajectory_s)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
-        bell=bell, numbering=numbering, rng=rng, left=in_flight.left,
+        bell=bell, rng=rng, left=in_flight.left,
     )  # fmt: skip
     builder = GroupBuilder(
         task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
@@ -177,24 +175,16 @@ def join(
     )  # fmt: skip
     generation = GenerationLoop(
         config=config,
-        api=api,
         engine=parts.engine,
         canary=parts.canary,
         builder=builder,
-        outbox=outbox,
         policy=policy,
         session=session,
-        clock=clock,
-        bell=bell,
-        numbering=numbering,
-        rng=rng,
         now=now,
         in_flight=in_flight,
         left=left,
     )
-    evaluation = None
-    if parts.sets:
-        evaluation = EvaluationLoop(config=config, api=api, sets=parts.sets, generation=generation, rng=rng)
+    evaluation = EvaluationLoop(config, parts.sets, generation) if parts.sets else None
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session, policy=policy, generation=generation, delivery=delivery, outbox=outbox, evaluation=evaluation,

@@ -63,12 +63,13 @@ class Session:
     heartbeat_s: float
     clock: Clock
     bell: Bell
-    numbering: asyncio.Lock
     rng: random.Random
     left: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.is_draining = False
+        self.numbering = asyncio.Lock()
+        """Held while groups get their sequences."""
         self.stopped = asyncio.Event()
         self.work_ahead_s = self.registration.work_ahead_s
         """Seconds of work that the coordinator lets this site lease ahead; at first the site's own value."""

@@ -18,9 +18,9 @@ from typing import Any
 from rich.filesize import decimal
 
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
-from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.process import metrics
-from heterorl.common.process.clock import Bell, Clock, ends_within, ring_or_time
+from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.outbox import Level, OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -54,21 +54,19 @@ _RETURNED_AS = {
 class CompletionCollector:
     """Takes the groups in flight, `drafts`, to the outbox.
 
-    `bell` rings when the outbox has more groups, `news` at every event of a group in flight.
+    The session's bell rings when the outbox has more groups, `news` at every event of a group in flight.
     """
 
-    engine: Engine
     builder: GroupBuilder
     outbox_writer: OutboxWriter
     swap: WeightSwap
     work: WorkClient
-    clock: Clock
-    bell: Bell
     news: Bell
     evaluation_requests: EvaluationRequests
     journal: TurnJournal
 
     def __post_init__(self) -> None:
+        self.engine, self.clock = self.swap.engine, self.work.clock
         self.drafts = InFlightGroups(group_size=self.builder.group_size)
         self.tokens, self.groups = TokenRate(), GroupRate()
         self.log = WorkLog()
@@ -312,7 +310,7 @@ class CompletionCollector:
             else:
                 await self.outbox_writer.retry()
                 self.news.ring()
-                self.bell.ring()
+                self.work.session.bell.ring()
 
     def _note(self, groups: Sequence[Group]) -> None:
         self.groups.add(len(groups), self.clock.monotonic())

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, PromptRefused
 from heterorl.common.generation.inference_engine import Engine, Request, ScoredText
 from heterorl.common.process import metrics
-from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
-from heterorl.sampler.outbox.outbox import Outbox, OutboxWriter
+from heterorl.sampler.outbox.outbox import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.completion_collector import CompletionCollector
 from heterorl.sampler.rollout.group_builder import GroupBuilder, Refused
@@ -44,32 +42,27 @@ class GenerationLoop:
     """The loops around one engine."""
 
     config: SamplerConfig
-    api: SamplerApi
     engine: Engine
-    canary: Sequence[ScoredText] = ()
+    canary: Sequence[ScoredText]
     builder: GroupBuilder
-    outbox: Outbox
     policy: WeightSync
     session: Session
-    clock: Clock
-    bell: Bell
-    numbering: asyncio.Lock
-    rng: random.Random
     now: Callable[[], float]
     in_flight: InFlightNote
     left: Sequence[KeptGroup]
 
     def __post_init__(self) -> None:
+        self.outbox, self.clock, self.bell = self.session.outbox, self.session.clock, self.session.bell
         self.outbox_writer = OutboxWriter(
             outbox=self.outbox, delay=self.config.delay, seed=self.config.seed, clock=self.clock, now=self.now,
-            rng=self.rng, numbering=self.numbering,
+            rng=self.session.rng, numbering=self.session.numbering,
         )  # fmt: skip
         # Rings at events of groups in flight; the sampler's other loops need not wake for every completion.
         self.news = Bell()
-        self._work = WorkClient(api=self.api, session=self.session, clock=self.clock, rng=self.rng)
+        self._work = WorkClient(self.session)
         self.swap = WeightSwap(
-            api=self.api, engine=self.engine, canary=self.canary, policy=self.policy, session=self.session,
-            clock=self.clock, rng=self.rng, on_quarantine=self._return_prefetched,
+            engine=self.engine, canary=self.canary, policy=self.policy, session=self.session,
+            on_quarantine=self._return_prefetched,
         )  # fmt: skip
         self.evaluation_requests = EvaluationRequests()
         self.is_swapping = False
@@ -79,16 +72,14 @@ class GenerationLoop:
             now=self.now, news=self.news,
         )  # fmt: skip
         self.collector = CompletionCollector(
-            engine=self.engine, builder=self.builder, outbox_writer=self.outbox_writer, swap=self.swap, work=self._work,
-            clock=self.clock, bell=self.bell, news=self.news, evaluation_requests=self.evaluation_requests,
-            journal=self._journal,
+            builder=self.builder, outbox_writer=self.outbox_writer, swap=self.swap, work=self._work, news=self.news,
+            evaluation_requests=self.evaluation_requests, journal=self._journal,
         )  # fmt: skip
         self._drafts = self.collector.drafts
         self._room = max(1, self.engine.max_running // self.builder.group_size)
         self.prefetch = Prefetch(
             work=self._work, num_prompts=self.builder.task.num_prompts, room_groups=self._room,
-            work_ahead_s=lambda: self.session.work_ahead_s, rate=self.collector.groups, clock=self.clock,
-            news=self.news, in_flight=self._in_flight_now,
+            rate=self.collector.groups, news=self.news, in_flight=self._in_flight_now,
         )  # fmt: skip
         self._is_ending = False
 

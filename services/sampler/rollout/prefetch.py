@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.rollout import ReturnReason, WorkAssignment, WorkGrant
@@ -36,21 +34,15 @@ MEMORY_S = 300.0
 """Time constant of the mean of GroupRate, seconds of work."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class WorkClient:
     """Leases and returns a sampler's work; asks next at monotonic `ask_time`."""
 
-    api: SamplerApi
-    session: Session
-    clock: Clock
-    rng: random.Random
-    name: str = "generate"
-
-    def __post_init__(self) -> None:
-        self._backoff = Backoff(clock=self.clock, rng=self.rng)
+    def __init__(self, session: Session, *, name: str = "generate") -> None:
+        self.session, self.clock = session, session.clock
+        self._backoff = Backoff(clock=self.clock, rng=session.rng)
         self.ask_time = self.clock.monotonic()
         # Unique to this process: groups of an earlier one's work may be in the outbox.
-        self._asker = f"{self.name}/{self.clock.wall():.6f}"
+        self._asker = f"{name}/{self.clock.wall():.6f}"
         self._num_answers = 0
         self._asked = 0
 
@@ -65,7 +57,7 @@ class WorkClient:
         # Repeated unchanged after a lost answer.
         self._asked = self._asked or min(count, MAX_ASKED)
         try:
-            grant = await self.api.lease_work(
+            grant = await self.session.api.lease_work(
                 site=self.session.registration.site,
                 incarnation=self.session.registration.incarnation,
                 max_groups=self._asked,
@@ -108,7 +100,7 @@ class WorkClient:
         for first in range(0, len(assignments), MAX_ASKED):
             some = tuple(assignments[first : first + MAX_ASKED])
             try:
-                await self.api.abandon_work(
+                await self.session.api.abandon_work(
                     site=self.session.registration.site,
                     incarnation=self.session.registration.incarnation,
                     assignments=some,
@@ -123,15 +115,13 @@ class WorkClient:
 class Prefetch:
     """Assignments leased and not begun, for an engine of `room_groups` groups.
 
-    `work_ahead_s` is the coordinator's limit, at the speed of `rate`; `in_flight` has the assignments that began.
+    The coordinator limits seconds of work, at the speed of `rate`; `in_flight` has the assignments that began.
     """
 
     work: WorkClient
     num_prompts: int
     room_groups: int
-    work_ahead_s: Callable[[], float]
     rate: GroupRate
-    clock: Clock
     news: Bell
     in_flight: Callable[[], Collection[int]]
 
@@ -144,7 +134,7 @@ class Prefetch:
 
     @property
     def target(self) -> int:
-        ahead_s = self.work_ahead_s()
+        ahead_s = self.work.session.work_ahead_s
         if not ahead_s:
             return self.room_groups
         rate = self.rate.per_s
@@ -196,18 +186,19 @@ class Prefetch:
         `bell` rings when a version is loaded or the outbox has room; `may_ask` returns the version to ask with, or
         None.
         """
+        clock = self.work.clock
         while True:
             tickets = bell.ticket(), self.news.ticket()
             version, count = may_ask(), self.missing
             if version is None or not count:
-                await ring_or_time(*tickets, clock=self.clock, seconds=None)
+                await ring_or_time(*tickets, clock=clock, seconds=None)
                 continue
-            wait_s = self.work.ask_time - self.clock.monotonic()
+            wait_s = self.work.ask_time - clock.monotonic()
             if wait_s > 0:
-                await ring_or_time(*tickets, clock=self.clock, seconds=wait_s)
+                await ring_or_time(*tickets, clock=clock, seconds=wait_s)
                 continue
             if 0 < await self.ask(version, count) < count:
-                self.work.ask_time = max(self.work.ask_time, self.clock.monotonic() + SHORT_ASK_S)
+                self.work.ask_time = max(self.work.ask_time, clock.monotonic() + SHORT_ASK_S)
 
 
 class TokenRate:

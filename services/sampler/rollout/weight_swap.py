@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.filesize import decimal
 
-from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.inference_engine import Engine, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Clock
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
@@ -36,13 +33,10 @@ ENGINE_CAP_S = 300.0
 class WeightSwap:
     """The weights of one engine; one swap at a time."""
 
-    api: SamplerApi
     engine: Engine
     canary: Sequence[ScoredText]
     policy: WeightSync
     session: Session
-    clock: Clock
-    rng: random.Random
     on_quarantine: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -52,10 +46,11 @@ class WeightSwap:
         """State roots of the versions of tokens in flight."""
         self.running = asyncio.Lock()
         """Held during a load."""
-        self._backoff = Backoff(clock=self.clock, rng=self.rng, cap_s=ENGINE_CAP_S)
-        self._next_at = self.clock.monotonic()
+        self._clock = self.session.clock
+        self._backoff = Backoff(clock=self._clock, rng=self.session.rng, cap_s=ENGINE_CAP_S)
+        self._next_at = self._clock.monotonic()
         # For one engine of several that is out; the others still take new versions.
-        self._mending = Backoff(clock=self.clock, rng=self.rng, cap_s=ENGINE_CAP_S)
+        self._mending = Backoff(clock=self._clock, rng=self.session.rng, cap_s=ENGINE_CAP_S)
         self._mend_at = self._next_at
 
     @property
@@ -65,7 +60,7 @@ class WeightSwap:
 
     def due(self) -> PulledVersion | None:
         """The version that an engine lacks and may load now."""
-        now = self.clock.monotonic()
+        now = self._clock.monotonic()
         newer = self.policy.take(self.version) if now >= self._next_at else None
         if newer is None and self._is_partly_out and now >= self._mend_at:
             return self.policy.take(NO_VERSION)
@@ -81,7 +76,7 @@ class WeightSwap:
         times = [self._next_at] if self.policy.take(self.version) is not None else []
         if self._is_partly_out:
             times.append(self._mend_at)
-        return min(times) - self.clock.monotonic() if times else None
+        return min(times) - self._clock.monotonic() if times else None
 
     async def take(self, pulled: PulledVersion) -> None:
         """Load a version, then have the coordinator compare engine and learner."""
@@ -94,7 +89,7 @@ class WeightSwap:
         """Stop generation until a load succeeds."""
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
         self.reported = replace(self.reported, policy_version=NO_VERSION, state_root=NO_ROOT)
-        self._next_at = self.clock.monotonic() + self._backoff.delay_s()
+        self._next_at = self._clock.monotonic() + self._backoff.delay_s()
         _LOG.error("the engine generates nothing until it has loaded a version: %s", error)
 
     def forget_roots(self, oldest: int | None) -> None:
@@ -109,7 +104,7 @@ class WeightSwap:
             metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
 
     async def _load(self, pulled: PulledVersion) -> bool:
-        started, is_mend = self.clock.monotonic(), pulled.version == self.version
+        started, is_mend = self._clock.monotonic(), pulled.version == self.version
         # Before the load: completions in flight may end with the new version at once.
         self.state_roots[pulled.version] = pulled.manifest.state_root
         try:
@@ -126,7 +121,7 @@ class WeightSwap:
                 )
             )
             return False
-        swap_s, puller = self.clock.monotonic() - started, self.policy.puller
+        swap_s, puller = self._clock.monotonic() - started, self.policy.puller
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
             pulled.version, decimal(puller.fetched_bytes), puller.fetch_s, puller.apply_s, swap_s,
@@ -135,7 +130,7 @@ class WeightSwap:
         if self.engine.is_whole:
             self._mending.reset()
         elif is_mend:
-            self._mend_at = self.clock.monotonic() + self._mending.delay_s()
+            self._mend_at = self._clock.monotonic() + self._mending.delay_s()
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self.note_age("apply", pulled.version)
@@ -161,7 +156,7 @@ class WeightSwap:
             logprobs=tuple(float(value) for score in scores for value in score),
         )
         try:
-            verdict = await self.api.report_canary(report)
+            verdict = await self.session.api.report_canary(report)
         except RemoteError as error:
             # Most causes refuse a lease too; leased work is judged at its push.
             _LOG.info("version %d is not compared with the learner: %s", version, error)

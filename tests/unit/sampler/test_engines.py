@@ -1,5 +1,7 @@
 """From [engine] to engines: which devices each has, and what of vLLM's arguments may be passed through."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied
@@ -93,6 +95,6 @@ def test_one_engine_that_does_not_start_ends_the_others(monkeypatch):
     options = [VllmEngineConfig(compute_dtype="bf16", batch_rows=8, devices=(device,)) for device in range(3)]
 
     with pytest.raises(EngineDied, match="no memory"):
-        start_vllm(None, options, end_token_ids=(EOS,))
+        start_vllm(SimpleNamespace(close=lambda: ended.append("source")), options, end_token_ids=(EOS,))
 
-    assert sorted(ended) == [(0,), (2,)]
+    assert (sorted(ended[:-1]), ended[-1]) == ([(0,), (2,)], "source")

@@ -53,7 +53,6 @@ def session_of(api, outbox, tmp_path):
         heartbeat_s=2.0,
         clock=PassingClock(),
         bell=Bell(),
-        numbering=asyncio.Lock(),
         rng=random.Random(0),
     )
 

@@ -21,7 +21,7 @@ from heterorl.common.identity.signing import PublicKey
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.rewards.reward_config import from_file
+from heterorl.common.tasks.reward_config import from_file
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 OWN_ARGUMENTS = frozenset(
@@ -224,18 +224,10 @@ class SamplerConfig(ContractConfig):
         return data
 
     @model_validator(mode="after")
-    def _check_evaluation(self) -> SamplerConfig:
+    def _check(self) -> Self:
         check_unique_names(self.evaluation)
-        return self
-
-    @model_validator(mode="after")
-    def _check_variant(self) -> SamplerConfig:
         if self.variant and self.lora.is_on:
             raise ValueError("variant with lora: adapters are small and published as they are; remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_seeded(self) -> SamplerConfig:
         if self.seeded_sampling and not isinstance(self.engine, HfEngineConfig):
             raise ValueError("seeded_sampling needs engine hf: vLLM takes no noise from outside")
         if self.seeded_sampling and self.swap == "in_flight":

@@ -6,16 +6,14 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
-from heterorl.common.tasks.rewards.answer_match import Matcher
-from heterorl.common.tasks.rewards.reward_config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
-from heterorl.common.tasks.sources.dataset_config import DataConfig
+from heterorl.common.tasks.reward_config import HttpRewardConfig
+from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Measure, Prompt, SystemPromptTask, Task
 
 _KINDS = (
@@ -28,83 +26,6 @@ _OF_FILES = ("jsonl", "parquet", "hf")
 def names_rows(name: str) -> bool:
     """Whether a task's name states files or a dataset, not a generator."""
     return name.partition(":")[0] in _OF_FILES
-
-
-class SourceConfig(Config):
-    """Prompts of one source, and their reward."""
-
-    name: str = "arithmetic"
-    """Dataset: `arithmetic`, `progression` (too long an answer gets no reward), `progression:prefix` (first terms
-    count), `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
-    `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or `mixture` (of sources). A
-    hub branch is pinned to its commit at the first start."""
-    data: DataConfig = DataConfig()
-    """Columns and rows of a dataset."""
-    system_prompt: str = ""
-    """System message of prompts without one; needs use_chat_template."""
-    digits: int = Field(default=3, ge=1, le=9)
-    """arithmetic, progression: digits of each number."""
-    terms: int = Field(default=34, ge=1, le=10_000)
-    """progression: numbers of an answer; 34 of 3 digits are 103 tokens."""
-    size: int = Field(default=10_000, ge=1)
-    """reasoning_gym, seeds: training prompts."""
-    evaluation_size: int = Field(default=512, ge=1)
-    """Held-out prompts; arithmetic and progression hold out a share."""
-    evaluation_path: str = ""
-    """jsonl, parquet: file of held-out prompts; empty: some of the same file."""
-    seed: int = Field(default=0, ge=0)
-    """arithmetic, progression: order and held-out pairs; reasoning_gym: dataset; environment: episodes."""
-    match: Literal["exact", "math_verify"] = "exact"
-    """jsonl, parquet, hf: verifier of an answer, `exact` or `math_verify`. Rows that math_verify cannot read give no
-    group."""
-    tool_parser: Literal["auto", "hermes", "json"] = "auto"
-    """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3) or
-    `auto` (by the model's template)."""
-    reward: str = ""
-    """`package.module:function`: f(prompt, completion, answer, columns by name) -> float or named parts, or TRL's
-    f(prompts, completions, **columns) -> list; or a reward service's url. Equal files on every node."""
-    rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
-    """Named rewards, whose weighted sum is the reward; empty: task.reward, else the task's own score. Equal on every
-    node."""
-    reward_path: str = ""
-    """Directory of the reward's module, relative to the configuration file; empty: its directory. Installed packages
-    come first."""
-    reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
-    lost. reasoning_gym: half of it, at most 2 s, then reward 0."""
-    sandbox: bool = True
-    """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
-    secrets. Never adopted."""
-    reward_workers: int = Field(default=1, ge=1, le=64)
-    """Worker processes for rewards; a sampler has 4 unless this is set."""
-    environment: str = ""
-    """`package.module:Class`, tools in `file.py`, `textarena:ID` (extra `games`), `openenv:URL` (extra `openenv`),
-    `verifiers:NAME` (extra `verifiers`), `program:file.py:function` or `program:COMMAND`; gives the reward too. Equal
-    files on every node. Empty: one turn."""
-    environment_path: str = ""
-    """Directory of the environment's module, file or program, relative to the configuration file; empty: its directory.
-    Installed packages come first."""
-    max_turns: int = Field(default=8, ge=1, le=1024)
-    """Turns of an episode."""
-    trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Clock time of an episode, generation included."""
-    step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Processor time of a start, step or score, or four times by the clock; then the episode is lost. Agent programs:
-    four times by the clock between two requests."""
-    max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
-    """Longest observation; a longer one ends the episode, a longer tool result is an error that the policy reads."""
-    environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
-    """Address space of an environment process after it is loaded."""
-    environment_workers: int = Field(default=64, ge=1, le=4096)
-    """Environment processes, each with one episode, or 16 where the class shares them."""
-
-    @field_validator("reward_path", "environment_path")
-    @classmethod
-    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        # Other processes do not know the configuration file.
-        if not info.data.get(str(info.field_name).removesuffix("_path")):
-            return value
-        return from_file(value, info)
 
 
 class WeightedSource(SourceConfig):
@@ -197,10 +118,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     elif kind == "reasoning_gym" and argument:
         from heterorl.common.tasks.rewards.sandbox.gym_reward import ReasoningGymTask
 
-        task = ReasoningGymTask(
-            name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed,
-            timeout_s=config.reward_timeout_s, num_workers=config.reward_workers, sandbox=config.sandbox,
-        )  # fmt: skip
+        task = ReasoningGymTask(argument, config)
     elif kind == "seeds" and not argument:
         from heterorl.common.tasks.environments.environment_task import SeedsTask
 
@@ -210,34 +128,18 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     elif kind == "jsonl" and argument:
         from heterorl.common.tasks.sources.jsonl import JsonlTask
 
-        task = JsonlTask(
-            path=Path(argument),
-            evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
-            evaluation_size=num_held_out,
-            matcher=_matcher(config),
-            data=config.data,
-            measure=measure,
-            needs_answers=_needs_answers(config),
-        )
+        task = JsonlTask(Path(argument), config, evaluation_size=num_held_out, measure=measure)
     elif kind in ("parquet", "hf") and argument:
         from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
 
         if kind == "hf":
-            loaded, held_out = open_repository(argument, config.data, notes=notes)
+            opened = open_repository(argument, config.data, notes=notes)
         else:
-            loaded, held_out = open_parquet(argument, config.evaluation_path, config.data)
+            opened = open_parquet(argument, config.evaluation_path, config.data)
         # Only now: it needs pyarrow, and reading the rows names a missing package.
         from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
 
-        task = ArrowTask(
-            loaded,
-            held_out,
-            config=config.data,
-            evaluation_size=num_held_out,
-            matcher=_matcher(config),
-            measure=measure,
-            needs_answers=_needs_answers(config),
-        )
+        task = ArrowTask(*opened, config, evaluation_size=num_held_out, measure=measure)
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
@@ -278,7 +180,6 @@ def _with_rewards(task: Task, config: SourceConfig) -> Task:
     from heterorl.common.tasks.rewards.function_reward import FunctionRewardTask
     from heterorl.common.tasks.rewards.weighted import own_reward, weighted_task
 
-    timeout_s, num_workers = config.reward_timeout_s, config.reward_workers
     if config.rewards and config.reward:
         problem = "task.reward and task.rewards are both set"
         raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
@@ -286,11 +187,8 @@ def _with_rewards(task: Task, config: SourceConfig) -> Task:
     if config.reward.startswith(("http://", "https://")):
         rewards = (HttpRewardConfig(name="reward", url=config.reward),)
     if rewards:
-        return weighted_task(task, rewards, timeout_s=timeout_s, num_workers=num_workers)
-    reward = own_reward(
-        config.reward, task=task, directory=config.reward_path, key="task.reward", timeout_s=timeout_s,
-        num_workers=num_workers,
-    )  # fmt: skip
+        return weighted_task(task, rewards, config)
+    reward = own_reward(config.reward, task, config, directory=config.reward_path, key="task.reward")
     return FunctionRewardTask(task, reward)
 
 
@@ -316,17 +214,6 @@ def _of_source(label: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"task.sources, {label}", str(error)) from error
-
-
-def _needs_answers(config: SourceConfig) -> bool:
-    """Whether a row needs an answer; functions and services may do without."""
-    if config.reward or config.environment:
-        return False
-    return not config.rewards or any(each.needs_answers for each in config.rewards)
-
-
-def _matcher(config: SourceConfig) -> Matcher:
-    return Matcher(config.match, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
 
 
 def score_in_workers(task: Task, config: SourceConfig) -> Task:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.process.config_file import Config
-from heterorl.common.tasks.rewards.reward_config import from_file
+from heterorl.common.tasks.reward_config import from_file
 
 Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]
 Advantage = Literal["mean", "mean_std", "beta"]

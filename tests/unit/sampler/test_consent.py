@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.source_config import DataConfig
 from heterorl.common.tasks.sources.dataset_files import load_directory
 from heterorl.sampler.adoption import check_consent
 from heterorl.sampler.sampler_config import JoinConfig
@@ -137,9 +138,9 @@ def test_address_among_the_patterns_would_be_read(tmp_path):
         (tmp_path / name / "a.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n')
     other = [(tmp_path / "other" / "a.jsonl").as_uri()]
 
-    found = load_directory(
-        "task.name", tmp_path / "ours", split="train", subset="", files=other, cache_dir=str(tmp_path / "cache")
-    )
+    data = DataConfig(files=tuple(other), cache_dir=str(tmp_path / "cache"))
+
+    found = load_directory("task.name", tmp_path / "ours", "train", data)
 
     assert found.table.column("prompt").to_pylist() == ["secret"]
     with pytest.raises(ConfigError, match="leaves the data set"):

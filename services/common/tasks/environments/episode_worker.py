@@ -6,12 +6,13 @@ an exception of the author's code with the line that raised.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import random
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 OBSERVED = ("user", "tool", "system")
 """Roles of an observation."""
 _NEEDED = ("reset", "step", "score")
+_DEFAULTS: dict[str, Any] = {"is_deterministic": True, "shares_process": False, "tools": [], "needs": []}
+"""Facts of an environment that states none; see `Environment`."""
 
 
 def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
@@ -38,43 +41,22 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
     """
     most = int(job["max_observation_chars"])
     make: Callable[[], Any]
-    shown: Any
-    facts: dict[str, Any] = {}
-    if job["what"] == "game":
-        from heterorl.common.tasks.environments.textarena import TextArenaGame
-
-        make, shown = TextArenaGame.of(job["name"]), TextArenaGame
-        # The version decides what the games write.
-        facts = {"digest": version("textarena")}
-    elif job["what"] == "program":
-        from heterorl.common.tasks.environments.program import ProgramEnvironment, load
-
-        (make, facts), shown = load(job["name"], job["directory"]), ProgramEnvironment
-    elif job["what"] == "openenv":
-        from heterorl.common.tasks.environments import openenv
-
-        (make, facts), shown = openenv.load(job["name"]), openenv.OpenEnvEpisode
-    elif job["what"] == "verifiers":
-        from heterorl.common.tasks.environments import verifiers
-
-        (make, facts), shown = verifiers.load(job["name"], job["directory"]), verifiers.VerifiersEpisode
-    elif job["what"] == "class":
-        make = shown = found
+    facts: dict[str, Any]
+    if job["what"] == "class":
         if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:
             raise ValueError(f"{job['name']} has no {', '.join(missing)}; an environment needs reset, step and score")
-    else:
+        make = found
+        facts = {flag: bool(getattr(found, flag, _DEFAULTS[flag])) for flag in ("is_deterministic", "shares_process")}
+        facts["tools"] = [schema_of(function) for function in getattr(found, "tools", ())]
+    elif job["what"] == "function":
         functions = functions_of(sys.modules[job["module"]])
-        make, shown = lambda: ToolEnvironment(functions, found, most=most), ToolEnvironment
+        make = functools.partial(ToolEnvironment, functions, found, most=most)
         facts = {"needs": column_names(found), "tools": [schema_of(function) for function in functions]}
-    facts = {
-        "is_deterministic": bool(getattr(shown, "is_deterministic", True)),
-        "shares_process": bool(getattr(shown, "shares_process", False)),
-        "tools": [schema_of(function) for function in getattr(shown, "tools", ())],
-        "needs": [],
-        **facts,
-    }
+    else:
+        module: Any = importlib.import_module(f"heterorl.common.tasks.environments.{job['what']}")
+        make, facts = module.load(job["name"], job["directory"])
     _bound_memory(int(job["memory_bytes"]))
-    return LiveEpisodes(make, most).answer, facts
+    return LiveEpisodes(make, most).answer, {**_DEFAULTS, **facts}
 
 
 class LiveEpisodes:

@@ -33,10 +33,10 @@ from heterorl.common.types.rollout import RewardPart
 _LOG = logging.getLogger(__name__)
 EPISODES_A_PROCESS = 16
 """Most episodes in one process, where the class allows it."""
-_KINDS = {"textarena": "game", "program": "program", "openenv": "openenv", "verifiers": "verifiers"}
-"""Prefixes that name no module."""
+_KINDS = ("textarena", "program", "openenv", "verifiers")
+"""Prefixes that name no module of the author; each is a module of this folder with `load`."""
 _PACKAGES = {
-    "game": ("textarena", "games"), "openenv": ("websockets", "openenv"), "verifiers": ("verifiers", "verifiers"),
+    "textarena": ("textarena", "games"), "openenv": ("websockets", "openenv"), "verifiers": ("verifiers", "verifiers"),
 }  # fmt: skip
 """Packages that a kind needs, and their extras."""
 _KEY = "task.environment"
@@ -276,7 +276,7 @@ class Episode:
 def _parsed(name: str) -> dict[str, str]:
     kind, _, rest = name.partition(":")
     if kind in _KINDS and rest:
-        return {"what": _KINDS[kind], "module": "", "name": rest}
+        return {"what": kind, "module": "", "name": rest}
     path = name.removesuffix(".py")
     found = {"what": "class", "module": kind, "name": rest}
     if path != name:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import urlopen
 
@@ -25,7 +25,7 @@ _OPTIONAL = ("metadata",)
 """Fields of an action that its environment ignores."""
 
 
-def load(url: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
+def load(url: str, _directory: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
     """Constructor of episodes on a server, and facts about it.
 
     Raises:
@@ -52,14 +52,11 @@ def load(url: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
     def open_socket() -> Any:
         return connect(socket, max_size=MAX_BYTES, open_timeout=TIMEOUT_S)
 
-    return lambda: OpenEnvEpisode(open_socket, fields), {"digest": digest}
+    return lambda: OpenEnvEpisode(open_socket, fields), {"digest": digest, "is_deterministic": False}
 
 
 class OpenEnvEpisode:
     """One session of the server, taken as not deterministic; implements Environment."""
-
-    is_deterministic: ClassVar[bool] = False
-    shares_process: ClassVar[bool] = False
 
     def __init__(self, open_socket: Callable[[], Any], fields: Mapping[str, Any]) -> None:
         self._open_socket, self._fields = open_socket, fields

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 from heterorl.common.tasks.environments.openai_endpoint import Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import reward_files
@@ -55,7 +55,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
         if not command:
             raise ValueError("the command is empty")
         digest = _named_files(command, directory)
-    facts = {"is_deterministic": is_deterministic, "shares_process": False, "digest": digest, "learns_tools": True}
+    facts = {"is_deterministic": is_deterministic, "digest": digest, "learns_tools": True}
     return lambda: ProgramEnvironment(command, directory), facts
 
 
@@ -121,9 +121,6 @@ class _Tail:
 
 class ProgramEnvironment(EndpointEpisode):
     """One run of a program, alone in its worker; implements Environment."""
-
-    is_deterministic: ClassVar[bool] = False
-    shares_process: ClassVar[bool] = False
 
     def __init__(self, command: Sequence[str], directory: str) -> None:
         self._command, self._directory = command, directory

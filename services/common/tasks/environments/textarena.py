@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from importlib.metadata import version
+from typing import Any
 
 from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.task import Message
@@ -18,11 +19,29 @@ _RAW = "-raw"
 _PARTIAL = "_get_percentage_completion"
 
 
+def load(name: str, _directory: str) -> tuple[Callable[[], TextArenaGame], dict[str, Any]]:
+    """Constructor of games by name, and facts about them.
+
+    Raises:
+        ImportError: textarena is not installed.
+        ValueError: it has no such game, or one player cannot play it here.
+    """
+    from textarena.envs.registration import ENV_REGISTRY
+
+    if name not in ENV_REGISTRY:
+        near = difflib.get_close_matches(name, [known for known in ENV_REGISTRY if not known.endswith(_RAW)], n=1)
+        raise ValueError(f"textarena has no game {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    try:
+        TextArenaGame(name).reset({}, seed=0)
+    except Exception as error:
+        problem = f"the game {name} cannot be played here by one player: {type(error).__name__}: {error}"
+        raise ValueError(problem[:500]) from error
+    # The version decides what the games write.
+    return lambda: TextArenaGame(name), {"digest": version("textarena")}
+
+
 class TextArenaGame:
     """One game; implements Environment."""
-
-    is_deterministic: ClassVar[bool] = True
-    shares_process: ClassVar[bool] = False
 
     def __init__(self, name: str) -> None:
         import textarena
@@ -31,26 +50,6 @@ class TextArenaGame:
         self._game: Any = textarena.make(name)
         while isinstance(self._game, textarena.Wrapper):
             self._game = self._game.env
-
-    @classmethod
-    def of(cls, name: str) -> Callable[[], TextArenaGame]:
-        """Constructor of games by name.
-
-        Raises:
-            ImportError: textarena is not installed.
-            ValueError: it has no such game, or one player cannot play it here.
-        """
-        from textarena.envs.registration import ENV_REGISTRY
-
-        if name not in ENV_REGISTRY:
-            near = difflib.get_close_matches(name, [known for known in ENV_REGISTRY if not known.endswith(_RAW)], n=1)
-            raise ValueError(f"textarena has no game {name}" + (f"; did you mean {near[0]}?" if near else ""))
-        try:
-            cls(name).reset({}, seed=0)
-        except Exception as error:
-            problem = f"the game {name} cannot be played here by one player: {type(error).__name__}: {error}"
-            raise ValueError(problem[:500]) from error
-        return lambda: cls(name)
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> str:  # noqa: ARG002 - of the Protocol
         self._game.reset(num_players=1, seed=seed)

@@ -27,7 +27,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.json_schema import GenerateJsonSchema
@@ -158,9 +158,6 @@ def column_names(score: Callable[..., Any]) -> list[str]:
 
 class ToolEnvironment:
     """Episode of tool calls with a score at its end; implements Environment."""
-
-    is_deterministic: ClassVar[bool] = True
-    shares_process: ClassVar[bool] = False
 
     def __init__(self, functions: Sequence[Tool], score: Callable[..., Any], *, most: int) -> None:
         self._functions, self._score, self._most = functions, score, most

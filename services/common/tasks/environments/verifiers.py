@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from heterorl.common.tasks.environments.openai_chat import OVER, RequestRefused
@@ -196,9 +196,6 @@ class Played:
 
 class VerifiersEpisode(EndpointEpisode):
     """One episode, alone in its worker; implements Environment."""
-
-    is_deterministic: ClassVar[bool] = False
-    shares_process: ClassVar[bool] = False
 
     def __init__(self, played: Played) -> None:
         self._played = played

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, WorkerPool
+from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.rollout import RewardPart
 
@@ -114,7 +115,8 @@ class Matcher:
 class MatchedTask:
     """Members of a task that compares completions with its rows' answers."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, config: SourceConfig) -> None:
+        matcher = Matcher(config.match, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
         self._matcher = matcher
         self.num_workers = matcher.num_workers
         self.score, self.doubts = matcher.score, matcher.doubts

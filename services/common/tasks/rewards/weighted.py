@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.rewards.function_reward import FunctionReward
-from heterorl.common.tasks.rewards.remote_reward import RemoteReward, Terms
-from heterorl.common.tasks.rewards.reward_config import (
+from heterorl.common.tasks.reward_config import (
     CodeRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
@@ -24,7 +22,10 @@ from heterorl.common.tasks.rewards.reward_config import (
     MatchRewardConfig,
     RewardConfig,
 )
+from heterorl.common.tasks.rewards.function_reward import FunctionReward
+from heterorl.common.tasks.rewards.remote_reward import RemoteReward, Terms
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
+from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import (
     WHOLE,
     Doubts,
@@ -172,7 +173,7 @@ _LOG = logging.getLogger(__name__)
 MAX_RUBRIC_BYTES = 1 << 16
 
 
-def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: float, num_workers: int) -> WeightedTask:
+def weighted_task(task: Task, rewards: Sequence[RewardConfig], config: SourceConfig) -> WeightedTask:
     """Task with weighted rewards; raises ConfigError for equal names or no weight."""
     names = [reward.name for reward in rewards]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -187,27 +188,20 @@ def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: flo
         if isinstance(reward, MatchRewardConfig):
             source = task
         elif isinstance(reward, FunctionRewardConfig):
-            source = own_reward(
-                reward.function,
-                task=task,
-                directory=reward.directory,
-                key=f"{key}.function",
-                timeout_s=timeout_s,
-                num_workers=num_workers,
-            )
+            source = own_reward(reward.function, task, config, directory=reward.directory, key=f"{key}.function")
         elif isinstance(reward, CodeRewardConfig):
-            source = CodeReward(reward, key=key, timeout_s=timeout_s, num_workers=num_workers)
+            source = CodeReward(reward, key=key, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
         else:
-            source = _remote(reward, key=key, timeout_s=timeout_s, num_workers=num_workers)
+            source = _remote(reward, config, key=key)
         named.append(NamedReward(name=reward.name, weight=reward.weight, source=source, is_own_score=source is task))
     return WeightedTask(task, named)
 
 
-def own_reward(
-    path: str, *, task: Task, directory: str, key: str, timeout_s: float, num_workers: int
-) -> FunctionReward:
+def own_reward(path: str, task: Task, config: SourceConfig, *, directory: str, key: str) -> FunctionReward:
     """A loaded reward function; raises ConfigError for failed loads and absent columns."""
-    reward = FunctionReward(path, directory=Path(directory), key=key, timeout_s=timeout_s, num_workers=num_workers)
+    reward = FunctionReward(
+        path, directory=Path(directory), key=key, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers
+    )
     try:
         reward.check(task.prompt(0))
     except ConfigError:
@@ -217,9 +211,7 @@ def own_reward(
     return reward
 
 
-def _remote(
-    reward: HttpRewardConfig | JudgeRewardConfig, *, key: str, timeout_s: float, num_workers: int
-) -> RemoteReward:
+def _remote(reward: HttpRewardConfig | JudgeRewardConfig, config: SourceConfig, *, key: str) -> RemoteReward:
     job: dict[str, Any] = reward.model_dump(mode="json")
     if isinstance(reward, HttpRewardConfig):
         stated: list[object] = [reward.low, reward.high, reward.batch, reward.version]
@@ -238,8 +230,8 @@ def _remote(
         digest=bytes_digest(json.dumps([f"{reward.kind} 1", *stated]).encode()),
         key=key,
         by_group=isinstance(reward, HttpRewardConfig) and reward.batch == "group",
-        timeout_s=timeout_s,
-        num_workers=num_workers,
+        timeout_s=config.reward_timeout_s,
+        num_workers=config.reward_workers,
     )
 
 

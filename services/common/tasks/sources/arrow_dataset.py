@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
+from heterorl.common.tasks.rewards.answer_match import MatchedTask
+from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig, SourceConfig
 from heterorl.common.tasks.sources.cells import answer_text, json_value, log_held_out, short_prompts
-from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.sources.dataset_files import Loaded
 from heterorl.common.tasks.task import BETWEEN, ROLES, SYSTEM_ROLES, Measure, Message, Prompt
 from heterorl.common.types.common import Digest
@@ -42,31 +42,30 @@ class ArrowTask(MatchedTask):
         self,
         loaded: Loaded,
         held_out: Loaded | None,
+        config: SourceConfig,
         *,
-        config: DataConfig,
         evaluation_size: int | None,
-        matcher: Matcher,
         measure: Measure | None,
-        needs_answers: bool = True,
     ) -> None:
         """Choose the rows; raises ConfigError if too few, or columns are wrong.
 
         Without `held_out`, `evaluation_size` different prompts of `loaded` are held out, or for None every row, which
-        is then a training prompt too. With `needs_answers`, rows without an answer are dropped.
+        is then a training prompt too. If the configuration needs answers, rows without one are dropped.
         """
-        self._columns = columns = Columns(loaded.table, config, needs_answers)
+        super().__init__(config)
+        data, needs_answers = config.data, config.needs_answers
+        self._columns = columns = Columns(loaded.table, data, needs_answers)
         self._held_columns = columns
-        rows = _chosen("task.name", columns, config, measure)
+        rows = _chosen("task.name", columns, data, measure)
         if held_out is None:
             self._rows, self._held_rows = _split(columns, rows, evaluation_size)
         else:
-            self._held_columns = Columns(held_out.table, config, needs_answers)
-            self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
+            self._held_columns = Columns(held_out.table, data, needs_answers)
+            self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, data, measure)
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
-        super().__init__(matcher)
         self._words = [
-            "table 2", loaded.digest, held_out.digest if held_out else "", matcher.name,
+            "table 2", loaded.digest, held_out.digest if held_out else "", self._matcher.name,
             columns.asked_in, columns.answered_in,
         ]  # fmt: skip
         self._count()

@@ -20,7 +20,7 @@ import blake3
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.files import replacing
-from heterorl.common.tasks.sources.dataset_config import DataConfig
+from heterorl.common.tasks.source_config import DataConfig
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of `save_to_disk`."""
@@ -35,9 +35,7 @@ class Loaded:
     digest: str
 
 
-def load_directory(
-    key: str, directory: Path, *, split: str, subset: str, files: Sequence[str], cache_dir: str
-) -> Loaded:
+def load_directory(key: str, directory: Path, split: str, config: DataConfig) -> Loaded:
     """A split of a directory in the hub's or `save_to_disk`'s layout.
 
     Raises:
@@ -48,8 +46,10 @@ def load_directory(
         raise ConfigError(key, f"{directory} is not a directory", action="check the path")
     if any((directory / name).exists() for name in _SAVED):
         return _saved(key, directory, split)
-    data_files = {split.partition("[")[0]: list(files)} if files else None
-    return _built(key, str(directory), split=split, cache_dir=cache_dir, name=subset or None, data_files=data_files)
+    files = {split.partition("[")[0]: list(config.files)} if config.files else None
+    return _built(
+        key, str(directory), split=split, cache_dir=config.cache_dir, name=config.subset or None, data_files=files
+    )
 
 
 def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
@@ -161,13 +161,10 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
         files = (*config.files, "README.md") if config.files else ()
         directory = download(key, name, commit, files=files, cache_dir=config.cache_dir)
 
-    def load(key: str, split: str) -> Loaded:
-        return load_directory(
-            key, directory, split=split, subset=config.subset, files=config.files, cache_dir=config.cache_dir
-        )
-
-    held_out = load("task.data.evaluation_split", config.evaluation_split) if config.evaluation_split else None
-    return load(key, name.split), held_out
+    held_out = None
+    if split := config.evaluation_split:
+        held_out = load_directory("task.data.evaluation_split", directory, split, config)
+    return load_directory(key, directory, name.split, config), held_out
 
 
 def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
+from heterorl.common.tasks.rewards.answer_match import MatchedTask
+from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig, SourceConfig
 from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, log_held_out, short_prompts
-from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.task import Measure, Message, Prompt, question_of, read_messages
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common_messages import bytes_digest
@@ -42,32 +42,26 @@ class JsonlTask(MatchedTask):
     """Lines of a JSON file with a verifier; implements Task."""
 
     def __init__(
-        self,
-        *,
-        path: Path,
-        evaluation_path: Path | None,
-        evaluation_size: int | None,
-        matcher: Matcher,
-        data: DataConfig,
-        measure: Measure | None = None,
-        needs_answers: bool = True,
+        self, path: Path, config: SourceConfig, *, evaluation_size: int | None, measure: Measure | None
     ) -> None:
         """Read the files.
 
-        Without `evaluation_path`, `evaluation_size` different prompts are held out, or for None every row, which is
-        then a training prompt too. With `needs_answers` each row must have an answer.
+        Without a file of held-out prompts, `evaluation_size` different prompts are held out, or for None every row,
+        which is then a training prompt too. If the configuration needs answers, each row must have one.
         """
+        super().__init__(config)
+        data = config.data
 
         def read(key: str, path: Path) -> list[Prompt]:
-            return _short(key, path, _read(key, path, data, needs_answers), data.max_prompt_tokens, measure)
+            return _short(key, path, _read(key, path, data, config.needs_answers), data.max_prompt_tokens, measure)
 
-        if evaluation_path is None:
+        if not config.evaluation_path:
             self._training, self._held_out = _split(path, read("task.name", path), evaluation_size)
         else:
+            evaluation_path = Path(config.evaluation_path)
             self._training = read("task.name", path)
             self._held_out = read("task.evaluation_path", evaluation_path)
             _refuse_overlap(path, self._training, evaluation_path, self._held_out)
-        super().__init__(matcher)
         self._count()
 
     def _count(self) -> None:

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address, is_loopback
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.rewards.reward_config import RemoteRewardBase
+from heterorl.common.tasks.reward_config import RemoteRewardBase
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+from heterorl.common.tasks.reward_config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, code_reward
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
     START_TIMEOUT_S,
@@ -205,12 +205,11 @@ def test_what_is_printed_ends_at_its_limit(sandbox):
 
 
 def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
-    made, new_poll = [], select.poll
+    reported, new_poll, converse = [], select.poll, bubblewrap._converse
 
-    class Pipes(bubblewrap._Pipes):
-        def __enter__(self):
-            made.append(self)
-            return super().__enter__()
+    def noted(process, orders, number, *args, **words):
+        reported.append(number)
+        return converse(process, orders, number, *args, **words)
 
     class PollThatSeesNoReport:
         def __init__(self):
@@ -218,9 +217,9 @@ def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, mo
             self.register, self.unregister = self._poll.register, self._poll.unregister
 
         def poll(self, timeout_ms):
-            return [event for event in self._poll.poll(timeout_ms) if event[0] != made[-1].report_out]
+            return [event for event in self._poll.poll(timeout_ms) if event[0] != reported[-1]]
 
-    monkeypatch.setattr(bubblewrap, "_Pipes", Pipes)
+    monkeypatch.setattr(bubblewrap, "_converse", noted)
     monkeypatch.setattr(bubblewrap.select, "poll", PollThatSeesNoReport)
 
     assert not ends(sandbox, "while True: print('a' * 1000)")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+from heterorl.common.tasks.reward_config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.task import Prompt, answer_problem_of, close_task

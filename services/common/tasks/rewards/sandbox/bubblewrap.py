@@ -35,8 +35,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -291,15 +292,20 @@ def outcome_of(
     as loaded; empty: never. `errors` is as in subprocess.
     """
     before_s = _used_s()
-    with _Pipes() as pipes, _adopting():
+    with ExitStack() as pipes, _adopting():
+        (orders_out, orders_in), (report_out, report_in), (info_out, info_in) = (_pipe(pipes) for _ in range(3))
+        others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
         process = subprocess.Popen(
-            command(pipes.orders_out, pipes.report_in, pipes.info_in),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            pass_fds=(pipes.orders_out, pipes.report_in, pipes.info_in), env={}, bufsize=0,
+            command(*others), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others, env={},
+            bufsize=0,
         )  # fmt: skip
-        pipes.close_other_side()
+        for other_side in (orders_out, report_in, info_in):
+            other_side.close()
         try:
-            outcome = _converse(process, pipes, limits, first=first, second=second, standard_input=standard_input)
+            outcome = _converse(
+                process, orders_in, report_out.fileno(), limits, first=first, second=second,
+                standard_input=standard_input,
+            )  # fmt: skip
         finally:
             process.kill()
             for pipe in (process.stdin, process.stdout):
@@ -307,34 +313,14 @@ def outcome_of(
                 with suppress(OSError):
                     pipe.close()
             process.wait()
-            _end_namespace(pipes.info_out)
+            _end_namespace(info_out.fileno())
     return replace(outcome, used_s=_used_s() - before_s)
 
 
-class _Pipes:
-    """Descriptors of orders, reports and info, both ends."""
-
-    def __enter__(self) -> _Pipes:
-        self.orders_out, self.orders_in = os.pipe()
-        self.report_out, self.report_in = os.pipe()
-        self.info_out, self.info_in = os.pipe()
-        self._open = {
-            self.orders_out, self.orders_in, self.report_out, self.report_in, self.info_out, self.info_in,
-        }  # fmt: skip
-        return self
-
-    def close_other_side(self) -> None:
-        for number in (self.orders_out, self.report_in, self.info_in):
-            self.close(number)
-
-    def close(self, number: int) -> None:
-        if number in self._open:
-            self._open.discard(number)
-            os.close(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number in list(self._open):
-            self.close(number)
+def _pipe(pipes: ExitStack) -> tuple[FileIO, FileIO]:
+    """Both ends of a new pipe, which `pipes` closes."""
+    out, into = os.pipe()
+    return pipes.enter_context(FileIO(out)), pipes.enter_context(FileIO(into, "w"))
 
 
 @contextmanager
@@ -369,30 +355,31 @@ def _used_s() -> float:
 
 
 def _converse(
-    process: subprocess.Popen[bytes], pipes: _Pipes, limits: SandboxLimits, *, first: bytes, second: bytes,
-    standard_input: bytes,
+    process: subprocess.Popen[bytes], orders: FileIO, reported: int, limits: SandboxLimits, *, first: bytes,
+    second: bytes, standard_input: bytes,
 ) -> SandboxOutcome:  # fmt: skip
     """Write inputs and read outputs until the end or a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     output, report, most = b"", b"", limits.output_bytes
     began, deadline = 0.0, time.monotonic() + START_TIMEOUT_S
-    unsent = {pipes.orders_in: memoryview(first), process.stdin.fileno(): memoryview(standard_input)}
+    ordered = orders.fileno()
+    unsent = {ordered: memoryview(first), process.stdin.fileno(): memoryview(standard_input)}
     poll = select.poll()
-    reading = {process.stdout.fileno(), pipes.report_out}
+    reading = {process.stdout.fileno(), reported}
     for number in unsent:
         os.set_blocking(number, False)
         poll.register(number, select.POLLOUT)
     for number in reading:
         poll.register(number, select.POLLIN)
-    os.set_blocking(pipes.report_out, False)
+    os.set_blocking(reported, False)
 
     def stopped(why: str) -> SandboxOutcome:
         # A report before the last output may still be unread.
         last = b""
-        if pipes.report_out in reading:
+        if reported in reading:
             with suppress(BlockingIOError):
-                last = os.read(pipes.report_out, MAX_REPORT_BYTES)
+                last = os.read(reported, MAX_REPORT_BYTES)
         return SandboxOutcome(status=None, output=output[:most], report=report + last, why=why, took_s=took_s())
 
     def took_s() -> float:
@@ -401,8 +388,8 @@ def _converse(
     def finish(number: int) -> None:
         poll.unregister(number)
         unsent.pop(number)
-        if number == pipes.orders_in:
-            pipes.close(number)
+        if number == ordered:
+            orders.close()
         else:
             assert process.stdin is not None
             process.stdin.close()
@@ -418,7 +405,7 @@ def _converse(
                 except BrokenPipeError:
                     finish(number)
                     continue
-                is_waiting = number == pipes.orders_in and second
+                is_waiting = number == ordered and second
                 if not unsent[number]:
                     poll.unregister(number) if is_waiting else finish(number)
                 continue
@@ -426,15 +413,15 @@ def _converse(
             if not piece:
                 poll.unregister(number)
                 reading.discard(number)
-            elif number == pipes.report_out:
+            elif number == reported:
                 report += piece
                 if not began and report.startswith(BEGAN):
                     began = time.monotonic()
                     deadline = began + limits.timeout_s
                 if second and _LOADED in report:
                     # Only now, so that the foreign code could not read it.
-                    unsent[pipes.orders_in], second = memoryview(second), b""
-                    poll.register(pipes.orders_in, select.POLLOUT)
+                    unsent[ordered], second = memoryview(second), b""
+                    poll.register(ordered, select.POLLOUT)
                 if len(report) > MAX_REPORT_BYTES:
                     return stopped("report")
             else:

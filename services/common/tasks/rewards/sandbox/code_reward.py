@@ -36,7 +36,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 
 if TYPE_CHECKING:
     # A worker needs no pydantic.
-    from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+    from heterorl.common.tasks.reward_config import CodeRewardConfig
 
 MAX_TESTS = 128
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")

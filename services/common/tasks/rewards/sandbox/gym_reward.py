@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
@@ -30,6 +30,10 @@ from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
+
+if TYPE_CHECKING:
+    # A worker needs no pydantic.
+    from heterorl.common.tasks.source_config import SourceConfig
 
 LIMIT_S = 2.0
 """Most processor time for one completion."""
@@ -210,20 +214,10 @@ _PART = "score"
 class ReasoningGymTask:
     """A dataset of reasoning-gym; implements Task."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        size: int,
-        evaluation_size: int,
-        seed: int,
-        timeout_s: float,
-        num_workers: int,
-        sandbox: bool = True,
-    ) -> None:
+    def __init__(self, name: str, config: SourceConfig) -> None:
         """Make the pool; the first score starts a worker.
 
-        A completion has half of `timeout_s`, at most 2 s of processor time.
+        A completion has half of reward_timeout_s, at most 2 s of processor time.
 
         Raises:
             ConfigError: the dataset is unknown, or too small to be split.
@@ -233,27 +227,27 @@ class ReasoningGymTask:
             import reasoning_gym
         except ImportError as error:
             raise DependencyMissing("reasoning-gym", "gym") from error
-        version = getattr(reasoning_gym, "__version__", "")
-        self._entries = Entries(reasoning_gym, name=name, size=max(size, evaluation_size), seed=seed)
+        version, timeout_s = getattr(reasoning_gym, "__version__", ""), config.reward_timeout_s
+        entries: dict[str, Any] = {"name": name, "size": max(config.size, config.evaluation_size), "seed": config.seed}
+        self._entries = Entries(reasoning_gym, **entries)
         self._limit_s = limit_of(timeout_s)
         self._near = NearLimit()
-        self.num_workers = num_workers
-        self.num_prompts = size
-        self.num_evaluation_prompts = evaluation_size
-        stated = f"{version} {name} {size} {evaluation_size} {seed} {self._limit_s:g}"
+        self.num_workers = config.reward_workers
+        self.num_prompts, self.num_evaluation_prompts = config.size, config.evaluation_size
+        stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
         self.digest: Digest = bytes_digest(f"reasoning_gym 5 {stated}".encode())
         job = {
-            "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
-            "timeout_s": timeout_s, "sandbox": sandbox, "patience": PATIENCE,
+            **entries, "kind": "gym", "version": version, "timeout_s": timeout_s, "sandbox": config.sandbox,
+            "patience": PATIENCE,
         }  # fmt: skip
         # The worker counts the time; this limit ends a worker that fails to: two starts and two searches.
         patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s
-        self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=num_workers)
+        self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=self.num_workers)
         self.close = self.pool.close
         # Report a wrong name, or a dataset too small to be split, at the start.
         self._entry(0, False)
         self._entry(0, True)
-        if not sandbox:
+        if not config.sandbox:
             _LOG.warning(
                 "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service"
                 " (docs/rewards.md)",

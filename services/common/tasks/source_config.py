@@ -1,0 +1,136 @@
+"""Configuration of a source: rows and columns that are prompts, and their reward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from heterorl.common.process.config_file import Config
+from heterorl.common.tasks.reward_config import MAX_REWARDS, RewardConfig, from_file
+
+Value = str | int | float | bool
+PROMPT, MESSAGES, ANSWER = "prompt", "messages", "answer"
+"""Default column names."""
+
+
+class DataConfig(Config):
+    """Columns and rows of `hf:`, `parquet:` and `jsonl:`; equal on every node."""
+
+    prompt: str = Field(default=PROMPT, min_length=1)
+    """Column of the prompt: text, or messages with `role` and `content`, the user's last. Without a column of the
+    default name, `messages` is taken."""
+    messages: str = ""
+    """Column of the prompt as messages; replaces `prompt`."""
+    answer: str = ANSWER
+    """Column of the right answer: text, number or JSON. A dot reads a field (`reward_model.ground_truth`), in prompt
+    and messages too. Empty, or no column of the default name: no answers."""
+    subset: str = ""
+    """hf: subset (configuration); empty: the default one."""
+    files: tuple[str, ...] = ()
+    """hf: patterns of files, such as `data/train-*.parquet`; empty: the subset's, after a download of the whole
+    repository."""
+    evaluation_split: str = ""
+    """hf: split of held-out prompts; empty: some of task.name's prompts."""
+    where: dict[str, Value | tuple[Value, ...]] = Field(default_factory=dict)
+    """hf, parquet: rows to keep, by column: a value or a list of values."""
+    at_least: dict[str, float] = Field(default_factory=dict)
+    """hf, parquet: rows to keep, by column: smallest number."""
+    at_most: dict[str, float] = Field(default_factory=dict)
+    """hf, parquet: rows to keep, by column: largest number."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Longest prompt with its template; longer ones are dropped and logged. 0: no bound."""
+    cache_dir: str = ""
+    """hf, parquet: directory of downloads and Arrow files; empty: HF_HOME's."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> DataConfig:
+        if self.answer and self.answer in (self.prompt, self.messages):
+            raise ValueError("answer is the column of the prompt; name another column")
+        if self.files and self.evaluation_split:
+            raise ValueError("files and evaluation_split are both set; remove one of them")
+        return self
+
+
+class SourceConfig(Config):
+    """Prompts of one source, and their reward."""
+
+    name: str = "arithmetic"
+    """Dataset: `arithmetic`, `progression` (too long an answer gets no reward), `progression:prefix` (first terms
+    count), `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
+    `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or `mixture` (of sources). A
+    hub branch is pinned to its commit at the first start."""
+    data: DataConfig = DataConfig()
+    """Columns and rows of a dataset."""
+    system_prompt: str = ""
+    """System message of prompts without one; needs use_chat_template."""
+    digits: int = Field(default=3, ge=1, le=9)
+    """arithmetic, progression: digits of each number."""
+    terms: int = Field(default=34, ge=1, le=10_000)
+    """progression: numbers of an answer; 34 of 3 digits are 103 tokens."""
+    size: int = Field(default=10_000, ge=1)
+    """reasoning_gym, seeds: training prompts."""
+    evaluation_size: int = Field(default=512, ge=1)
+    """Held-out prompts; arithmetic and progression hold out a share."""
+    evaluation_path: str = ""
+    """jsonl, parquet: file of held-out prompts; empty: some of the same file."""
+    seed: int = Field(default=0, ge=0)
+    """arithmetic, progression: order and held-out pairs; reasoning_gym: dataset; environment: episodes."""
+    match: Literal["exact", "math_verify"] = "exact"
+    """jsonl, parquet, hf: verifier of an answer, `exact` or `math_verify`. Rows that math_verify cannot read give no
+    group."""
+    tool_parser: Literal["auto", "hermes", "json"] = "auto"
+    """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3) or
+    `auto` (by the model's template)."""
+    reward: str = ""
+    """`package.module:function`: f(prompt, completion, answer, columns by name) -> float or named parts, or TRL's
+    f(prompts, completions, **columns) -> list; or a reward service's url. Equal files on every node."""
+    rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
+    """Named rewards, whose weighted sum is the reward; empty: task.reward, else the task's own score. Equal on every
+    node."""
+    reward_path: str = ""
+    """Directory of the reward's module, relative to the configuration file; empty: its directory. Installed packages
+    come first."""
+    reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
+    lost. reasoning_gym: half of it, at most 2 s, then reward 0."""
+    sandbox: bool = True
+    """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
+    secrets. Never adopted."""
+    reward_workers: int = Field(default=1, ge=1, le=64)
+    """Worker processes for rewards; a sampler has 4 unless this is set."""
+    environment: str = ""
+    """`package.module:Class`, tools in `file.py`, `textarena:ID` (extra `games`), `openenv:URL` (extra `openenv`),
+    `verifiers:NAME` (extra `verifiers`), `program:file.py:function` or `program:COMMAND`; gives the reward too. Equal
+    files on every node. Empty: one turn."""
+    environment_path: str = ""
+    """Directory of the environment's module, file or program, relative to the configuration file; empty: its directory.
+    Installed packages come first."""
+    max_turns: int = Field(default=8, ge=1, le=1024)
+    """Turns of an episode."""
+    trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Clock time of an episode, generation included."""
+    step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time of a start, step or score, or four times by the clock; then the episode is lost. Agent programs:
+    four times by the clock between two requests."""
+    max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
+    """Longest observation; a longer one ends the episode, a longer tool result is an error that the policy reads."""
+    environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
+    """Address space of an environment process after it is loaded."""
+    environment_workers: int = Field(default=64, ge=1, le=4096)
+    """Environment processes, each with one episode, or 16 where the class shares them."""
+
+    @field_validator("reward_path", "environment_path")
+    @classmethod
+    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
+        # Other processes do not know the configuration file.
+        if not info.data.get(str(info.field_name).removesuffix("_path")):
+            return value
+        return from_file(value, info)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a row needs an answer; functions and services may do without."""
+        if self.reward or self.environment:
+            return False
+        return not self.rewards or any(each.needs_answers for each in self.rewards)

@@ -236,7 +236,7 @@ def turn(text, *calls):
 @pytest.mark.process
 def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(opened):
     episodes = opened()
-    assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "halve"]
+    assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "halve", "hush"]
     assert (episodes.needs, episodes.keeps_prompts, episodes.is_deterministic) == ((), True, True)
 
     with episodes.open({"prompt": "1 + 2?", "answer": "3", "level": 2, "other": 1}, seed=1) as episode:

@@ -333,7 +333,7 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
 
 
 def _conflicts(node: Node) -> Iterator[tuple[str, str]]:
-    """Keys of a node's table that contradict what other nodes and certificates are made from."""
+    """Keys of a node that contradict other nodes or certificates."""
     if node.port and str(node.config["listen"]).rpartition(":")[2] != str(node.port):
         yield "listen", f"the port is not {node.port}, which the nodes dial; change `port`"
     if node.kind != "sampler":

@@ -342,6 +342,6 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def explain(config: Config, sources: dict[str, str]) -> list[tuple[str, object, str]]:
-    """List every key of a loaded configuration by dotted path, with its value and the value's source."""
+    """List a loaded configuration's keys by dotted path, with value and source."""
     flat = flatten(config.model_dump(mode="json"))
     return [(key, value, sources.get(key, "default")) for key, value in flat.items()]

@@ -1,4 +1,4 @@
-"""Configuration of a source: rows and columns that are prompts, and their reward."""
+"""Configuration of a source: its rows, columns of prompts, and reward."""
 
 from __future__ import annotations
 

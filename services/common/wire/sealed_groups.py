@@ -367,7 +367,7 @@ def _read_ids(data: bytes, width: int) -> Int32Array:
 
 
 def _numbers(data: bytes | bytearray, kind: np.dtype[Any], name: str) -> NDArray[Any]:
-    """The entries of a column; counts and lengths as int64, whose sums fit."""
+    """A column's entries; counts and lengths as int64, whose sums fit."""
     if len(data) % kind.itemsize:
         raise MalformedPayload(f"{name}: {len(data)} bytes, {kind.itemsize} for each entry")
     numbers = np.frombuffer(data, kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
+from heterorl.common.errors import RemoteError, lacks
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, SiteId, StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
@@ -246,3 +247,31 @@ class OperatorApi(SamplesApi, Protocol):
 
 class CoordinatorApi(LearnerApi, SamplerApi, OperatorApi, Protocol):
     """All roles together: the gRPC client, or an in-process coordinator."""
+
+
+PAGE = 1000
+"""Most rows of one answer."""
+
+
+async def every_step(api: OperatorApi, *, after: int = -1) -> list[StepReport]:
+    """All reports after a step, page by page."""
+    reports: list[StepReport] = []
+    while (page := await api.list_steps(after_step=after, limit=PAGE)) and page[-1].step > after:
+        # A page may end between two versions of a step: its last step is read again.
+        whole = [report for report in page if report.step < page[-1].step] or page
+        reports += whole
+        after = whole[-1].step
+    return reports
+
+
+async def every_evaluation(api: OperatorApi, *, after: int = -1) -> list[Evaluation]:
+    """All evaluations after a version, page by page; a coordinator without the call has none."""
+    found: list[Evaluation] = []
+    try:
+        while page := await api.list_evaluations(after_version=after, limit=PAGE):
+            found += page
+            after = page[-1].version
+    except RemoteError as error:
+        if not lacks(error):
+            raise
+    return found

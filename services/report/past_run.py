@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.api import OperatorApi
-from heterorl.common.errors import CorruptStore, OperatorError, RemoteError, lacks
+from heterorl.common.api import OperatorApi, every_evaluation, every_step
+from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
@@ -229,27 +229,16 @@ def journal_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-STEPS_A_CALL = 1000
-
-
 async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:
     """Ask a running coordinator; a learner's state_dir adds versions, accuracies and configuration.
 
     Raises HeterorlError if the coordinator refuses or is unreachable, OperatorError before the first step.
     """
     status = await api.get_status()
-    reports: list[StepReport] = []
-    while newest := await api.list_steps(after_step=reports[-1].step if reports else -1, limit=STEPS_A_CALL):
-        reports += newest
+    reports = await every_step(api)
     if not any(report.is_applied for report in reports):
         raise OperatorError(f"{address}: the run took no step yet", action="run the report after the first step")
-    known: list[Evaluation] = []
-    try:
-        while page := await api.list_evaluations(after_version=known[-1].version if known else -1):
-            known += page
-    except RemoteError as error:
-        if not lacks(error):
-            raise
+    known = await every_evaluation(api)
     by_step = {report.step: report for report in reports}
     sites = tuple(
         SiteTotals(

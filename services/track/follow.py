@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from heterorl.common.api import OperatorApi
+from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import OperatorError, RemoteError, Unreachable, lacks
 from heterorl.common.evaluation.summary import UNDER_WAY
 from heterorl.common.process.clock import Clock
@@ -25,10 +25,6 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
 from heterorl.track.tracker import Mark, Tracker, mark_of, read_table
-
-STEPS_A_CALL = 1000
-_BEGINNING = -1
-PAGE = 1000
 
 
 class StepFeed:
@@ -49,26 +45,15 @@ class StepFeed:
         if head == self._head:
             return ()
         mark = self._mark
-        reports = await self._list(_BEGINNING if mark is None else mark.step - 1)
+        reports = await every_step(self._api, after=-1 if mark is None else mark.step - 1)
         if mark is not None and mark not in map(mark_of, reports):
-            reports = await self._list(_BEGINNING)
+            reports = await every_step(self._api)
         found = [report for report in reports if report.version <= head and (mark is None or mark_of(report) > mark)]
         new = tuple(sorted(found, key=mark_of))
         self._head = head
         if new:
             self._mark = mark_of(new[-1])
         return new
-
-    async def _list(self, cursor: int) -> list[StepReport]:
-        reports: list[StepReport] = []
-        while page := await self._api.list_steps(after_step=cursor, limit=STEPS_A_CALL):
-            whole = list(page)
-            if len(page) == STEPS_A_CALL:
-                # A step may have several versions and the cursor counts steps: the last step is read again.
-                whole = [report for report in page if report.step < page[-1].step] or whole
-            reports += whole
-            cursor = whole[-1].step
-        return reports
 
 
 class EvaluationFeed:
@@ -87,7 +72,7 @@ class EvaluationFeed:
         Raises:
             HeterorlError: the coordinator cannot be reached; the next call reads the same.
         """
-        listed = await self._list()
+        listed = await every_evaluation(self._api, after=self._cursor)
         new: list[Evaluation] = []
         held: set[str] = set()
         for found in sorted(listed, key=lambda found: (found.version, found.task_set)):
@@ -101,21 +86,6 @@ class EvaluationFeed:
         changing = [found.version for found in listed if found.state in UNDER_WAY]
         self._cursor = min(changing, default=max(versions, default=self._cursor + 1)) - 1
         return tuple(new)
-
-    async def _list(self) -> list[Evaluation]:
-        found: list[Evaluation] = []
-        cursor = self._cursor
-        while True:
-            try:
-                page = await self._api.list_evaluations(after_version=cursor, limit=PAGE)
-            except RemoteError as error:
-                if not lacks(error):
-                    raise
-                return []
-            if not page:
-                return found
-            found += page
-            cursor = page[-1].version
 
 
 ValueT = TypeVar("ValueT")

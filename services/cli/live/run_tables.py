@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 from rich import box
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterorl.cli.live.step_curves import progress_words, report_rows, series
+from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
 from heterorl.common.types.common import StepReport
@@ -31,9 +32,6 @@ from heterorl.common.types.run import (
     steps_wanted,
 )
 from heterorl.report.figures import sparkline
-
-if TYPE_CHECKING:
-    from heterorl.common.api import OperatorApi
 
 STANDS_STILL = "STANDS STILL"
 _FIRST = (STANDS_STILL, "DISK FULL", "ordered")
@@ -256,7 +254,6 @@ def _canary(site: SiteStatus) -> str:
     return "-" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
 
 
-PAGE = 1000
 Known = MutableMapping[tuple[int, str], Evaluation]
 """Evaluations by version and set."""
 
@@ -269,12 +266,7 @@ async def read_evaluations(api: OperatorApi, known: Known) -> None:
         # A newer version may have replaced an evaluation that had not begun.
         del known[version, name]
     with contextlib.suppress(RemoteError):
-        while True:
-            page = await api.list_evaluations(after_version=after, limit=PAGE)
-            known.update({(found.version, found.task_set): found for found in page})
-            if not page:
-                return
-            after = page[-1].version
+        known.update({(found.version, found.task_set): found for found in await every_evaluation(api, after=after)})
 
 
 def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:
@@ -304,14 +296,11 @@ class Restorable:
 async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
     """Ask for versions to roll back to and their results, newest first."""
     found = {version: Restorable(version=version) for version in await api.list_restorable()}
-    after = -1
-    while page := await api.list_steps(after_step=after, limit=PAGE):
-        after = page[-1].step
-        for report in page:
-            if report.version in found and report.is_applied:
-                found[report.version].reward = report.reward_mean
-                if report.evaluation_accuracy is not None and math.isfinite(report.evaluation_accuracy):
-                    found[report.version].held_out[LEARNER] = report.evaluation_accuracy
+    for report in await every_step(api):
+        if report.version in found and report.is_applied:
+            found[report.version].reward = report.reward_mean
+            if report.evaluation_accuracy is not None and math.isfinite(report.evaluation_accuracy):
+                found[report.version].held_out[LEARNER] = report.evaluation_accuracy
     known: Known = {}
     await read_evaluations(api, known)
     for (version, name), each in known.items():

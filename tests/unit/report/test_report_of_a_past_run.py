@@ -264,7 +264,7 @@ async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation
         async def list_steps(self, *, after_step, limit):
             return (REPORT,) if after_step < REPORT.step else ()
 
-        async def list_evaluations(self, *, after_version):
+        async def list_evaluations(self, *, after_version, limit):
             raise error
 
     for error in (Draining("stopping"), QuotaExceeded("too many calls", retry_after_s=1.0)):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from heterorl.common import api as module
 from heterorl.common.errors import Draining, QuotaExceeded, RemoteError, Unreachable
 from heterorl.common.types.evaluation import Estimate, EvaluationState
-from heterorl.track import follow as module
 from heterorl.track.follow import EvaluationFeed
 from heterorl.track.tracker import evaluation_row, set_of
 from tests.support.evaluations import evaluation

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from heterorl.track import follow as module
+from heterorl.common import api as module
 from heterorl.track.follow import StepFeed
 from heterorl.track.tracker import Mark, mark_of
 from tests.support.run import REPORT
@@ -37,7 +37,7 @@ async def test_goes_on_from_its_cursor():
     assert marks(await feed.read(2)) == [(2, 2)]
     assert marks(await feed.read(2)) == []
     assert marks(await feed.read(3)) == [(3, 3)]
-    assert api.cursors == [0, 3, 1, 3]
+    assert api.cursors == [0, 2, 3, 1, 2, 3]
 
 
 async def test_steps_taken_again_are_new_though_they_are_behind_the_cursor():
@@ -78,11 +78,21 @@ async def test_what_is_committed_while_one_lists_is_the_next_reading():
 
 @pytest.mark.parametrize("limit", [2, 3, 4, 5])
 async def test_a_page_that_ends_between_two_versions_of_a_step_loses_none(monkeypatch, limit):
-    monkeypatch.setattr(module, "STEPS_A_CALL", limit)
+    monkeypatch.setattr(module, "PAGE", limit)
     api = Listed((1, 1), (2, 2), (5, 2), (3, 3), (6, 3), (4, 4), (7, 5))
     found = await StepFeed(api, after=None).read(7)
 
     assert [mark_of(entry).version for entry in found] == [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_an_answer_that_ends_early_between_two_versions_of_a_step_loses_none():
+    class Full(Listed):
+        async def list_steps(self, *, after_step, limit):
+            return (await super().list_steps(after_step=after_step, limit=limit))[:2]
+
+    api = Full((1, 1), (2, 2), (5, 2), (3, 3), (6, 3))
+
+    assert [mark_of(entry).version for entry in await StepFeed(api, after=None).read(6)] == [1, 2, 3, 5, 6]
 
 
 async def test_a_reading_that_failed_is_made_again():

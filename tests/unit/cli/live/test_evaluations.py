@@ -1,7 +1,7 @@
 """A run's evaluations as people see them: asked for in pages, and only what may have changed."""
 
-from heterorl.cli.live import run_tables as live
 from heterorl.cli.live.run_tables import evaluation_tables, read_evaluations
+from heterorl.common import api as module
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import evaluation_rows
 from heterorl.common.types.evaluation import (
@@ -38,7 +38,7 @@ class Api:
 
 
 async def test_all_pages_are_read_and_then_what_may_have_changed(monkeypatch):
-    monkeypatch.setattr(live, "PAGE", 2)
+    monkeypatch.setattr(module, "PAGE", 2)
     running = evaluation(30, state=EvaluationState.RUNNING, num_prompts=4)
     api, known = Api(evaluation(10, 0.5), evaluation(20, 0.7), running), {}
     await read_evaluations(api, known)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from docs.markdown import table
-from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Results, Run
 from heterorl_research.lab.report.plane import planes
 from heterorl_research.lab.report.reading import load_table
+from heterorl_research.lab.statistics.intervals import interval
 
 RESULTS = Path(__file__).parents[1] / "results"
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")

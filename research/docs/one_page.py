@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from docs.markdown import table
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Run, mean
 from heterorl_research.lab.report.reading import load_table
+from heterorl_research.lab.statistics.intervals import Interval, interval
 from research.docs.lab_tables import RESULTS
 
 BASELINE = "gepo"

@@ -16,7 +16,6 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from heterorl.common.evaluation.summary import Interval
 from heterorl.learner.loss.loss_spec import LossSpec, open_share
 from heterorl_research.lab.report import curves, differences, forest, ladders, plane, sweeps
 from heterorl_research.lab.report.data import Arm, Results
@@ -25,6 +24,7 @@ from heterorl_research.lab.report.drawing.drawn import digest
 from heterorl_research.lab.report.drawing.palette import Look, looks
 from heterorl_research.lab.report.reading import load_table
 from heterorl_research.lab.report.sweeps import Paired
+from heterorl_research.lab.statistics.intervals import Interval
 from research.docs import one_page
 from research.docs.lab_tables import RESULTS
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.types.rollout import WorkGrant
-from heterorl.sampler.delay import DelayConfig, FixedDelay, NoDelay, version_lags
+from heterorl.sampler.delay import DelayConfig, FixedDelay, NoDelay, Visibility
 from heterorl_research.lab.cell import Cell
 
 STEP_S = 1.0
@@ -115,3 +115,18 @@ class PolicyGate:
         if policy_version != wanted:
             return WorkGrant(assignments=(), reason=f"waits for version {wanted}", retry_after_s=ASK_AGAIN_S)
         return await self._inner.lease_work(policy_version=policy_version, **asked)
+
+
+def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
+    """Lags at heads below `count`, for a sampler that hears each.
+
+    Raises ValueError: the delay counts seconds, so the lag depends on when versions are made.
+    """
+    if not isinstance(config, NoDelay) and config.unit == "seconds":
+        raise ValueError("a delay in seconds has no lag in versions of its own")
+    visibility, current, lags = Visibility(config, seed=seed), -1, []
+    for head in range(count):
+        visibility.see(head, 0.0)
+        current, _ = visibility.target(0.0, current=current)
+        lags.append(head - current)
+    return lags

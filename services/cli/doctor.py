@@ -81,7 +81,8 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
             num_calls=num_calls,
         )
     engine = config.engine if role == "sampler" else config.backend
-    device = getattr(engine, "device", "cuda" if getattr(engine, "kind", "") == "vllm" and _has_gpu() else "cpu")
+    has_gpu = getattr(engine, "kind", "") == "vllm" and Path("/dev/nvidiactl").exists()
+    device = getattr(engine, "device", "cuda" if has_gpu else "cpu")
     return DoctorTarget(
         role=Role(role),
         address=addresses(config.coordinator)[0],
@@ -109,7 +110,3 @@ def _dialled(config: Any) -> str:
     listen = announced if config.listen.endswith(":0") else config.listen
     host, _, port = listen.rpartition(":")
     return f"{'127.0.0.1' if host in {'0.0.0.0', '[::]'} else host}:{port}"
-
-
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()

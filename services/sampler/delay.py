@@ -246,21 +246,6 @@ def max_group_delay_s(config: DelayConfig) -> float:
     return upper_end(config) / config.time_scale
 
 
-def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
-    """Lags at heads below `count`, for a sampler that hears each.
-
-    Raises ValueError: the delay counts seconds, so the lag depends on when versions are made.
-    """
-    if not isinstance(config, NoDelay) and config.unit == "seconds":
-        raise ValueError("a delay in seconds has no lag in versions of its own")
-    visibility, current, lags = Visibility(config, seed=seed), -1, []
-    for head in range(count):
-        visibility.see(head, 0.0)
-        current, _ = visibility.target(0.0, current=current)
-        lags.append(head - current)
-    return lags
-
-
 class Visibility:
     """The version that a sampler may use at an instant."""
 

@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heterorl.common.evaluation.summary import Interval, interval, wilson
+from heterorl.common.evaluation.summary import wilson
+from heterorl_research.lab.statistics.intervals import Interval, interval
 from heterorl_research.lab.statistics.power import power
 from heterorl_research.lab.statistics.significance import binomial_test, equivalence_test, holm, sign_flip_test, t_test
 

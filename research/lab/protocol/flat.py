@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from heterorl.common.evaluation.summary import Interval, interval
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 EVALUATIONS = 3
 """Evaluations that are averaged at either end of the last quarter."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
 from heterorl_research.lab.report.drawing.canvas import BAND, MEAN, WORST, Picture, say_empty, scale, whole_steps
 from heterorl_research.lab.report.drawing.palette import Look
+from heterorl_research.lab.statistics.intervals import interval
 
 _BINS = 60
 _DELAYS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C8C8C")

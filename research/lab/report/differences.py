@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell
 from heterorl_research.lab.report.drawing.canvas import BAND, MEAN, Picture, same_range, whole_steps
 from heterorl_research.lab.report.drawing.palette import Look
 from heterorl_research.lab.report.paired import BASELINE
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 ONLINE = "online"
 

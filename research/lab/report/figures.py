@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl_research.lab.report.drawing.canvas import Picture, say_empty, scale
 from heterorl_research.lab.report.drawing.palette import Look
 from heterorl_research.lab.report.paired import BASELINE
 from heterorl_research.lab.statistics.correlation import pearson, spearman
+from heterorl_research.lab.statistics.intervals import interval
 
 _BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
 _MOST_LINES = 8

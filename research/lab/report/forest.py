@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Run
 from heterorl_research.lab.report.drawing.canvas import PAIRED_BAR, Picture
 from heterorl_research.lab.report.drawing.palette import looks
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 _SPREAD = 0.5
 """Of the room between two rows, what the rules of one row take one above another."""

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell
 from heterorl_research.lab.report.drawing.canvas import BAR, PAIRED_BAR, Picture, Sign, short
 from heterorl_research.lab.report.drawing.palette import Look
 from heterorl_research.lab.report.paired import BASELINE, Comparison, comparisons
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 _BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
 _ASIDE = 1.8

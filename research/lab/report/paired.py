@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
+from heterorl_research.lab.statistics.intervals import Interval, interval
 from heterorl_research.lab.statistics.power import detectable_difference
 from heterorl_research.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Delay, Results, Run
 from heterorl_research.lab.report.drawing.canvas import Picture, Sign, short
 from heterorl_research.lab.report.sweeps import settings
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 _LEAST_LAGS = 2
 _MOST, _SHADES = 0.505, 101

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from heterorl.common.evaluation.summary import Interval, interval
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, numbers
 from heterorl_research.lab.report.drawing.canvas import PAIRED_BAR, Picture, Sign, same_range, say_empty, short
 from heterorl_research.lab.report.drawing.palette import Look, looks
 from heterorl_research.lab.report.paired import BASELINE
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 WORDS = {
     "G": "group size",

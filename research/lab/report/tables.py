@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.evaluation.summary import Interval, interval, wilson
+from heterorl.common.evaluation.summary import wilson
 from heterorl_research.lab.protocol.flat import is_flat, rise
 from heterorl_research.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl_research.lab.report.paired import Comparison
+from heterorl_research.lab.statistics.intervals import Interval, interval
 
 _NOT_IN_CSV = {"series", "evaluations"}
 

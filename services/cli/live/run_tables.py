@@ -315,12 +315,8 @@ def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorabl
     if num is None:
         return tuple(versions)
     names = {name for each in versions for name in each.held_out}
-    best = {max(_with(versions, name), key=lambda each: each.held_out[name]).version for name in names}
+    best = {max(versions, key=lambda each: each.held_out.get(name, -math.inf)).version for name in names}
     return tuple(each for place, each in enumerate(versions) if place < num or each.version in best)
-
-
-def _with(versions: Sequence[Restorable], name: str) -> list[Restorable]:
-    return [each for each in versions if name in each.held_out]
 
 
 def versions_table(versions: Sequence[Restorable]) -> Table:

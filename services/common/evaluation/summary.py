@@ -26,48 +26,6 @@ LARGE_DF = 1000
 """Degrees of freedom from which Student's t is expanded about the normal distribution."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """Mean of `num` values, half width of its t-interval, and standard deviation.
-
-    A single value has no `half`, and `sd` 0.
-    """
-
-    mean: float
-    half: float | None
-    lowest: float
-    highest: float
-    num: int
-    sd: float = 0.0
-
-    @property
-    def low(self) -> float:
-        return self.mean - (self.half or 0.0)
-
-    @property
-    def high(self) -> float:
-        return self.mean + (self.half or 0.0)
-
-
-def interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
-    """Mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1; None without values."""
-    if not values:
-        return None
-    num = len(values)
-    center = math.fsum(values) / num
-    if num == 1:
-        return Interval(mean=center, half=None, lowest=center, highest=center, num=1)
-    error = standard_error(values)
-    return Interval(
-        mean=center,
-        half=t_quantile(confidence, df=num - 1) * error,
-        lowest=min(values),
-        highest=max(values),
-        num=num,
-        sd=error * math.sqrt(num),
-    )
-
-
 def standard_error(values: Sequence[float]) -> float:
     """s / sqrt(n), s^2 = sum (x - mean)^2 / (n - 1); n > 1."""
     center = math.fsum(values) / len(values)
@@ -155,15 +113,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         low, high = wilson(round(math.fsum(values)), len(values))
         # At 0 or 1 one end is the share itself, up to rounding.
         return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), num_prompts=len(values))
-    found = interval(values)
-    assert found is not None, "there are values"
-    is_share = all(0.0 <= value <= 1.0 for value in values)
-    return Estimate(
-        mean=mean,
-        low=max(0.0, found.low) if is_share else found.low,
-        high=min(1.0, found.high) if is_share else found.high,
-        num_prompts=len(values),
-    )
+    half = t_quantile(0.95, df=len(values) - 1) * standard_error(values) if len(values) > 1 else 0.0
+    least, most = (0.0, 1.0) if all(0.0 <= value <= 1.0 for value in values) else (-math.inf, math.inf)
+    return Estimate(mean=mean, low=max(least, mean - half), high=min(most, mean + half), num_prompts=len(values))
 
 
 def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward: float = 1.0) -> EvaluationSummary:

@@ -53,7 +53,6 @@ from heterorl.common.types.rollout import (
     DropReason,
     Group,
     QueuedGroup,
-    Rollout,
     is_drawn,
     strips_of,
 )
@@ -345,7 +344,7 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
-    if any(rollout.num_drawn != _drawn_by_spans(rollout) for rollout in group.rollouts):
+    if any(each.num_drawn != is_drawn(each.spans, each.token_ids.size).sum() for each in group.rollouts):
         return Finding(detail="a rollout has not one log-prob per token")
     if any(rollout.finish_reason.is_trainable and not rollout.is_trainable for rollout in group.rollouts):
         return Finding(detail="a rollout has no token")
@@ -360,10 +359,6 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=f"a token is outside the vocabulary of {limits.vocab_size}")
     problem = _record_problem(group, limits.routing)
     return Finding(detail=problem) if problem else SOUND
-
-
-def _drawn_by_spans(rollout: Rollout) -> int:
-    return int(is_drawn(rollout.spans, rollout.token_ids.size).sum())
 
 
 def _record_problem(group: Group, routing: RoutingShape | None) -> str:

@@ -35,14 +35,14 @@ _ANOTHER = "train another model"
 REFERENCE_KEY = "backend.reference_model_dir"
 
 
-def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -> nn.Module:
+def load_model(model_dir: str | Path) -> nn.Module:
     """Load fp32 masters from a local directory or hub id.
 
     Raises:
         ConfigError: it is not a causal language model, or cannot be read.
     """
     model: nn.Module = load_pretrained(str(model_dir), dtype=torch.float32)
-    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    prepare(model, gradient_checkpointing=False)
     return model
 
 

@@ -386,6 +386,8 @@ async def test_merged_delta_with_wrong_content_never_becomes_a_state(tmp_path, m
     def dropping(paths, target, *, layout_id, chunks, on_chunk):
         # What the last payload does is lost; the roots say otherwise.
         whole = real(paths, target, layout_id=layout_id, chunks=chunks, on_chunk=on_chunk)
+        with target.open("rb") as file:
+            to_root = read_header(file, layout_id=layout_id, chunks=chunks).to_root
         short = target.with_name("compose-short")
         real(paths[:-1], short, layout_id=layout_id, chunks=chunks, on_chunk=on_chunk)
         with short.open("rb") as file:
@@ -397,7 +399,7 @@ async def test_merged_delta_with_wrong_content_never_becomes_a_state(tmp_path, m
 
         def content(file):
             records = write_chunks(file, coded, num_chunks=len(coded))
-            write_header(file, dataclasses.replace(header, to_root=whole.to_root, records=records))
+            write_header(file, dataclasses.replace(header, to_root=to_root, records=records))
 
         _, digest, num_bytes = write_durably(target, content)
         return dataclasses.replace(whole, digest=digest, num_bytes=num_bytes)

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from heterorl.common.evaluation.summary import LARGE_DF, interval, t_central, t_quantile
+from heterorl.common.evaluation.summary import LARGE_DF, t_central, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -21,22 +21,6 @@ def test_t_central_equals_the_incomplete_beta_function(df, t):
     expected = float(mpmath.betainc(0.5, df / 2, 0, t * t / (df + t * t), regularized=True))
 
     assert t_central(t, df=df) == pytest.approx(expected, abs=1e-12)
-
-
-def test_interval_of_five_seeds_is_the_t_interval():
-    found = interval([0.1, 0.2, 0.3, 0.4, 0.5])
-
-    # s = sqrt(0.025), s / sqrt(5) = sqrt(0.005), times 2.776445.
-    assert found.mean == pytest.approx(0.3)
-    assert found.half == pytest.approx(2.77644510520 * 0.005**0.5)
-    assert found.sd == pytest.approx(0.025**0.5)
-    assert (found.lowest, found.highest, found.num) == (0.1, 0.5, 5)
-    assert (found.low, found.high) == (pytest.approx(0.3 - found.half), pytest.approx(0.3 + found.half))
-
-
-def test_interval_of_one_value_has_no_width_and_of_none_is_none():
-    assert interval([0.4]).half is None
-    assert interval([]) is None
 
 
 def test_t_quantile_of_many_degrees_of_freedom_is_the_same_and_costs_nothing():

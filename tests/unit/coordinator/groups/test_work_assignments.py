@@ -118,7 +118,7 @@ async def test_however_much_is_opened_at_once_takes_three_statements(config, cor
 def _handed(connection, config, count):
     holder = SITE, INCARNATION
     handed = hand_out(connection, holder, count=count, num_prompts=4096, config=config, request_id="")
-    return [each.assignment for each in handed]
+    return [each.id for each in handed]
 
 
 # ---- who may answer

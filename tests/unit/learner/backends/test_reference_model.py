@@ -102,7 +102,7 @@ def test_reference_is_frozen_and_only_loaded_for_losses_that_read_it(model_dir):
 
     assert is_identical(weights(backend._passes.reference.model), before)
     assert not any(parameter.requires_grad for parameter in backend._passes.reference.model.parameters())
-    assert _backend(model_dir, GrpoConfig())._reference is None
+    assert _backend(model_dir, GrpoConfig())._passes.reference is None
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2, target_modules=("q_proj",))], ids=["all", "lora"])

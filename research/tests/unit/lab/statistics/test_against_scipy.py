@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from heterorl.common.evaluation.summary import interval, wilson
+from heterorl.common.evaluation.summary import wilson
 from heterorl_research.lab.statistics.correlation import pearson, spearman
+from heterorl_research.lab.statistics.intervals import interval
 from heterorl_research.lab.statistics.power import detectable_difference, power
 from heterorl_research.lab.statistics.significance import equivalence_test, holm, sign_flip_test, t_test, wilcoxon_test
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from heterorl.common.evaluation.summary import interval
 from heterorl_research.lab.statistics.correlation import pearson, spearman
+from heterorl_research.lab.statistics.intervals import interval
 from heterorl_research.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 
 # Darwin's maize, eighths of an inch, crossed minus self-fertilised: Fisher, The Design of Experiments, sections 17
@@ -62,3 +62,19 @@ def test_correlations_of_known_lists():
     assert pearson([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
     assert spearman([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
     assert pearson([1, 2], [1, 2]) is pearson([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_interval_of_five_seeds_is_the_t_interval():
+    found = interval([0.1, 0.2, 0.3, 0.4, 0.5])
+
+    # s = sqrt(0.025), s / sqrt(5) = sqrt(0.005), times 2.776445.
+    assert found.mean == pytest.approx(0.3)
+    assert found.half == pytest.approx(2.77644510520 * 0.005**0.5)
+    assert found.sd == pytest.approx(0.025**0.5)
+    assert (found.lowest, found.highest, found.num) == (0.1, 0.5, 5)
+    assert (found.low, found.high) == (pytest.approx(0.3 - found.half), pytest.approx(0.3 + found.half))
+
+
+def test_interval_of_one_value_has_no_width_and_of_none_is_none():
+    assert interval([0.4]).half is None
+    assert interval([]) is None

@@ -32,6 +32,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.generated import generated
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import ScoredText, canary_texts
 from heterorl.common.process.clock import SystemClock
@@ -144,7 +145,6 @@ def run_cell(bench: Bench, *, weights: str, products: str, lr: float, start: flo
     backend = TorchBackend(model_dir=bench.model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
     canary = Canary(backend.torch_model, bench.texts, temperature=1.0)
     maker = GroupBuilder(
-        engine=bench.engine,
         task=bench.task,
         prompter=bench.prompter,
         site=SiteId("bench"),
@@ -243,7 +243,7 @@ def _groups(bench: Bench, maker: GroupBuilder, version: int, published: Arena) -
         WorkAssignment(id=number, prompt_index=number % bench.task.num_prompts, seed=number, lease_s=60.0)
         for number in range(first, first + bench.groups)
     ]
-    made = maker.make(work, state_roots={version: published.state_root()}, first_sequence=first + 1).groups
+    made = generated(maker, bench.engine, work, state_root=published.state_root(), first=first + 1)
     return [QueuedGroup(group=group, policy_age_s=0.0, queue_age_s=0.0) for group in made]
 
 

@@ -274,10 +274,9 @@ async def measure(directory: Path, *, num_tokens: int, count: int, repeats: int)
             started = time.process_time()
             leased = await bench.call("StreamGroups", [wanted], answers=count)
             times["out"] = time.process_time() - started
-            sent = {rollout_pb2.PushGroupsRequest.FromString(one).group.SerializeToString() for one in requests}
-            assert {
-                rollout_pb2.StreamGroupsResponse.FromString(one).group.SerializeToString() for one in leased
-            } == sent, "the learner gets what was pushed"
+            sent = {rollout_pb2.PushGroupsRequest.FromString(one).groups for one in requests}
+            came = {rollout_pb2.StreamGroupsResponse.FromString(one).group for one in leased}
+            assert came == sent, "the learner gets what was pushed"
             await bench.core.abandon_groups(epoch=bench.epoch, ids=[group.id for group in groups], reason="measured")
             times |= _limits(directory / f"limit-{number}.sqlite", requests)
             if number:

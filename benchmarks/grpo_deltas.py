@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from benchmarks.generated import generated
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.tiny_model import build_tokenizer
 from heterorl.common.process.clock import SystemClock
@@ -171,7 +172,6 @@ def _train(recipe: Recipe, directory: Path) -> None:
         end_token_ids=prompter.end_token_ids,
     )
     maker = GroupBuilder(
-        engine=engine,
         task=_task(),
         prompter=prompter,
         site=SiteId("bench"),
@@ -185,7 +185,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
     with Progress(transient=True) as progress:
         bar = progress.add_task("GRPO steps", total=BURN_IN + sum(steps for _, steps in recipe.steps))
         for step in range(BURN_IN):
-            _step(backend, maker, recipe, step=step)
+            _step(backend, maker, engine, recipe, step=step)
             progress.advance(bar)
         backend.freeze(state)()
         for lr, steps in recipe.steps:
@@ -197,7 +197,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
             backend.store(before)
             write_snapshot(run / "first", before)
             for number in range(steps):
-                _step(backend, maker, recipe, step=BURN_IN + number)
+                _step(backend, maker, engine, recipe, step=BURN_IN + number)
                 after = Arena(backend.layout)
                 backend.store(after)
                 write_delta(run / f"{number}", before, after)
@@ -206,18 +206,18 @@ def _train(recipe: Recipe, directory: Path) -> None:
     shutil.rmtree(state)
 
 
-def _step(backend: TorchBackend, maker: GroupBuilder, recipe: Recipe, *, step: int) -> None:
+def _step(backend: TorchBackend, maker: GroupBuilder, engine: HfEngine, recipe: Recipe, *, step: int) -> None:
     """One GRPO step on rollouts of the weights as published; repeated until some group has both rewards."""
     arena = Arena(backend.layout)
     backend.store(arena)
-    maker.engine.load(arena, step)
+    engine.load(arena, step)
     for attempt in range(20):
         first = (attempt * 1000 + step) * recipe.groups
         work = [
             WorkAssignment(id=number, prompt_index=number % maker.task.num_prompts, seed=number, lease_s=60.0)
             for number in range(first, first + recipe.groups)
         ]
-        groups = maker.make(work, state_roots={step: arena.state_root()}, first_sequence=first + 1).groups
+        groups = generated(maker, engine, work, state_root=arena.state_root(), first=first + 1)
         if any(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups):
             break
     else:

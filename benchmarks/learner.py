@@ -54,7 +54,7 @@ def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
             num_key_value_heads=max(1, hidden_size // 128),
             head_dim=64,
             tie_word_embeddings=True,
-            end_token_ids=(1,),
+            eos_token_id=1,
             pad_token_id=0,
             bos_token_id=None,
         )
@@ -169,7 +169,7 @@ def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
     count = options["groups"] * options["group_size"]
     trainer = GRPOTrainer(

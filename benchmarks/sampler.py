@@ -100,7 +100,7 @@ def main() -> None:
         def vllm() -> Made:
             source = SharedModel(**common, weights_dir=Path(name))
             options = VllmEngineConfig(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
-            return VllmEngine(source, end_token_ids=(EOS,), settings=options), source.base(), source.vocab_size
+            return VllmEngine(source, end_token_ids=(EOS,), settings=options), source.base(), source.room.vocab_size
 
         makers: list[Callable[[], Made]] = [hf]
         if find_spec("vllm") is not None:

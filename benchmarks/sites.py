@@ -52,7 +52,8 @@ from heterorl.common.wire.common_messages import contract_to_bytes
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from heterorl.coordinator.status_report import encode
 from heterorl.demo.processes import Child, start, stop
-from tests.support.postgres import PostgresServer, binaries
+from tests.support.debian import postgres_binaries
+from tests.support.postgres import PostgresServer
 
 PER_VERSION = 500
 HEARTBEAT_S = 2.0
@@ -326,7 +327,7 @@ async def measure_stores(directory: Path, *, sites: int, **common: Any) -> list[
     """The most sites, with the store in SQLite and in PostgreSQL."""
     rows = [{"store": "sqlite", **await measure(directory / "store-sqlite", sites=sites, **common)}]
     print(json.dumps(rows[-1]), flush=True)
-    if binaries() is None:
+    if postgres_binaries() is None:
         print("PostgreSQL is not installed: make programs", flush=True)
         return rows
     server = PostgresServer(in_memory=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.generated import generated
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
@@ -80,17 +81,7 @@ class Site:
         groups: list[Group] = []
         for start in range(0, len(work), 32):
             part = work[start : start + 32]
-            drafts, _ = maker.begin(part, version=engine.version, state_root=self.state_root)
-            made = engine.generate(
-                [draft.prompt_token_ids for draft in drafts],
-                seeds=[draft.seed for draft in drafts],
-                num_per_prompt=self.group_size,
-            )
-            for number, (draft, completions) in enumerate(zip(drafts, made, strict=True), start=1 + start):
-                draft.completions = dict(enumerate(completions))
-                draft.scores = dict(enumerate(maker.score_all(draft.prompt, completions)))
-                group = maker.group(draft, state_roots={engine.version: self.state_root})
-                groups.append(dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=number)))
+            groups += generated(maker, engine, part, state_root=self.state_root, first=1 + start)
         return groups
 
     def with_logprobs(self, group: Group) -> Group:

@@ -275,7 +275,7 @@ class Campaign:
                 background.append(asyncio.create_task(self._pair.keep()))
                 async with asyncio.timeout(ANSWER_S):
                     await trainer.begin()
-                background += [asyncio.create_task(one.run()) for one in (trainer, *witnesses)]
+                background += [asyncio.create_task(work) for work in (trainer.run(), *(one.run() for one in witnesses))]
                 bar = progress and progress.add_task("kills", total=kills)
                 for number in range(kills):
                     # Everything once, then at random. Between two kills each site gets something acknowledged.

@@ -61,7 +61,7 @@ def main() -> None:
     def step_by_clock(self: TorchBackend, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         began = time.monotonic()
         with torch.no_grad():
-            for parameter in self._model.parameters():
+            for parameter in self.torch_model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=bench["step_scale"])
         time.sleep(max(0.0, began + bench["step_s"] - time.monotonic()))
         return report_of(groups, head_version=head_version, step=step, step_s=time.monotonic() - began)

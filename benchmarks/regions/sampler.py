@@ -61,7 +61,7 @@ def main() -> None:
     config: Any = load_service("sampler", path, ())
     bench = json.loads((path.parents[1] / "bench.json").read_text(encoding="utf-8"))
     TimedEngine.seconds_per_token = bench["seconds_per_token"][config.site]
-    engines.HfEngine = TimedEngine  # type: ignore[misc]
+    engines.HfEngine = TimedEngine  # type: ignore[attr-defined]
     if bench["scheme"]:
         rest, pull = Rest(bench["rest"][config.site], config.tls), WeightSync._pull
 

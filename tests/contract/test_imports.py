@@ -100,7 +100,7 @@ def _missing(source: str) -> set[str]:
 
 
 def test_programs_import_modules_that_exist():
-    """No other test imports most benchmarks, and mypy reads the services only."""
+    """No other test imports most benchmarks."""
     folders = ("benchmarks", "campaigns", "docs", "examples", "research", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): _missing(path.read_text()) for path in files}

@@ -79,6 +79,10 @@ class Channel:
         """Nothing is known of a plaintext link."""
         return {}
 
+    def invocation_metadata(self) -> tuple[()]:
+        """No relay carries the call."""
+        return ()
+
     def peer(self) -> str:
         """Where the call comes from."""
         return "ipv4:127.0.0.1:1"

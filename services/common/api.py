@@ -265,7 +265,7 @@ async def every_step(api: OperatorApi, *, after: int = -1) -> list[StepReport]:
 
 
 async def every_evaluation(api: OperatorApi, *, after: int = -1) -> list[Evaluation]:
-    """All evaluations after a version, page by page; a coordinator without the call has none."""
+    """All evaluations after a version; none from coordinators without the call."""
     found: list[Evaluation] = []
     try:
         while page := await api.list_evaluations(after_version=after, limit=PAGE):

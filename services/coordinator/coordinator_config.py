@@ -196,7 +196,7 @@ class CoordinatorConfig(Config):
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
     """Bound on a site's work_ahead_s: how far ahead it may hold assignments. 0: work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()
-    """Sets that samplers evaluate during training; an evaluation not begun gives way to a newer version's."""
+    """Sets that samplers evaluate; a newer version replaces an evaluation not yet begun."""
     evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()
     """Sites that may evaluate; empty: all with the data. Their scores are not recomputed."""
     stop_grace_s: float = Field(default=5.0, ge=0)

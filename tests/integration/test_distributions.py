@@ -158,7 +158,7 @@ def test_checkers_of_types_layers_and_coverage_name_what_is_installed():
 
     assert PROJECT["project"]["scripts"] == {"heterorl": "heterorl.entry:main"}
     assert tools["importlinter"]["root_packages"] == ["heterorl", "heterorl_research"]
-    assert tools["mypy"]["files"] == ["src/heterorl", "src/heterorl_research"]
+    assert tools["mypy"]["files"] == ["src/heterorl", "src/heterorl_research", "benchmarks", "campaigns"]
     assert tools["hatch"]["build"]["targets"]["wheel"]["sources"] == {"services": "heterorl"}
     assert (ROOT / "src" / "heterorl").resolve() == ROOT / "services"
     assert (ROOT / "src" / "heterorl_research").resolve() == ROOT / "research"

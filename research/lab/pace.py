@@ -78,7 +78,14 @@ def lags(cell: Cell, number: int = 0) -> list[int]:
     Raises:
         ValueError: the delay counts seconds.
     """
-    return version_lags(cell.delay, seed=delay_seed(cell, number), count=cell.regime.max_steps + 1)
+    if not isinstance(cell.delay, NoDelay) and cell.delay.unit == "seconds":
+        raise ValueError("a delay in seconds has no lag in versions of its own")
+    visible, current, found = Visibility(cell.delay, seed=delay_seed(cell, number)), -1, []
+    for head in range(cell.regime.max_steps + 1):
+        visible.see(head, 0.0)
+        current, _ = visible.target(0.0, current=current)
+        found.append(head - current)
+    return found
 
 
 def needs_gate(cell: Cell) -> bool:
@@ -115,18 +122,3 @@ class PolicyGate:
         if policy_version != wanted:
             return WorkGrant(assignments=(), reason=f"waits for version {wanted}", retry_after_s=ASK_AGAIN_S)
         return await self._inner.lease_work(policy_version=policy_version, **asked)
-
-
-def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
-    """Lags at heads below `count`, for a sampler that hears each.
-
-    Raises ValueError: the delay counts seconds, so the lag depends on when versions are made.
-    """
-    if not isinstance(config, NoDelay) and config.unit == "seconds":
-        raise ValueError("a delay in seconds has no lag in versions of its own")
-    visibility, current, lags = Visibility(config, seed=seed), -1, []
-    for head in range(count):
-        visibility.see(head, 0.0)
-        current, _ = visibility.target(0.0, current=current)
-        lags.append(head - current)
-    return lags

@@ -119,7 +119,15 @@ class TurnStore:
                 mine = list(some)
                 group = _group_of(mine)
                 times = min(resumed for *_, resumed, _, _ in mine)
-                if group is None or times >= MAX_RESUMED or group.first.begun < since:
+                problem = ""
+                if group is None:
+                    problem = "no first turn of it is whole"
+                elif times >= MAX_RESUMED:
+                    problem = f"{times} starts continued it without a new turn"
+                elif group.first.begun < since:
+                    problem = "it began more than task.trajectory_s ago"
+                if group is None or problem:
+                    _LOG.warning("assignment %d is returned: %s", assignment, problem)
                     self.drop(connection, [assignment])
                     continue
                 groups.append(group)

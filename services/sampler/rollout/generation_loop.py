@@ -79,7 +79,7 @@ class GenerationLoop:
         self._room = max(1, self.engine.max_running // self.builder.group_size)
         self.prefetch = Prefetch(
             work=self._work, num_prompts=self.builder.task.num_prompts, room_groups=self._room,
-            rate=self.collector.groups, news=self.news, in_flight=self._in_flight_now,
+            rate=self.collector.groups, news=self.news, in_flight=self._in_flight_now, spooled=self.outbox.assignments,
         )  # fmt: skip
         self._is_ending = False
 

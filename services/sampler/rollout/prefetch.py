@@ -6,6 +6,7 @@ order of the lease. An expired lease is not dropped here: the push decides wheth
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import math
@@ -115,7 +116,8 @@ class WorkClient:
 class Prefetch:
     """Assignments leased and not begun, for an engine of `room_groups` groups.
 
-    The coordinator limits seconds of work, at the speed of `rate`; `in_flight` has the assignments that began.
+    The coordinator limits seconds of work, at the speed of `rate`. `in_flight` has the assignments that began;
+    `spooled` blocks, and has those with groups or turns on disk, or None.
     """
 
     work: WorkClient
@@ -124,6 +126,7 @@ class Prefetch:
     rate: GroupRate
     news: Bell
     in_flight: Callable[[], Collection[int]]
+    spooled: Callable[[], Collection[int] | None]
 
     def __post_init__(self) -> None:
         self._waiting: deque[WorkAssignment] = deque()
@@ -174,8 +177,10 @@ class Prefetch:
         grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
         if grant is None or not grant.assignments:
             return 0
-        # An expired assignment that waits, or whose group goes on, as over a restart, may be granted again.
-        held = {*self.in_flight(), *(assignment.id for assignment in self._waiting)}
+        # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again.
+        begun = self.in_flight()
+        spooled = await asyncio.to_thread(self.spooled) or ()
+        held = {*begun, *spooled, *self.in_flight(), *(assignment.id for assignment in self._waiting)}
         self._waiting += [assignment for assignment in grant.assignments if assignment.id not in held]
         self.news.ring()
         return len(grant.assignments)

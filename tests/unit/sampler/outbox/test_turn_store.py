@@ -122,7 +122,7 @@ def test_group_that_took_too_long_is_dropped(outbox, tmp_path):
     assert outbox.assignments() == (7,)
 
 
-def test_group_is_taken_up_again_as_long_as_it_gets_on(outbox, tmp_path):
+def test_group_is_taken_up_again_as_long_as_it_gets_on(outbox, tmp_path, caplog):
     first, second, _ = turns_of(outbox, tmp_path)
     outbox.turns.keep([first])
     for _ in range(kept_turns.MAX_RESUMED - 1):
@@ -133,6 +133,7 @@ def test_group_is_taken_up_again_as_long_as_it_gets_on(outbox, tmp_path):
 
     assert outbox.turns.take(since=0.0) == []
     assert outbox.assignments() == ()
+    assert "assignment 0 is returned: 3 starts continued it without a new turn" in caplog.text
 
 
 def test_turns_beyond_the_bound_are_not_kept(outbox, tmp_path, monkeypatch, caplog):

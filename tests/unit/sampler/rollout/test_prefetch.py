@@ -1,7 +1,11 @@
 """Work leased ahead of need."""
 
+import math
+
 import pytest
 
+from heterorl.common.errors import Unreachable
+from heterorl.common.wire.sealed_groups import open_group
 from tests.support.sampler_world import World
 
 
@@ -38,3 +42,19 @@ async def test_assignment_that_ran_out_and_is_given_again_waits_once(world):
 
     assert len(held) > 10
     assert not again
+
+
+async def test_assignment_whose_group_waits_on_disk_is_not_drawn_again(world):
+    async def push_groups(groups):
+        raise Unreachable("the link is down")
+
+    world.link.replaced["push_groups"] = push_groups
+    world.settings = {}
+    world.start()
+    # Leases of 5 s run out, and the coordinator grants these assignments again.
+    await world.passed(20.0, step_s=0.5)
+    groups, _ = world.outbox.due(math.inf, limit=1000, max_bytes=1 << 20)
+    answered = [open_group(group).assignment for group in groups]
+
+    assert len(answered) > 10
+    assert len(set(answered)) == len(answered)

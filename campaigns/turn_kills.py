@@ -173,9 +173,14 @@ def _groups(cluster: Cluster) -> Iterable[Group]:
 
 
 def _turns(cluster: Cluster, kept: Kept) -> dict[str, int]:
-    """Members killed between two turns, by whether they continued with the same tokens."""
+    """Members killed between two turns, by whether they continued with the same tokens.
+
+    Not of assignments that were returned or whose group was dropped: a site may draw these again.
+    """
     logs = "".join((cluster.directory / "logs" / f"{site}.log").read_text() for site in SAMPLERS)
-    given_up = {int(number) for number in re.findall(r"assignment (\d+) gives no group", logs)}
+    given_up = {int(number) for number in re.findall(r"assignment (\d+) (?:gives no group and )?is returned", logs)}
+    with closing(cluster.database()) as file:
+        given_up |= {number for (number,) in file.execute("SELECT assignment FROM groups WHERE state = 'dropped'")}
     came = {(group.id.site, group.assignment): group for group in _groups(cluster)}
     counts = Counter(continued=0, altered=0)
     for (site, assignment, member), turns in kept.items():

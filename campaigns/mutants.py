@@ -147,6 +147,8 @@ def reaching(root: Path = ROOT) -> dict[str, list[str]]:
     for name, path in theirs.items():
         if path.name.startswith("test_"):
             far, test = _distances(graph, name), path.relative_to(root).as_posix()
+            # Some modules are loaded by their names.
+            far |= {module: 1 for module in ours if path.stem == f"test_{ours[module].stem}" and module not in far}
             for module in far.keys() & ours.keys():
                 file = ours[module].relative_to(root)
                 is_own = test.startswith(f"tests/unit/{file.parts[1]}/")

@@ -188,6 +188,7 @@ def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
 
     assert named("services/learner/loss/loss_spec.py") == ["test_a"]
     assert named("services/learner/learner_app.py", "docs/losses.rst") == ["test_b", "test_c"]
+    assert named("services/learner/b.py") == ["test_b"]
     assert named("Makefile") == ["test_c"]
     assert named("tests/unit/test_a.py") == ["test_a"]
     assert named("LICENSE") == []

@@ -22,18 +22,23 @@ def changed(base: str = "") -> list[str]:
 
 
 def files_near(names: Iterable[str], root: Path = ROOT) -> list[str]:
-    """The test files that are among these, import one of these modules, or name one of these other files.
+    """The test files that are among these, import or test one of these modules by name, or name one of these other files.
 
     A text of tests stands for its suffix where it looks for all files that have it, such as `*.md`.
     """
     names = sorted(set(names))
     modules = {_module(name) for name in names if name.endswith(".py")}
     others = {name for name in names if not name.endswith(".py")}
+    tests = {f"test_{PurePath(name).name}" for name in names if name.endswith(".py")}
     told = {PurePath(name).name for name in others} | {f"*{PurePath(name).suffix}" for name in others}
     found = []
     for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("test_*.py")):
         name, text = str(path.relative_to(root)), path.read_text()
-        if name in names or _imported(text) & modules or any(f'{word}"' in text for word in told):
+        if (
+            {name, path.name} & {*names, *tests}
+            or _imported(text) & modules
+            or any(f'{word}"' in text for word in told)
+        ):
             found.append(name)
     return found
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.process.files import replacing, try_lock, write_all
+from heterorl.common.errors import DiskFull
+from heterorl.common.process.files import appearing, replacing, try_lock, write_all
 
 
 def names(directory):
@@ -76,6 +77,20 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, OSError)]
+)
+def test_directory_that_the_disk_refuses_leaves_nothing(tmp_path, monkeypatch, number, raised):
+    def fails(descriptor):
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(raised), appearing(tmp_path / "v1") as directory:
+        (directory / "weights").write_bytes(b"new")
+
+    assert names(tmp_path) == []
 
 
 def test_a_secret_is_nobody_elses_from_its_first_byte(tmp_path):

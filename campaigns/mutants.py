@@ -28,6 +28,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.import_graph import NAME, edges, modules
 
 ROOT = Path(__file__).parents[1]
@@ -224,10 +226,18 @@ class Copy:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
         return failed(output, process.returncode)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill pytest and all processes of its tests, also those in groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pytest = psutil.Process(process.pid)
+        for one in [pytest, *pytest.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
 
 
 def failed(output: str, code: int) -> str:

@@ -2,11 +2,13 @@
 
 import ast
 import contextlib
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from campaigns.mutants import TIERS, broken, draw, failed, guards_of, judge, reaching
+from campaigns.mutants import TIERS, broken, draw, end, failed, guards_of, judge, reaching
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -151,3 +153,16 @@ def test_failing_test_is_read_from_the_summary(output, code, test):
 def test_a_pytest_that_fails_by_itself_is_no_answer():
     with pytest.raises(RuntimeError, match="ended with 4"):
         failed("no such file", 4)
+
+
+@pytest.mark.process
+def test_end_of_a_late_pytest_is_the_end_of_its_processes():
+    command = ["sh", "-c", "setsid sleep 600 & echo $!; wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    with process.stdout:
+        child = psutil.Process(int(process.stdout.readline()))
+        end(process)
+    child.wait(timeout=10)
+
+    assert process.returncode == -9

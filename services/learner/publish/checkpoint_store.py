@@ -221,7 +221,9 @@ class CheckpointStore:
             _remove(final)
             temporary.rename(final)
             sync_directory(self._root)
-        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
+        # Versions above this one are of a history that the coordinator has lost: the first to go.
+        others = [path for path in self.paths() if path not in self._unreadable and path != final]
+        for old in sorted(others, key=lambda path: path > final)[NUM_KEPT - 1 :]:
             _remove(old)
         return final
 

@@ -73,6 +73,17 @@ def test_store_keeps_the_two_newest(tmp_path):
     assert [path.name for path in store.paths()] == ["v00000010", "v00000003"]
 
 
+def test_store_keeps_a_checkpoint_below_those_of_a_lost_history(tmp_path):
+    """After the coordinator was restored from a backup, versions go on from an earlier number."""
+    store, kept = CheckpointStore(tmp_path), []
+    for version in (19, 20, 16, 17, 18):
+        write(store, version)
+        kept.append([path.name for path in store.paths()])
+
+    assert kept[2] == ["v00000020", "v00000016"]
+    assert kept[3:] == [["v00000017", "v00000016"], ["v00000018", "v00000017"]]
+
+
 def test_checkpoint_replaces_one_of_the_same_version(tmp_path):
     store, backend = CheckpointStore(tmp_path), NumpyBackend()
     write(store, 1, backend)

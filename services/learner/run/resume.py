@@ -35,6 +35,7 @@ from heterorl.common.errors import (
     CorruptStore,
     GroupNotAvailable,
     OperatorError,
+    RunFinished,
     StateMismatch,
     UnknownPayload,
     UnknownVersion,
@@ -347,7 +348,7 @@ class Resumption:
             await self.publisher.publish(
                 arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
             )
-        except GroupNotAvailable as error:
+        except (GroupNotAvailable, RunFinished) as error:
             _LOG.warning("checkpoint %s is discarded, the one before it is tried: %s", path.name, error)
             await in_thread(self.publisher.store.discard, path)
             return None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
+from heterorl.common.errors import ConfigError, RemoteError, RunFinished, StaleEpoch
 from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
@@ -197,7 +197,12 @@ class TrainingRun:
         )
         outcome = None
         while outcome is not Outcome.FINISHED:
-            step = await rollback.resume(is_start=outcome is None)
+            try:
+                step = await rollback.resume(is_start=outcome is None)
+            except RunFinished as error:
+                # A restart, variant or order that needs one more version.
+                _LOG.warning("no further version is published: %s", error)
+                return
             # A new inbox is empty: groups of the last loop return to the queue when the stream opens.
             inbox, backoff = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.backoff()
             selection = GroupSelection(

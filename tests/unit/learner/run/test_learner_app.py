@@ -129,6 +129,37 @@ async def test_learner_ends_with_the_version_that_ends_the_run(tmp_path, num_gro
     await core.close()
 
 
+async def test_learner_that_died_beyond_the_last_version_ends_well_when_started_again(tmp_path):
+    core = await open_coordinator(tmp_path, max_versions=1)
+    filling = asyncio.create_task(fill(core, 4))
+    with pytest.raises(Killed):
+        await learn(learner_config(tmp_path), FragileApi(core, die_before=("publish_version", 3)))
+    await filling
+
+    result = await learn(learner_config(tmp_path), core)
+
+    assert (result.version, result.step, result.num_unpublished) == (1, 1, 0)
+    assert sorted(path.name for path in (tmp_path / "learner" / "checkpoints").iterdir()) == ["v00000001"]
+    await core.close()
+
+
+@pytest.mark.parametrize("needs", ["an older checkpoint", "an order", "a variant"])
+async def test_start_after_the_last_version_that_needs_one_more_ends_without_an_error(tmp_path, needs):
+    core = await open_coordinator(tmp_path, max_versions=1)
+    cadence = 5 if needs == "an older checkpoint" else 1
+    config = learner_config(tmp_path, checkpoint_every_versions=cadence)
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(learn(config, core), fill(core, 4))
+        if needs == "an order":
+            await core.rollback(to_version=0, request_id="one")
+        if needs == "a variant":
+            config = config.model_copy(update={"variants": ("int8",)})
+        result = await learn(config, core)
+
+    assert result.version == (await core.get_status()).head_version == 1
+    await core.close()
+
+
 async def test_finished_run_does_nothing_when_started_again(coordinator, tmp_path):
     config = learner_config(tmp_path)
     await asyncio.gather(learn(config, coordinator), fill(coordinator, QUEUE))

@@ -16,7 +16,14 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.errors import (
+    CorruptData,
+    NotReversible,
+    StateMismatch,
+    UnknownPayload,
+    UnknownVersion,
+    UntrustedVersion,
+)
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
@@ -75,7 +82,7 @@ class Rollback:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
         try:
             arena = await self._content(await parts.published.manifest(version))
-        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+        except (UnknownVersion, UnknownPayload, UntrustedVersion, CorruptData) as error:
             self._refused = version
             _LOG.error(
                 "the learner cannot go back to version %d and trains on: %s (see `heterorl rollback --list`)",

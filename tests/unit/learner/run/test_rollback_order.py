@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
+from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetcher import MAX_COPIES
 from heterorl.common.pull.puller import Puller
@@ -171,6 +172,23 @@ async def test_order_is_carried_out_once_when_the_learner_dies(core, tmp_path, k
 
     assert await ordered(core) == (-1, 4)
     assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
+
+
+async def test_order_of_a_version_whose_key_is_no_longer_trusted_ends_no_run(core, tmp_path, caplog):
+    old, new = (new_key(tmp_path / name) for name in ("old", "new"))
+    config = learner_config(tmp_path, max_steps=1)
+    await asyncio.gather(learn(config, core, GentleBackend(), signer=old), fill(core, 2))
+    later = config.model_copy(update={"max_steps": 2, "trusted_keys": (old.public_key,)})
+    filling = fill(core, 2, incarnation="c1946ac9")
+    await asyncio.gather(learn(later, core, GentleBackend(), signer=new), filling)
+    await core.rollback(to_version=1, request_id="one")
+
+    config = config.model_copy(update={"max_steps": 3})
+    filling = fill(core, 2, incarnation="d1946ac9")
+    result, _ = await asyncio.gather(learn(config, core, GentleBackend(), signer=new), filling)
+
+    assert (result.step, result.version) == (3, 3)
+    assert caplog.text.count("cannot go back to version 1") == 1
 
 
 async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, monkeypatch):

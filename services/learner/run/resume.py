@@ -200,7 +200,7 @@ class Resumption:
         head = grant.head_version
         paths = await in_thread(publisher.store.paths)
         for path in paths:
-            step = await self._try(path, head)
+            step = await self._try(path, head, order=grant.rollback_to)
             if step is not None:
                 return step
         plan = decide_without(
@@ -208,8 +208,9 @@ class Resumption:
         )
         return await (self._start(head) if plan is ResumePlan.START else self._adopt(head))
 
-    async def _try(self, path: Path, head: int) -> int | None:
-        """The steps in the weights; None: the checkpoint is skipped."""
+    async def _try(self, path: Path, head: int, *, order: int) -> int | None:
+        """The steps in the weights; None: the checkpoint is skipped.
+        `order` is the version of an open rollback order."""
         publisher, cursor = self.publisher, await self.read(path)
         if cursor is None:
             return None
@@ -232,6 +233,10 @@ class Resumption:
             return None
         if plan is ResumePlan.ADOPT:
             return await self._adopt(head, instead_of=committed)
+        if plan is ResumePlan.REPUBLISH and await self._is_withdrawn(cursor, order):
+            _LOG.warning("checkpoint %s is discarded: its rollback order was taken back", path.name)
+            await in_thread(publisher.store.discard, path)
+            return None
         try:
             arena = await self.restore(path, cursor)
         except (CorruptData, OSError) as error:
@@ -246,6 +251,20 @@ class Resumption:
         if plan is ResumePlan.CONTINUE:
             return await self._continue(cursor, arena, head)
         return await self._roll_back(cursor, arena, committed, head)
+
+    async def _is_withdrawn(self, cursor: Cursor, order: int) -> bool:
+        """Whether a checkpoint is of a rollback order that was taken back."""
+        parent = cursor.parent_version
+        if cursor.consumed or parent == NO_VERSION or cursor.lineage_version != parent:
+            return False
+        # Without groups a version repeats the head, or an ordered version.
+        own = [cursor.state_root == await self._root(version) for version in {parent, order} - {NO_VERSION}]
+        return not any(own)
+
+    async def _root(self, version: int) -> str:
+        publisher = self.publisher
+        signed = await publisher.backoff.retry(lambda: publisher.api.get_signed_manifest(version=version))
+        return manifest_from_bytes(signed.data).state_root
 
     async def read(self, path: Path) -> Cursor | None:
         """The cursor of a checkpoint; None when it cannot be read."""

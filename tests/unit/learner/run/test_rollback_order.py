@@ -174,6 +174,24 @@ async def test_order_is_carried_out_once_when_the_learner_dies(core, tmp_path, k
     assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
 
 
+@pytest.mark.parametrize("later", [-1, 2, 1], ids=["taken back", "replaced", "given again"])
+async def test_order_that_was_taken_back_after_its_checkpoint_has_no_effect(core, tmp_path, later):
+    config = await trained(core, tmp_path, GentleBackend())
+    await core.rollback(to_version=1, request_id="one")
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(core, die_before=("publish_version", 1)), GentleBackend())
+    await core.rollback(to_version=later, request_id="two")
+
+    backend = GentleBackend()
+    result = await learn(config, core, backend)
+
+    roots = [(await manifest(core, version)).state_root for version in range(result.version + 1)]
+    assert result.step == 3
+    assert roots[4:] == ([] if later < 0 else [roots[later]])
+    assert backend.momentum.any() == (later < 0), "only a rollback costs the optimizer"
+    assert await ordered(core) == (-1, result.version)
+
+
 async def test_order_of_a_version_whose_key_is_no_longer_trusted_ends_no_run(core, tmp_path, caplog):
     old, new = (new_key(tmp_path / name) for name in ("old", "new"))
     config = learner_config(tmp_path, max_steps=1)

@@ -88,6 +88,8 @@ class Publisher:
     position: Position = _NOWHERE
     is_undecided: bool = False
     """Whether a version was sent whose commit is not known."""
+    needs_checkpoint: bool = False
+    """Whether no checkpoint leads to the head: the next version has one at any cadence."""
     _spare: Arena | None = None
     _is_under_way: bool = False
 
@@ -159,7 +161,7 @@ class Publisher:
             await self.variants.align(position)
             forms = await in_thread(self.variants.quantise, whole_of(arena), canary=self.canary)
         is_rollback = position.lineage_version != position.head_version
-        is_due = is_last or is_rollback or version % self.checkpoint_every_versions == 0
+        is_due = is_last or is_rollback or self.needs_checkpoint or version % self.checkpoint_every_versions == 0
         begun = None
         if saved_by is not None and is_due:
             begun = await in_thread(self.store.begin, version, saved_by)
@@ -230,6 +232,8 @@ class Publisher:
         publish_s = time.perf_counter() - started
         self._advance(draft.arena, encoded)
         self.is_undecided = False
+        if checkpoint is not None:
+            self.needs_checkpoint = False
         if self.variants is not None:
             self.variants.advance(forms)
         _remove(files)

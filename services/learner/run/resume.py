@@ -438,6 +438,7 @@ class Resumption:
         )
         arena = await self.published.rebuild(data)
         await in_thread(self.backend.load_published, arena)
+        self.publisher.needs_checkpoint = True
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )

@@ -557,6 +557,23 @@ async def test_rollback_has_a_checkpoint_whatever_the_cadence(coordinator, tmp_p
     assert [path.name for path in again.store.paths()] == ["v00000003", "v00000000"]
 
 
+async def test_adoption_is_followed_by_a_checkpoint_whatever_the_cadence(coordinator, tmp_path):
+    """A restart must not ask again to go on without an optimizer."""
+    first = await World.open(coordinator, tmp_path / "lost")
+    await first.resume()
+    await first.advance()
+    directory, cadence = tmp_path / "next", {"checkpoint_every_versions": 10}
+    second = await World.open(coordinator, directory, **cadence)
+    await second.resume(adopt_without_optimizer=True)
+    await second.advance()
+    await second.advance()
+
+    assert [path.name for path in second.store.paths()] == ["v00000002"]
+    third = await World.open(coordinator, directory, **cadence)
+    assert await third.resume() == 2
+    assert third.backend.momentum.any()
+
+
 async def test_pending_checkpoint_is_discarded_when_it_is_refused_at_resumption(coordinator, tmp_path):
     fragile = FragileApi(coordinator, die_before=("publish_version", 2))
     world = await World.open(coordinator, tmp_path, api=fragile)

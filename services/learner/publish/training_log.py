@@ -11,6 +11,7 @@ abandoned, a later row of a step replaces an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -71,8 +72,15 @@ class TrainingLog:
         self._append(EVALUATIONS_FILE, [row])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        with (self._directory / name).open("a", encoding="ascii") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        path = self._directory / name
+        try:
+            with path.open("a", encoding="ascii") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            # The version is committed: an end would cost it where its checkpoint is not due.
+            _LOG.warning("training log %s loses rows, no weights depend on it: %s", path, error)
+            with contextlib.suppress(OSError):
+                _cut_torn_line(path)
 
 
 def read_rows(path: Path) -> list[dict[str, int]]:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.support.learner_world import (
     learn,
     learner_config,
     open_coordinator,
+    rows,
 )
 
 QUEUE = 6
@@ -144,6 +146,26 @@ async def test_file_system_without_hard_links_has_checkpoints_too(coordinator, t
     # Version 2 has a snapshot beside its delta, which its checkpoint shares.
     paths = sorted((tmp_path / "learner" / "checkpoints").iterdir())
     assert [checkpoint_store.read_checkpoint(path).version for path in paths] == [2, 3]
+
+
+async def test_journal_that_cannot_be_written_ends_no_run(coordinator, tmp_path, monkeypatch, caplog):
+    opened, num_full = Path.open, 0
+
+    def full(path, mode="r", **options):
+        nonlocal num_full
+        if mode == "a" and path.name in ("versions.jsonl", "steps.jsonl") and (num_full := num_full + 1) in (3, 4):
+            with opened(path, mode, **options) as file:
+                file.write('{"version": ')
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    result, _ = await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
+
+    assert (result.version, result.is_finished) == (3, True)
+    assert [row["version"] for row in rows(tmp_path / "learner" / "versions.jsonl")] == [0, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "learner" / "steps.jsonl")] == [2, 3]
+    assert caplog.text.count("loses rows") == 2
 
 
 # ---- the coordinator's disk

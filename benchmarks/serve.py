@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import blake3
 import numpy as np
@@ -35,10 +35,11 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.transport_options import keep_freed_frames
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
-from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers
 from heterorl.common.weights.codec import Method
-from heterorl.common.weights.payload import NO_ROOT, Header, write_chunks, write_durably, write_header
+from heterorl.common.weights.manifest import build_manifest
+from heterorl.common.weights.payload import NO_ROOT, CodedChunk, write_coded
 from heterorl.common.wire.policy_messages import manifest_to_bytes
 from heterorl.demo.processes import start, stop
 
@@ -64,41 +65,29 @@ def write_model(directory: Path, num_bytes: int) -> Manifest:
     """
     layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(num_bytes // 2,))])
     noise = np.random.default_rng(0).integers(-(2**15), 2**15, 4 << 20).astype(np.int16)
-    digests: list[bytes] = []
 
-    def coded() -> Iterator[tuple[int, bytes]]:
+    def coded() -> Iterator[CodedChunk]:
         for number, chunk in enumerate(layout.chunks):
             values = noise[: chunk.stop - chunk.start] ^ np.int16(number)
-            digests.append(digest_integers(values))
-            yield Method.RAW, values.tobytes()
-
-    def content(file: BinaryIO) -> Digest:
-        records = write_chunks(file, coded(), num_chunks=len(layout.chunks))
-        root = state_root(layout.layout_id, digests)
-        write_header(file, Header(layout_id=layout.layout_id, from_root=NO_ROOT, to_root=root, records=records))
-        return root
+            yield Method.RAW, values.tobytes(), values.size, digest_integers(values)
 
     partial = directory / "partial"
     partial.mkdir(parents=True)
-    root, digest, size = write_durably(partial / "model", content)
-    (partial / "model").rename(partial / digest)
-    payload = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=digest, num_bytes=size)
-    return Manifest(
+    info = write_coded(partial / "model", coded(), layout=layout, from_root=NO_ROOT)
+    (partial / "model").rename(partial / info.digest)
+    payload = PayloadRef(
+        kind=PayloadKind.SNAPSHOT, from_version=NO_VERSION, to_version=0, digest=info.digest, num_bytes=info.num_bytes
+    )
+    return build_manifest(
         run_id="bench",
         epoch=1,
         version=0,
-        parent_version=-1,
+        parent_version=NO_VERSION,
         parent_digest="",
-        layout_id=layout.layout_id,
-        chunk_digests=tuple(digests),
-        state_root=root,
+        layout=layout,
         step=0,
-        num_changed=layout.num_elements,
-        num_elements=layout.num_elements,
-        full_bytes=layout.full_bytes,
+        info=info,
         payloads=(payload,),
-        chunk_elements=layout.chunk_elements,
-        num_byte_elements=0,
     )
 
 

@@ -26,7 +26,7 @@ from heterorl.common.errors import NotReversible, StateMismatch
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from heterorl.common.weights.payload import Header, read_chunk, read_header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload import Header, read_chunk, read_header, write_file
 
 ComposedChunk = tuple[Method, bytes]
 """Method and coded bytes."""
@@ -84,10 +84,9 @@ def compose(
 def _write(target: Path, coded: Iterable[ComposedChunk], *, states: Header, num_chunks: int) -> ComposedPayload:
     """Write coded chunks durably, behind a header that leads between `states`."""
 
-    def content(file: BinaryIO) -> None:
-        write_header(file, replace(states, records=write_chunks(file, coded, num_chunks=num_chunks)))
-
-    _, digest, num_bytes = write_durably(target, content)
+    _, digest, num_bytes = write_file(
+        target, coded, num_chunks=num_chunks, header=lambda records: replace(states, records=records)
+    )
     return ComposedPayload(digest=digest, num_bytes=num_bytes)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import blake3
 import xxhash
@@ -48,7 +48,6 @@ _CHECKSUM = Struct("<Q")
 _BLOCK_BYTES = 1 << 20
 FRAME_BYTES = 1 << 20
 """Payloads travel in frames of at most this size."""
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +57,6 @@ class Record:
     method: int
     num_bytes: int
     checksum: int
-
-    @classmethod
-    def of(cls, method: int, coded: bytes) -> Record:
-        return cls(method=method, num_bytes=len(coded), checksum=xxhash.xxh3_64_intdigest(coded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,37 +138,34 @@ def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
     return data
 
 
-def write_chunks(file: BinaryIO, coded: Iterable[tuple[int, bytes]], *, num_chunks: int) -> tuple[Record, ...]:
-    """Write chunks behind the header's place, which `write_header` fills later."""
-    file.seek(_HEAD.size + _FIXED.size + num_chunks * _RECORD.size + _CHECKSUM.size)
-    records: list[Record] = []
-    for method, data in coded:
-        records.append(Record.of(method, data))
-        file.write(data)
-    return tuple(records)
+def write_file(
+    path: Path, coded: Iterable[tuple[int, bytes]], *, num_chunks: int, header: Callable[[tuple[Record, ...]], Header]
+) -> tuple[Header, Digest, int]:
+    """Write coded chunks, and before them the header that `header` makes of their records.
+
+    The file gets its name once whole and durable. Returns (header, blake3, size in bytes).
+    """
+    with replacing(path) as file:
+        file.seek(_HEAD.size + _FIXED.size + num_chunks * _RECORD.size + _CHECKSUM.size)
+        records: list[Record] = []
+        for method, data in coded:
+            records.append(Record(method=method, num_bytes=len(data), checksum=xxhash.xxh3_64_intdigest(data)))
+            file.write(data)
+        written = header(tuple(records))
+        file.seek(0)
+        file.write(_header_bytes(written))
+        file.flush()
+        digest = file_digest(Path(file.name))
+        num_bytes = os.fstat(file.fileno()).st_size
+    return written, digest, num_bytes
 
 
-def write_header(file: BinaryIO, header: Header) -> None:
-    """Write the header to its place."""
+def _header_bytes(header: Header) -> bytes:
     roots = (bytes.fromhex(root) for root in (header.layout_id, header.from_root, header.to_root))
     data = _FIXED.pack(*roots, len(header.records)) + b"".join(
         _RECORD.pack(record.method, record.num_bytes, record.checksum) for record in header.records
     )
-    file.seek(0)
-    file.write(_HEAD.pack(MAGIC, len(data)) + data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data)))
-
-
-def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[ResultT, Digest, int]:
-    """Write a file that gets its name once whole and durable.
-
-    Returns (result, blake3, size in bytes).
-    """
-    with replacing(path) as file:
-        result = write(file)
-        file.flush()
-        digest = file_digest(Path(file.name))
-        num_bytes = os.fstat(file.fileno()).st_size
-    return result, digest, num_bytes
+    return _HEAD.pack(MAGIC, len(data)) + data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
 def file_digest(path: Path) -> Digest:
@@ -296,19 +288,17 @@ def write_coded(path: Path, coded: Iterable[CodedChunk], *, layout: Layout, from
             num_changed += changed
             yield method, data
 
-    def content(file: BinaryIO) -> Digest:
-        records = write_chunks(file, chunks(), num_chunks=len(layout.chunks))
+    def header(records: tuple[Record, ...]) -> Header:
         to_root = state_root(layout.layout_id, digests)
-        write_header(file, Header(layout_id=layout.layout_id, from_root=from_root, to_root=to_root, records=records))
-        return to_root
+        return Header(layout_id=layout.layout_id, from_root=from_root, to_root=to_root, records=records)
 
-    to_root, digest, num_bytes = write_durably(path, content)
+    written, digest, num_bytes = write_file(path, chunks(), num_chunks=len(layout.chunks), header=header)
     return PayloadInfo(
         digest=digest,
         num_bytes=num_bytes,
         num_changed=num_changed,
         num_elements=layout.num_elements,
-        to_root=to_root,
+        to_root=Digest(written.to_root),
         chunk_digests=tuple(digests),
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.common.weights.payload import read_chunk, read_header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload import read_chunk, read_header, write_file
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -397,11 +397,10 @@ async def test_merged_delta_with_wrong_content_never_becomes_a_state(tmp_path, m
             ]
         short.unlink()
 
-        def content(file):
-            records = write_chunks(file, coded, num_chunks=len(coded))
-            write_header(file, dataclasses.replace(header, to_root=to_root, records=records))
+        def made(records):
+            return dataclasses.replace(header, to_root=to_root, records=records)
 
-        _, digest, num_bytes = write_durably(target, content)
+        _, digest, num_bytes = write_file(target, coded, num_chunks=len(coded), header=made)
         return dataclasses.replace(whole, digest=digest, num_bytes=num_bytes)
 
     monkeypatch.setattr(composer_module, "compose", dropping)

@@ -17,10 +17,8 @@ from heterorl.common.weights.payload import (
     file_digest,
     read_header,
     read_roots,
-    write_chunks,
     write_delta,
-    write_durably,
-    write_header,
+    write_file,
     write_snapshot,
 )
 from tests.support.arenas import changed_arena, random_arena, random_bits, small_layout
@@ -295,12 +293,11 @@ def synthetic(path, layout, *, seed, density):
     method, data, _ = encode_chunk(old, new)
     roots = [f"{seed:064x}", f"{seed + 1:064x}"]
 
-    def content(file):
-        records = write_chunks(file, [(method, data)] * len(layout.chunks), num_chunks=len(layout.chunks))
-        header = Header(layout_id=layout.layout_id, from_root=roots[0], to_root=roots[1], records=records)
-        write_header(file, header)
+    def header(records):
+        return Header(layout_id=layout.layout_id, from_root=roots[0], to_root=roots[1], records=records)
 
-    write_durably(path, content)
+    num = len(layout.chunks)
+    write_file(path, [(method, data)] * num, num_chunks=num, header=header)
     return path
 
 

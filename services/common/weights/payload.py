@@ -232,25 +232,21 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None,
         LimitExceeded: a stated size is impossible for the layout.
         StateMismatch: the payload starts from another state or belongs to another layout.
     """
-    with path.open("rb") as file:
-        header = read_header(file, layout_id=staging.layout.layout_id, chunks=staging.layout.chunks)
-        _check_start(header, expected_from_root)
-        begin = file.tell()
-        for number, record in enumerate(header.records):
-            read_chunk(file, record, number=number)
-        file.seek(begin)
+    layout = staging.layout
+    chunks = PayloadChunks(
+        path, layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=expected_from_root
+    )
+    for number in range(staging.num_chunks):
+        chunks.read(number)
 
-        def apply(item: tuple[int, int, bytes]) -> None:
-            number, method, data = item
-            apply_chunk(method, memoryview(data), staging.chunk(number))
+    def apply(item: tuple[int, tuple[int, bytes]]) -> None:
+        number, (method, data) = item
+        apply_chunk(method, memoryview(data), staging.chunk(number))
 
-        # Read and checked again: the file may have changed between the two passes.
-        coded = (
-            (number, record.method, read_chunk(file, record, number=number))
-            for number, record in enumerate(header.records)
-        )
-        for _ in in_order(apply, coded, threads=threads):
-            pass
+    # Read and checked again: the file may have changed between the two passes.
+    coded = ((number, chunks.read(number)) for number in range(staging.num_chunks))
+    for _ in in_order(apply, coded, threads=threads):
+        pass
 
 
 class PayloadChunks:
@@ -261,7 +257,9 @@ class PayloadChunks:
         self._path = path
         with path.open("rb") as file:
             header = read_header(file, layout_id=layout_id, chunks=chunks)
-            _check_start(header, expected_from_root)
+            wanted = NO_ROOT if expected_from_root is None else expected_from_root
+            if header.from_root != wanted:
+                raise StateMismatch(f"the payload starts from {header.from_root[:12]}, not from {wanted[:12]}")
             self._records = header.records
             self._offsets = list(accumulate((record.num_bytes for record in self._records), initial=file.tell()))
 
@@ -311,9 +309,3 @@ def _write(path: Path, old: Arena | None, new: Arena, *, threads: int) -> Payloa
     from_root = NO_ROOT if old is None else old.state_root(threads=threads)
     coded = in_order(encode, range(new.num_chunks), threads=threads)
     return write_coded(path, coded, layout=new.layout, from_root=from_root)
-
-
-def _check_start(header: Header, expected_from_root: str | None) -> None:
-    wanted = NO_ROOT if expected_from_root is None else expected_from_root
-    if header.from_root != wanted:
-        raise StateMismatch(f"the payload starts from {header.from_root[:12]}, not from {wanted[:12]}")

@@ -106,11 +106,11 @@ class TimedEngine(HfEngine):
 
     def _completion(self, request: Request, member: int, begin: float) -> Completion:
         length = length_of(request.seed, member)
-        tokens = [token for token in range(self.vocab_size) if token not in self._ends]
+        tokens = [token for token in range(self.vocab_size) if token not in self.end_token_ids]
         ids = np.random.default_rng([request.seed, member, 1]).choice(tokens, length).astype(np.int32)
         is_whole = length < self._sampling.max_new_tokens
         if is_whole:
-            ids[-1] = self._ends[0]
+            ids[-1] = self.end_token_ids[0]
         versions = versions_of(begin, length, self.seconds_per_token, self._loads)
         return Completion(
             token_ids=ids,

@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -65,10 +65,6 @@ def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
         Span(version=int(versions[start]), start=start, end=end)
         for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
     )
-
-
-Pass = Callable[..., tuple[Any, int]]
-"""One pass of the model: its output and the version of its weights."""
 
 
 class Group:
@@ -146,25 +142,12 @@ class Group:
 
 
 class Rows:
-    """Groups that are computed together."""
+    """Groups that an engine computes together."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        *,
-        run: Pass,
-        end_token_ids: Sequence[int],
-        vocab_size: int,
-        device: torch.device,
-        recorder: RouterRecorder | None = None,
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], engine: HfEngine) -> None:
         self._groups = list(groups)
-        self._run = run
-        self._ends = list(end_token_ids)
-        self._vocab_size = vocab_size
-        self._device = device
-        self._recorder = recorder
-        self._ids, self._attention = _left_padded(groups, device)
+        self._engine = engine
+        self._ids, self._attention = _left_padded(groups, engine.device)
         self._position = self._attention.cumsum(1).clamp(min=1) - 1
         self._cache: Any = None
 
@@ -179,11 +162,12 @@ class Rows:
 
     def step(self) -> list[Finished]:
         """Draw a token for every row; returns completions that end with it."""
+        engine = self._engine
         recording: AbstractContextManager[list[Tensor]] = (
-            self._recorder.recording() if self._recorder else contextlib.nullcontext([])
+            engine.recorder.recording() if engine.recorder else contextlib.nullcontext([])
         )
         with recording as layers:
-            output, version = self._run(
+            output, version = engine.run(
                 input_ids=self._ids,
                 attention_mask=self._attention,
                 position_ids=self._position,
@@ -191,13 +175,13 @@ class Rows:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        if self._recorder:
-            record = self._recorder.record(layers, num_rows=len(self._ids))
+        if engine.recorder:
+            record = engine.recorder.record(layers, num_rows=len(self._ids))
             for group, rows in self._rows_of_groups():
                 group.note_routed(record[rows])
         self._cache = output.past_key_values
-        noise = torch.cat([group.noise(self._vocab_size) for group in self._groups])
-        drawn, logprobs = self._drawn(output.logits[:, -1], noise.to(self._device))
+        noise = torch.cat([group.noise(engine.vocab_size) for group in self._groups])
+        drawn, logprobs = self._drawn(output.logits[:, -1], noise.to(engine.device))
         ended = self._take(drawn.cpu().numpy(), logprobs.cpu().numpy(), version)
         self._ids = drawn[:, None]
         self._attention = torch.cat([self._attention, self._attention.new_ones(len(drawn), 1)], 1)
@@ -238,7 +222,7 @@ class Rows:
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
     def _take(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int) -> list[Finished]:
-        are_ends = np.isin(tokens, self._ends)
+        are_ends = np.isin(tokens, self._engine.end_token_ids)
         ended = []
         for group, rows in self._rows_of_groups():
             ended += group.take(tokens[rows], logprobs[rows], version, are_ends=are_ends[rows])
@@ -254,7 +238,7 @@ class Rows:
         is_running = np.concatenate([~group.is_done[group.members] for group in self._groups])
         if is_running.all():
             return
-        keep = torch.from_numpy(np.flatnonzero(is_running)).to(self._device)
+        keep = torch.from_numpy(np.flatnonzero(is_running)).to(self._engine.device)
         self._cache.batch_select_indices(keep)
         self._ids, self._attention, self._position = self._ids[keep], self._attention[keep], self._position[keep]
         for group in self._groups:
@@ -343,14 +327,14 @@ class HfEngine:
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)
-        self._recorder = RouterRecorder(self.model) if records_routing else None
-        self.routed_token_bytes = self._recorder.shape.token_bytes if self._recorder else 0
+        self.recorder = RouterRecorder(self.model) if records_routing else None
+        self.routed_token_bytes = self.recorder.shape.token_bytes if self.recorder else 0
         self.layout: Layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self.max_running = batch_rows
         self.is_whole = True
-        self._ends = tuple(end_token_ids)
-        self._device = torch.device(device)
+        self.end_token_ids = list(end_token_ids)
+        self.device = torch.device(device)
         self.version = -1
         self._is_torn = False
         self._weights_lock = FairLock()
@@ -393,7 +377,7 @@ class HfEngine:
     def _scores(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         scores = []
         for text in texts:
-            ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self._device)
+            ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
             shown = tempered(logits, self._sampling.logprob_temperature)
             logprobs = logprobs_of(shown, ids[text.prompt.size :])
@@ -457,20 +441,13 @@ class HfEngine:
                 break
             room -= num
             request = self._waiting.popleft()
-            admitted.append(Group(request, sampling=self._sampling, is_seeded=self._is_seeded, device=self._device))
+            admitted.append(Group(request, sampling=self._sampling, is_seeded=self._is_seeded, device=self.device))
         return admitted
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
         """A token for joining groups, or all rows; rows left, ended completions."""
         if joining:
-            new = Rows(
-                joining,
-                run=self._run,
-                end_token_ids=self._ends,
-                vocab_size=self.vocab_size,
-                device=self._device,
-                recorder=self._recorder,
-            )
+            new = Rows(joining, self)
             ended = new.step()
             if rows is None:
                 rows = new
@@ -481,7 +458,7 @@ class HfEngine:
             ended = rows.step()
         return (rows if rows.num_running else None), ended
 
-    def _run(self, **inputs: Any) -> tuple[Any, int]:
+    def run(self, **inputs: Any) -> tuple[Any, int]:
         """One pass: its output and the version of its weights."""
         with self._weights_lock.held():
             if self._is_torn:

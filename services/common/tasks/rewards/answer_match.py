@@ -7,7 +7,7 @@ machine. Any other failure is an error, never a zero reward.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
@@ -80,14 +80,17 @@ class MathVerifier:
 _PART = "correct"
 
 
-class Matcher:
-    """Compares a completion with the answer of its prompt."""
+class MatchedTask:
+    """Members of a task that compares completions with its rows' answers."""
 
-    def __init__(self, match: Literal["exact", "math_verify"], *, timeout_s: float, num_workers: int) -> None:
-        self.name = f"{match} 2"
+    def __init__(self, config: SourceConfig) -> None:
+        self.match_name = f"{config.match} 2"
         """Part of task digests; the number rises where equal completions get other scores."""
-        self._verifier = MathVerifier(timeout_s=timeout_s, num_workers=num_workers) if match == "math_verify" else None
-        self.num_workers = num_workers if self._verifier else 1
+        self.num_workers = 1
+        self._verifier: MathVerifier | None = None
+        if config.match == "math_verify":
+            self.num_workers = config.reward_workers
+            self._verifier = MathVerifier(timeout_s=config.reward_timeout_s, num_workers=self.num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """1 for a matching answer, else 0."""
@@ -110,14 +113,3 @@ class Matcher:
     def close(self) -> None:
         if self._verifier is not None:
             self._verifier.close()
-
-
-class MatchedTask:
-    """Members of a task that compares completions with its rows' answers."""
-
-    def __init__(self, config: SourceConfig) -> None:
-        matcher = Matcher(config.match, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
-        self._matcher = matcher
-        self.num_workers = matcher.num_workers
-        self.score, self.doubts = matcher.score, matcher.doubts
-        self.answer_problem, self.close = matcher.answer_problem, matcher.close

@@ -65,7 +65,7 @@ class ArrowTask(MatchedTask):
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
         self._words = [
-            "table 2", loaded.digest, held_out.digest if held_out else "", self._matcher.name,
+            "table 2", loaded.digest, held_out.digest if held_out else "", self.match_name,
             columns.asked_in, columns.answered_in,
         ]  # fmt: skip
         self._count()

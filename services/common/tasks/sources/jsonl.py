@@ -68,7 +68,7 @@ class JsonlTask(MatchedTask):
         self.num_prompts = len(self._training)
         self.num_evaluation_prompts = len(self._held_out)
         rows = [[_words(row) for row in rows] for rows in (self._training, self._held_out)]
-        self.digest: Digest = bytes_digest(json.dumps([self._matcher.name, *rows]).encode())
+        self.digest: Digest = bytes_digest(json.dumps([self.match_name, *rows]).encode())
 
     def held_out_questions(self) -> Iterable[str]:
         return (question_of(row) for row in self._held_out)

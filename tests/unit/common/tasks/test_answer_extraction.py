@@ -3,7 +3,8 @@
 import pytest
 
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.rewards.answer_match import Matcher
+from heterorl.common.tasks.rewards.answer_match import MatchedTask
+from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 
@@ -30,7 +31,7 @@ def test_thoughts_are_not_the_answer(completion, answer):
 
 
 def test_an_exact_match_leaves_thoughts_out():
-    matcher = Matcher("exact", timeout_s=5.0, num_workers=1)
+    matcher = MatchedTask(SourceConfig())
     prompt = Prompt(index=0, text="3+4=", answer="7")
 
     assert matcher.score(prompt, "<think>It is 6.</think>\n7")[0].value == 1.0
@@ -41,7 +42,7 @@ def test_an_exact_match_leaves_thoughts_out():
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_mathematics_leave_thoughts_out():
-    matcher = Matcher("math_verify", timeout_s=20.0, num_workers=1)
+    matcher = MatchedTask(SourceConfig(match="math_verify", reward_timeout_s=20.0))
     prompt = Prompt(index=0, text="3+4=", answer="7")
     try:
         assert matcher.score(prompt, "it is 6</think>The answer is $7$.")[0].value == 1.0

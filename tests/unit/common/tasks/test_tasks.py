@@ -241,7 +241,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
             verifier.verify(answer="(" * 30 + "1" + ")" * 30, completion="$2$")
     finally:
         verifier.close()
-        task._matcher._verifier.close()
+        task._verifier.close()
 
 
 @pytest.mark.process

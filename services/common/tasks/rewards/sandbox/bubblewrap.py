@@ -34,7 +34,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -133,14 +133,42 @@ class Sandbox:
         `first` is read before any foreign code runs. `second` is sent after `sandbox_main` reported that it loaded the
         code; empty: never. `standard_input` is the foreign code's.
         """
-        outcome = outcome_of(
-            self.command, self.limits, first, second, standard_input=standard_input, errors=subprocess.DEVNULL
-        )
+        outcome = self.outcome_of(first, second, standard_input=standard_input, errors=subprocess.DEVNULL)
         began, end, _ = outcome.report.partition(b"\n")
         if not (end and began.startswith(BEGAN)):
             raise NoSandbox(f"the sandbox was not built: {outcome.why or 'status'} {outcome.status}")
         start_s = float(began.removeprefix(BEGAN))
         return replace(outcome, report=outcome.report[len(began) + 1 :], used_s=max(0.0, outcome.used_s - start_s))
+
+    def outcome_of(self, first: bytes, second: bytes, *, standard_input: bytes, errors: int) -> SandboxOutcome:
+        """Run bubblewrap to its end; one at a time in a process.
+
+        `first`, `second` and `standard_input` are as in `run`, `errors` as in subprocess.
+        """
+        before_s = _used_s()
+        with ExitStack() as pipes, _adopting():
+            (orders_out, orders_in), (report_out, report_in), (info_out, info_in) = (_pipe(pipes) for _ in range(3))
+            others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
+            process = subprocess.Popen(
+                self.command(*others), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
+                env={}, bufsize=0,
+            )  # fmt: skip
+            for other_side in (orders_out, report_in, info_in):
+                other_side.close()
+            try:
+                outcome = _converse(
+                    process, orders_in, report_out.fileno(), self.limits, first=first, second=second,
+                    standard_input=standard_input,
+                )  # fmt: skip
+            finally:
+                process.kill()
+                for pipe in (process.stdin, process.stdout):
+                    assert pipe is not None
+                    with suppress(OSError):
+                        pipe.close()
+                process.wait()
+                _end_namespace(info_out.fileno())
+        return replace(outcome, used_s=_used_s() - before_s)
 
     def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
         """Command line of bubblewrap with `sandbox_main`, which reads `orders` and writes `report`.
@@ -208,9 +236,7 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) ->
         if not Path(place).is_dir() or os.path.normpath(place) in ("/", _WORK):
             raise NoSandbox(f"{place} cannot be shown inside: it must be a directory other than / and {_WORK}")
     tried = replace(sandbox, limits=replace(limits, output_bytes=4096))
-    outcome = outcome_of(
-        tried.command, tried.limits, b'{"kind": "check"}\n', b"", standard_input=b"", errors=subprocess.STDOUT
-    )
+    outcome = tried.outcome_of(b'{"kind": "check"}\n', b"", standard_input=b"", errors=subprocess.STDOUT)
     word, _, version = outcome.report.decode(errors="replace").partition(" ")
     if word != "checked":
         words = outcome.output.decode(errors="replace").strip()[-300:] or outcome.why or f"status {outcome.status}"
@@ -280,41 +306,6 @@ class SandboxOutcome:
     why: str = ""
     used_s: float = 0.0
     took_s: float = 0.0
-
-
-def outcome_of(
-    command: Callable[[int, int, int], list[str]], limits: SandboxLimits, first: bytes, second: bytes, *,
-    standard_input: bytes, errors: int,
-) -> SandboxOutcome:  # fmt: skip
-    """Run bubblewrap to its end; one at a time in a process.
-
-    `command` gets the descriptors of orders, reports and bubblewrap's info. `second` is sent after `first` was reported
-    as loaded; empty: never. `errors` is as in subprocess.
-    """
-    before_s = _used_s()
-    with ExitStack() as pipes, _adopting():
-        (orders_out, orders_in), (report_out, report_in), (info_out, info_in) = (_pipe(pipes) for _ in range(3))
-        others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
-        process = subprocess.Popen(
-            command(*others), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others, env={},
-            bufsize=0,
-        )  # fmt: skip
-        for other_side in (orders_out, report_in, info_in):
-            other_side.close()
-        try:
-            outcome = _converse(
-                process, orders_in, report_out.fileno(), limits, first=first, second=second,
-                standard_input=standard_input,
-            )  # fmt: skip
-        finally:
-            process.kill()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):
-                    pipe.close()
-            process.wait()
-            _end_namespace(info_out.fileno())
-    return replace(outcome, used_s=_used_s() - before_s)
 
 
 def _pipe(pipes: ExitStack) -> tuple[FileIO, FileIO]:

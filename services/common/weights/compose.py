@@ -14,32 +14,23 @@ form and the codec's temporaries, for any model and number of payloads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from heterorl.common.errors import NotReversible, StateMismatch
-from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from heterorl.common.weights.payload import Header, read_chunk, read_header, write_file
+from heterorl.common.weights.payload import Header, Record, WrittenFile, read_chunk, read_header, write_file
 
 ComposedChunk = tuple[Method, bytes]
 """Method and coded bytes."""
 MAX_PAYLOADS = 64
 """Most payloads of one composition; each is an open file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComposedPayload:
-    """Name and size of a written payload."""
-
-    digest: Digest
-    num_bytes: int
 
 
 def compose(
@@ -49,7 +40,7 @@ def compose(
     layout_id: str,
     chunks: Sequence[Chunk],
     on_chunk: Callable[[], None] = lambda: None,
-) -> ComposedPayload:
+) -> WrittenFile:
     """Write one payload that does what `paths` do one after another.
 
     Durable when it returns. Each of `paths`, 1 to MAX_PAYLOADS, starts from the state that the one before leads to.
@@ -75,19 +66,10 @@ def compose(
                 on_chunk()
                 yield _compose_chunk(files, headers, number, chunk)
 
-        states = Header(
-            layout_id=headers[0].layout_id, from_root=headers[0].from_root, to_root=headers[-1].to_root, records=()
-        )
-        return _write(target, coded(), states=states, num_chunks=len(chunks))
+        def header(records: tuple[Record, ...]) -> Header:
+            return replace(headers[0], to_root=headers[-1].to_root, records=records)
 
-
-def _write(target: Path, coded: Iterable[ComposedChunk], *, states: Header, num_chunks: int) -> ComposedPayload:
-    """Write coded chunks durably, behind a header that leads between `states`."""
-
-    _, digest, num_bytes = write_file(
-        target, coded, num_chunks=num_chunks, header=lambda records: replace(states, records=records)
-    )
-    return ComposedPayload(digest=digest, num_bytes=num_bytes)
+        return write_file(target, coded(), num_chunks=len(chunks), header=header)
 
 
 def _compose_chunk(files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk) -> ComposedChunk:
@@ -121,7 +103,7 @@ def negate_chunk(method: int, data: bytes, chunk: Chunk) -> ComposedChunk:
     return encode_composed(steps, is_whole=False)
 
 
-def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk]) -> ComposedPayload:
+def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk]) -> WrittenFile:
     """Write the payload that undoes a delta; durable when it returns.
 
     No file is left on an error. For consecutive deltas a and b, negate(compose(a, b)) = compose(negate(b), negate(a)),
@@ -132,13 +114,15 @@ def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk])
         MalformedPayload, LimitExceeded, StateMismatch: the file breaks the format or is of another layout.
     """
     with path.open("rb") as source:
-        header = read_header(source, layout_id=layout_id, chunks=chunks)
-        if header.is_snapshot:
+        undone = read_header(source, layout_id=layout_id, chunks=chunks)
+        if undone.is_snapshot:
             raise NotReversible("a snapshot does not say what was there before")
 
         def coded() -> Iterator[ComposedChunk]:
-            for number, (record, chunk) in enumerate(zip(header.records, chunks, strict=True)):
+            for number, (record, chunk) in enumerate(zip(undone.records, chunks, strict=True)):
                 yield negate_chunk(record.method, read_chunk(source, record, number=number), chunk)
 
-        states = replace(header, from_root=header.to_root, to_root=header.from_root, records=())
-        return _write(target, coded(), states=states, num_chunks=len(chunks))
+        def header(records: tuple[Record, ...]) -> Header:
+            return replace(undone, from_root=undone.to_root, to_root=undone.from_root, records=records)
+
+        return write_file(target, coded(), num_chunks=len(chunks), header=header)

@@ -138,12 +138,21 @@ def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
     return data
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A written payload's header, name and size."""
+
+    header: Header
+    digest: Digest
+    num_bytes: int
+
+
 def write_file(
     path: Path, coded: Iterable[tuple[int, bytes]], *, num_chunks: int, header: Callable[[tuple[Record, ...]], Header]
-) -> tuple[Header, Digest, int]:
-    """Write coded chunks, and before them the header that `header` makes of their records.
+) -> WrittenFile:
+    """Write coded chunks, behind the header of their records.
 
-    The file gets its name once whole and durable. Returns (header, blake3, size in bytes).
+    `header` makes it after the last chunk. The file gets its name once whole and durable.
     """
     with replacing(path) as file:
         file.seek(_HEAD.size + _FIXED.size + num_chunks * _RECORD.size + _CHECKSUM.size)
@@ -157,7 +166,7 @@ def write_file(
         file.flush()
         digest = file_digest(Path(file.name))
         num_bytes = os.fstat(file.fileno()).st_size
-    return written, digest, num_bytes
+    return WrittenFile(header=written, digest=digest, num_bytes=num_bytes)
 
 
 def _header_bytes(header: Header) -> bytes:
@@ -290,13 +299,13 @@ def write_coded(path: Path, coded: Iterable[CodedChunk], *, layout: Layout, from
         to_root = state_root(layout.layout_id, digests)
         return Header(layout_id=layout.layout_id, from_root=from_root, to_root=to_root, records=records)
 
-    written, digest, num_bytes = write_file(path, chunks(), num_chunks=len(layout.chunks), header=header)
+    written = write_file(path, chunks(), num_chunks=len(layout.chunks), header=header)
     return PayloadInfo(
-        digest=digest,
-        num_bytes=num_bytes,
+        digest=written.digest,
+        num_bytes=written.num_bytes,
         num_changed=num_changed,
         num_elements=layout.num_elements,
-        to_root=Digest(written.to_root),
+        to_root=Digest(written.header.to_root),
         chunk_digests=tuple(digests),
     )
 

@@ -128,10 +128,15 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         evaluator=parts.evaluator,
         verifier=_verifier(config, parts, api=api, backoff=backoff(), trust=trust, busy=progress.checks),
         begin=functools.partial(_begin_term, config, parts, api=api, backoff=backoff, trust=trust),
-        reader=None if parts.verification is None else NoteReader(parts.verification.prompter, parts.verification.task),
+        reader=_note_reader(parts),
         progress=progress,
         statement=parts.statement,
     )
+
+
+def _note_reader(parts: Parts) -> NoteReader | None:
+    known = parts.verification
+    return None if known is None else NoteReader(known.prompter, known.task, known.conversations)
 
 
 def _verifier(

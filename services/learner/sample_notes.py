@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,8 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import HeterorlError, PromptRefused
 from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.process.threads import in_thread
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Float32Array, Int32Array
@@ -50,9 +51,12 @@ _Ratios = Mapping[int, Float32Array]
 class NoteReader:
     """Decodes groups with the run's tokenizer, and finds their answers."""
 
-    def __init__(self, prompter: Prompter, task: Task) -> None:
+    def __init__(self, prompter: Prompter, task: Task, conversations: Conversations | None = None) -> None:
+        """Keep them; `conversations` have the tools that prompts show."""
         self._prompter = prompter
         self._task = task
+        encode: Callable[[Prompt], Int32Array] = prompter.encode_prompt
+        self._encode = encode if conversations is None else conversations.encode
         self._texts = TokenTexts(decode=prompter.decode, decode_given=self._decode_raw)
 
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
@@ -78,7 +82,7 @@ class NoteReader:
         with contextlib.suppress(LookupError, PromptRefused):
             asked = self._task.prompt(group.prompt_index)
             answer = shown_answer(asked.answer)
-            if np.array_equal(self._prompter.encode_prompt(asked), group.prompt_token_ids):
+            if np.array_equal(self._encode(asked), group.prompt_token_ids):
                 return asked.shown, answer
         return self._decode_raw(group.prompt_token_ids), answer
 

@@ -176,6 +176,16 @@ def test_a_prompt_that_the_template_wrote_is_shown_as_its_messages():
     assert shown(asked) == "what is 12<eos>"
 
 
+def test_a_prompt_that_shows_tools_is_shown_as_its_messages():
+    group = group_of(["it is 46"])
+    task = SimpleNamespace(prompt=lambda _: Prompt(index=0, text="what is 12", answer="24"))
+    with_tools = SimpleNamespace(encode=lambda _: group.prompt_token_ids)
+
+    assert NoteReader(Prompts(BYTES), task, with_tools).note(group, {}, limit_bytes=1 << 20).prompt == "what is 12"
+    # Without the tools the tokens are others.
+    assert NoteReader(Prompts(BYTES), task).note(group, {}, limit_bytes=1 << 20).prompt == "what is 12<eos>"
+
+
 def test_note_has_the_prompt_as_the_model_saw_it_and_the_ratios_of_what_was_trained_on():
     group = group_of(["it is 46", "no"])
     ratios = {1: np.array([0.5] * group.rollouts[1].token_ids.size, np.float32)}

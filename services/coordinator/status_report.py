@@ -31,13 +31,16 @@ def list_steps(
 ) -> tuple[StepReport, ...]:
     """Step reports after a step, oldest first, with their versions' publication times.
 
-    Whole steps as many as fit `max_bytes`, at least one.
+    Whole steps as many as fit `limit` and `max_bytes`; of the first, at least a report.
     """
     rows = connection.execute(
         "SELECT step, report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
         " ORDER BY step, version LIMIT ?",
-        (after_step, limit),
+        (after_step, limit + 1),
     ).fetchall()
+    if len(rows) > limit:
+        last = rows[-1][0]
+        rows = [row for row in rows if row[0] != last] or rows[:limit]
     found: list[StepReport] = []
     num_bytes = 0
     for step, report, at in rows:

@@ -59,6 +59,7 @@ def status(
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
     """State of the run, its newest steps, and its evaluations."""
     from heterorl.cli.live.run_tables import read_evaluations
+    from heterorl.common.api import every_step
 
     status = await run.get_status()
     known: dict[tuple[int, str], Evaluation] = {}
@@ -66,8 +67,8 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
     evaluations = tuple(known[key] for key in sorted(known))
     if status.last_report is None:
         return status, (), evaluations
-    steps = await run.list_steps(after_step=max(0, status.last_report.step - STEPS), limit=STEPS)
-    return status, steps, evaluations
+    steps = await every_step(run, after=max(0, status.last_report.step - STEPS))
+    return status, tuple(steps), evaluations
 
 
 @linked(cert=AnyCertOption)

@@ -633,6 +633,18 @@ async def test_steps_of_many_sites_are_listed_in_pages_that_fit_a_message(tmp_pa
     await core.close()
 
 
+async def test_a_page_of_steps_ends_with_a_whole_step(core, run):
+    await run.publish()
+    # Step 3 had an effect only the second time.
+    for step in (2, 3, 3):
+        report = dataclasses.replace(REPORT, step=step)
+        run.head = await core.publish_version(dataclasses.replace(await run.prepare(), reports=(report,)))
+
+    pages = [await core.list_steps(after_step=0, limit=limit) for limit in (4, 3, 2)]
+    assert [[report.step for report in page] for page in pages] == [[1, 2, 3, 3], [1, 2], [1, 2]]
+    assert [report.step for report in await core.list_steps(after_step=2, limit=1)] == [3]
+
+
 async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, clock):
     first = await Coordinator.open(config_of(tmp_path), clock)
     run = Run(first, tmp_path)

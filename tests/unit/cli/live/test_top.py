@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.live.watch_commands import View, frame, poll
+from heterorl.cli.live.watch_commands import View, _look, frame, poll
 from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
@@ -80,6 +80,17 @@ async def test_picture_shows_run_series_and_rates():
     assert "4.0 versions and 60 groups a minute" in text
     # Only what is new is asked for.
     assert api.asked == [0, 3]
+
+
+async def test_status_reads_on_where_an_answer_ends_early():
+    class Full(Scripted):
+        async def list_steps(self, *, after_step, limit):
+            return (await super().list_steps(after_step=after_step, limit=limit))[:50]
+
+    last = dataclasses.replace(REPORT, step=260)
+    _, reports, _ = await _look(Full(dataclasses.replace(STATUS, last_report=last)))
+
+    assert [report.step for report in reports] == list(range(61, 261))
 
 
 async def test_a_small_screen_shows_run_sites_and_curves():

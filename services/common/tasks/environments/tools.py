@@ -22,6 +22,7 @@ environment with state is a class.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -43,22 +44,44 @@ MAX_WORDS = 500
 """Longest error that the policy reads, characters."""
 MAX_NAME = 128
 """Longest tool name in an answer, characters."""
+_CACHED = type(functools.cache(lambda: None))
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
 def functions_of(module: ModuleType) -> tuple[Tool, ...]:
     """Tools of a file, in order; raises ValueError without any."""
-    own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
+    # An alias is the same tool.
+    functions = dict.fromkeys(filter(_is_function, vars(module).values()))
+    own = [each for each in functions if each.__module__ == module.__name__]
     tools = tuple(each for each in own if not each.__name__.startswith("_") and each.__name__ != SCORE)
     if not tools:
         raise ValueError(f"{module.__file__} has no public function except {SCORE}; each tool is a public function")
     return tools
 
 
+def _is_function(each: Any) -> bool:
+    """Whether it is a function, also one behind functools.lru_cache."""
+    return inspect.isfunction(each) or (isinstance(each, _CACHED) and inspect.isfunction(each.__wrapped__))
+
+
+def _as_function(tool: Tool) -> Tool:
+    """The tool as a function; pydantic takes no cached one."""
+    if not isinstance(tool, _CACHED):
+        return tool
+
+    @functools.wraps(tool)
+    def call(*values: Any, **named: Any) -> Any:
+        return tool(*values, **named)
+
+    return call
+
+
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """A tool for chat templates; raises ValueError without a docstring or type."""
-    name = tool.__name__
+    """A tool for chat templates; ValueError without name, docstring or type."""
+    name = getattr(tool, "__name__", "")
+    if not name:
+        raise ValueError(f"the tool {tool!r:.80} has no name; write a function")
     parameters = [each for each in inspect.signature(tool).parameters.values() if each.name != "self"]
     for each in parameters:
         if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
@@ -82,7 +105,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 def _schema(tool: Any) -> dict[str, Any]:
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(tool)
+        adapter: TypeAdapter[Any] = TypeAdapter(_as_function(tool))
         return dict(adapter.json_schema(schema_generator=_WithoutTitles))
     except Exception as error:
         # pydantic does not know the type, or it has no JSON form.
@@ -134,7 +157,7 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
     if tool is None:
         return f"error: there is no tool {call.name}; there are {', '.join(named)}"[:MAX_WORDS]
     try:
-        value = validate_call(tool)(**call.arguments)
+        value = validate_call(_as_function(tool))(**call.arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return value if isinstance(value, str) else to_json(value, fallback=str).decode()

@@ -1,5 +1,6 @@
 """Tools: what the policy is shown of functions, and what it reads of calls."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -129,6 +130,54 @@ def test_public_functions_but_for_the_score_are_tools():
     assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve", "hush"]
     with pytest.raises(ValueError, match="no public function except score"):
         functions_of(module("from json import dumps\ndef score(messages):\n    return 1\n"))
+
+
+WRAPPED = """
+from __future__ import annotations
+import functools
+
+def timed(function):
+    @functools.wraps(function)
+    def call(*values, **named):
+        return function(*values, **named)
+    return call
+
+timed.__module__ = "elsewhere"
+
+@functools.lru_cache
+def double(a: int) -> int:
+    "Double it."
+    return 2 * a
+
+@functools.cache
+@timed
+def triple(a: int) -> int:
+    "Triple it."
+    return 3 * a
+
+@timed
+def half(a: int) -> float:
+    "Halve it."
+    return a / 2
+
+twice = double
+"""
+
+
+def test_cached_and_wrapped_functions_are_tools_once():
+    tools = functions_of(module(WRAPPED))
+    shown = [schema_of(tool)["function"] for tool in tools]
+
+    assert [(each["name"], each["description"]) for each in shown] == [
+        ("double", "Double it."), ("triple", "Triple it."), ("half", "Halve it.")
+    ]  # fmt: skip
+    assert all(each["parameters"]["properties"] == {"a": {"type": "integer"}} for each in shown)
+    calls = [ToolCall(name, {"a": value}) for name in ("double", "triple", "half") for value in (4, "x")]
+    said = [message.content for message in answer_calls(tools, calls, most=1000)]
+    assert said[::2] == ["8", "12", "2.0"]
+    assert all("a: Input should be a valid integer" in words for words in said[1::2])
+    with pytest.raises(ValueError, match=r"functools.partial.* has no name; write a function"):
+        schema_of(functools.partial(tools[0], a=1))
 
 
 def test_schema_is_of_annotations_and_docstring():

@@ -164,7 +164,7 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
-    except Exception as error:  # noqa: BLE001 - the policy reads it, and may do better
+    except BaseException as error:  # noqa: BLE001 - the policy reads it, and may do better; SystemExit too
         return f"error: {type(error).__name__}: {message_of(error)}"[:MAX_WORDS]
 
 

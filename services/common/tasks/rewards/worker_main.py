@@ -87,7 +87,7 @@ def main() -> None:
         try:
             reply = answer(request)
             text = json.dumps({"used_s": time.process_time() - began_s, **reply})
-        except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
+        except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it; sys.exit too
             text = json.dumps({"error": words_of(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -65,6 +65,8 @@ class Play:
             raise Silent
         if word == "exit":
             os._exit(3)
+        if word == "leave":
+            sys.exit("no lamp")
         if word == "take":
             self.held.append(bytearray(int(rest)))
         if word == "say":
@@ -228,6 +230,14 @@ def test_an_error_without_a_readable_message_costs_no_sibling(opened):
             EnvironmentFailed, match=r"step: Silent: its message cannot be read \(.*play.py, line \d+\)"
         ):
             episode.step(Action("hush"))
+        assert other.step(Action("x"))
+
+
+def test_an_exit_of_python_costs_no_sibling(opened):
+    episodes = opened("play:Shared", num_processes=1)
+    with episodes.open({}, seed=1) as episode, episodes.open({}, seed=1) as other:
+        with pytest.raises(EnvironmentFailed, match=r"step: SystemExit: no lamp \(.*play.py, line \d+\)"):
+            episode.step(Action("leave"))
         assert other.step(Action("x"))
 
 

@@ -164,6 +164,13 @@ twice = double
 """
 
 
+def test_an_exit_of_python_is_an_error_that_the_policy_reads():
+    text = "import sys\ndef leave(code: int):\n    'Leave.'\n    sys.exit(code)\n"
+    (message,) = answer_calls(functions_of(module(text)), [ToolCall("leave", {"code": 2})], most=1000)
+
+    assert message.content == "error: SystemExit: 2"
+
+
 def test_cached_and_wrapped_functions_are_tools_once():
     tools = functions_of(module(WRAPPED))
     shown = [schema_of(tool)["function"] for tool in tools]

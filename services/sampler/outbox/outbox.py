@@ -38,6 +38,8 @@ from heterorl.sampler.outbox.turn_store import TurnStore
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
 """Largest sequence that a coordinator may state; no run comes so far."""
+NO_ASSIGNMENT = (1 << 63) - 1
+"""The assignment of an empty group: no run comes so far, so none is given back with it."""
 MAX_ASSIGNMENTS = 1 << 16
 """Assignments stated at a registration."""
 
@@ -384,6 +386,6 @@ def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | st
 def empty_group(group_id: GroupId) -> Group:
     """A group without rollouts: the coordinator refuses it, which settles its sequence."""
     return Group(
-        id=group_id, assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(),
+        id=group_id, assignment=NO_ASSIGNMENT, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(),
         oldest_version=0, state_root=Digest(""), generation_s=0.0,
     )  # fmt: skip

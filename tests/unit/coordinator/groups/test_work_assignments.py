@@ -11,6 +11,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out
 from heterorl.coordinator.rollout_column import LEASE_BATCH
+from heterorl.sampler.outbox.outbox import empty_group
 from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
 
 
@@ -29,6 +30,17 @@ async def ask(core, *, site=SITE, count=2, request_id="", version=0):
 def numbered(run, work, sequence, *, site=SITE):
     group = run.group(work)
     return dataclasses.replace(group, id=GroupId(site=site, incarnation=INCARNATION, sequence=sequence))
+
+
+async def test_a_damaged_group_of_an_outbox_gives_no_assignment_back(core, run):
+    work, *_ = await run.lease(2)
+    assert work.id == 0
+    empty = empty_group(GroupId(site=SITE, incarnation=INCARNATION, sequence=1))
+
+    (outcome,) = await core.push_groups([empty])
+    assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.INVALID)
+    (outcome,) = await core.push_groups([numbered(run, work, 2)])
+    assert outcome.status is PushStatus.ACCEPTED, outcome.message
 
 
 # ---- a request said again

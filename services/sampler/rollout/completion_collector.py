@@ -308,7 +308,9 @@ class CompletionCollector:
             elif self.outbox_writer.retry_s > 0:
                 await ring_or_time(ticket, clock=self.clock, seconds=self.outbox_writer.retry_s)
             else:
-                await self.outbox_writer.retry()
+                # A stop writes turns too: none may follow the transaction that deletes them.
+                async with self.journal.lock:
+                    await self.outbox_writer.retry()
                 self.news.ring()
                 self.work.session.bell.ring()
 

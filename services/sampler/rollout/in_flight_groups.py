@@ -189,7 +189,8 @@ class TurnJournal:
     news: Bell
 
     def __post_init__(self) -> None:
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        """Held while the outbox's file gets turns or loses them."""
         self._noted: list[tuple[GroupDraft, KeptTurn]] = []
 
     @property
@@ -232,7 +233,7 @@ class TurnJournal:
 
     async def write(self, in_flight: Container[int]) -> None:
         """Write noted turns of these groups, if the disk has room."""
-        async with self._lock:
+        async with self.lock:
             noted, self._noted = self._noted, []
             turns = [turn for draft, turn in noted if draft.key in in_flight]
             if turns:
@@ -240,7 +241,7 @@ class TurnJournal:
 
     async def forget(self, assignments: Collection[int]) -> None:
         """Delete turns of groups given up; on a full disk they stay."""
-        async with self._lock:
+        async with self.lock:
             with contextlib.suppress(DiskFull):
                 await asyncio.to_thread(self.turns.forget, assignments)
 

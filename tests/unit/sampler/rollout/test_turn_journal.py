@@ -1,5 +1,6 @@
 """A sampler that starts again goes on with the trajectories that an earlier process had under way."""
 
+import asyncio
 import dataclasses
 import hashlib
 import sqlite3
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong
+from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import GIVEN, FinishReason, WorkAssignment
 from heterorl.sampler.outbox.turn_store import MAX_RESUMED, KeptGroup, TurnStore
 from tests.support.games import SIZE, TURNS, Games, collected
@@ -183,6 +185,34 @@ async def test_stop_leaves_trajectories_to_the_next_start(play, monkeypatch):
 
     assert {group.assignment for group in groups} == mine
     assert all(request.num_completions == 1 for request in world.engine.submitted[: 2 * SIZE])
+
+
+async def test_turns_that_a_stop_writes_do_not_outlive_their_group(play, monkeypatch):
+    games = held(3)
+    world = await begun(play, games)
+    await world.until(lambda: list(kept(world).values()) == [3] * 2 * SIZE)
+    collector = world.sampler.generation.collector
+    real_keep, real_put, go, put = world.outbox.turns.keep, world.outbox.put, threading.Event(), []
+    monkeypatch.setattr(world.outbox.turns, "keep", lambda turns: (go.wait(), real_keep(turns)))
+    monkeypatch.setattr(world.outbox, "put", lambda groups, **how: (real_put(groups, **how), put.append(len(groups))))
+    (draft, *_) = collector.drafts
+    (member, *_) = [each for (key, _), each in collector._runner._members.items() if key == draft.key]
+    # A stop writes it before the loop that writes turns wakes.
+    monkeypatch.setattr(collector.journal, "news", Bell())
+    collector.journal.note(draft, 0, 2, member.given[-1], member.turns[-1])
+    writing = asyncio.create_task(collector.journal.write(collector.drafts))
+    await asyncio.sleep(0)
+    games.go.set()
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+        if put or writing.done():
+            break
+    assert not writing.done()
+    go.set()
+    await writing
+    await world.until(lambda: sum(put) >= 2)
+
+    assert draft.assignment.id not in {assignment for assignment, _ in kept(world)}
 
 
 async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):

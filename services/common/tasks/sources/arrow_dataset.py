@@ -282,7 +282,8 @@ class Columns:
                         f"column {name} is {column.type}, not numbers",
                         action="name a column of numbers, or use task.data.where",
                     )
-                mask &= _mask(pc.fill_null(compare(column.cast(pa.float64()), bound), False))
+                # Safe casts refuse integers beyond 2^53.
+                mask &= _mask(pc.fill_null(compare(column.cast(pa.float64(), safe=False), bound), False))
         return mask
 
     def _lists(self) -> list[Any]:

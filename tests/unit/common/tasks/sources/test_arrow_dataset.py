@@ -137,6 +137,17 @@ def test_filters_keep_rows_by_value_and_by_bounds(place):
     assert kept(at_least={"answer": 9}, at_most={"answer": 11}) == sorted(["8+1=", "9+1=", "10+1="])
 
 
+def test_bounds_hold_for_integers_beyond_2_to_the_53(place):
+    # As times in nanoseconds.
+    place.write(
+        "rows.parquet", [{**row, "at": (1 << 60) + 1001 * number} for number, row in enumerate(sums(range(12)))]
+    )
+    data = {"at_least": {"at": float((1 << 60) + 9000)}}
+    task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1, data=data)
+
+    assert sorted(itertools.chain(*texts(task))) == sorted(f"{number}+1=" for number in (9, 10, 11))
+
+
 def test_rows_without_a_prompt_or_an_answer_are_left_out_and_counted(place, caplog):
     place.write("rows.parquet", [
         *sums(range(4)), {"prompt": "", "answer": 1, "level": 0}, {"prompt": None, "answer": 1, "level": 0},

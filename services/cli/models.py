@@ -94,7 +94,20 @@ def evaluate(
     from heterorl.evaluation.subject import configured
 
     sets = configured(loaded, names=only or (), every_row=bool(task), **changes)
-    rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets, every_row=bool(task))
+    rows: list[Row] = []
+    try:
+        for row in _evaluate(
+            subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets, every_row=bool(task)
+        ):
+            rows.append(row)  # noqa: PERF402 - those before an error stay
+    finally:
+        # A later version may have been deleted after hours of drawing.
+        if rows:
+            _show(rows, out=out, is_json=json_)
+
+
+def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
+    from heterorl.common.errors import ConfigError
     from heterorl.evaluation.evaluate_sets import as_json, tables
 
     if out is not None:
@@ -104,7 +117,7 @@ def evaluate(
             raise ConfigError(
                 "--out", f"cannot write: {error}", action="name a directory that this user can write"
             ) from error
-    if json_:
+    if is_json:
         typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
     else:
         console = console_of()
@@ -125,7 +138,7 @@ def _evaluate(
     config: SamplerConfig,
     sets: tuple[EvaluationSetConfig, ...],
     every_row: bool,
-) -> list[Row]:
+) -> Iterator[Row]:
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
     from heterorl.common.text.prompter import Prompter
@@ -152,7 +165,7 @@ def _evaluate(
             subjects = iter([stack.enter_context(open_model(subject, config))])
         # On standard error: standard output holds only JSON or tables.
         begin, advance = stack.enter_context(_progress())
-        return evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
+        yield from evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
 
 
 def _say(text: str) -> None:

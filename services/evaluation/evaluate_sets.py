@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,10 @@ def evaluate_all(
     *,
     on_begin: Callable[[str, OpenSet], None],
     on_prompt: Callable[[PromptResult], None],
-) -> list[Row]:
-    """Draw and score every set with every subject.
+) -> Iterator[Row]:
+    """Draw and score every set with every subject; yields rows.
     A subject is used before the next one is taken. Raises ConfigError: a reward or an environment fails here, or no
     prompt of a set can be drawn; EngineError."""
-    rows = []
     for number, subject in enumerate(subjects):
         if not number:
             sets = [one.played(subject.prompter, subject.end_token_ids) for one in sets]
@@ -155,17 +154,14 @@ def evaluate_all(
                 max_trajectory_tokens=subject.max_trajectory_tokens,
                 on_prompt=on_prompt,
             )
-            rows.append(
-                Row(
-                    subject=subject.name,
-                    version=subject.version,
-                    set=one,
-                    summary=summarize(results, num_samples=one.draws.num_samples, pass_reward=one.draws.pass_reward),
-                    seconds=time.perf_counter() - started,
-                    results=tuple(results),
-                )
+            yield Row(
+                subject=subject.name,
+                version=subject.version,
+                set=one,
+                summary=summarize(results, num_samples=one.draws.num_samples, pass_reward=one.draws.pass_reward),
+                seconds=time.perf_counter() - started,
+                results=tuple(results),
             )
-    return rows
 
 
 def tables(rows: Sequence[Row], *, width: int) -> list[Table]:

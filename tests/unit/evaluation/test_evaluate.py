@@ -1,6 +1,8 @@
 """`heterorl evaluate` of a model: sets from a configuration or from options, numbers for people and programs."""
 
+import dataclasses
 import json
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, UnknownVersion
 from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.evaluation import subject
 from heterorl.evaluation.subject import configured
 from heterorl.sampler.sampler_config import SamplerConfig
 
@@ -69,6 +72,27 @@ def test_sets_of_a_configuration_as_json_and_again_the_same(model_dir, sets, tmp
     texts = json.loads(out.read_text())["evaluations"][0]["prompts"]
     assert [len(prompt["samples"]) for prompt in texts] == [4] * 6
     assert texts[0]["prompt"].endswith("=")
+
+
+@pytest.mark.process
+def test_a_version_that_is_gone_costs_no_earlier_result(model_dir, sets, tmp_path, monkeypatch):
+    @contextmanager
+    def open_versions(address, versions, config):
+        with subject.open_model(str(model_dir), config) as opened:
+
+            def each():
+                yield dataclasses.replace(opened, name="version 0", version=0)
+                raise UnknownVersion("version 1 is no longer stored")
+
+            yield each()
+
+    monkeypatch.setattr(subject, "open_versions", open_versions)
+    out = tmp_path / "all.json"
+    arguments = ["-c", sets, "--only", "greedy", "--version", 0, "--version", 1, "--out", out]
+    with pytest.raises(UnknownVersion):
+        run("coord.example:50051", *arguments)
+
+    assert [row["version"] for row in json.loads(out.read_text())["evaluations"]] == [0]
 
 
 @pytest.mark.process

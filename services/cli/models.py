@@ -91,8 +91,10 @@ def evaluate(
         "top_p": top_p,
         "max_new_tokens": max_new_tokens,
     }
-    from heterorl.evaluation.subject import configured
+    from heterorl.evaluation.subject import configured, joined
 
+    # The sets are the run's, also for another model.
+    loaded = joined(loaded, subject if is_run else loaded.coordinator)
     sets = configured(loaded, names=only or (), every_row=bool(task), **changes)
     rows: list[Row] = []
     try:

@@ -32,6 +32,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
+from heterorl.sampler.adoption import adopted, missing_keys
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet
 from heterorl.sampler.prompt_evaluator import open_set as open_site_set
@@ -90,6 +91,26 @@ def open_set(
 
 BUDGET_S = 30.0
 """Seconds for which a call is retried over a broken link."""
+
+
+def joined(config: SamplerConfig, address: str) -> SamplerConfig:
+    """A sampler's file with the keys that it leaves to the run.
+    Raises ConfigError: [join] does not accept it, or the coordinator does not state it within BUDGET_S."""
+    missing = missing_keys(config)
+    if not missing:
+        return config
+
+    async def ask() -> SamplerConfig:
+        async with asyncio.timeout(BUDGET_S):
+            found = await adopted(config.model_copy(update={"coordinator": address}), SystemClock(), asyncio.Event())
+        assert found is not None, "nothing stops it"
+        return found.config
+
+    try:
+        return asyncio.run(ask())
+    except TimeoutError as error:
+        problem = f"{address} has not stated in {BUDGET_S:g} s what the file leaves to the run: {', '.join(missing)}"
+        raise ConfigError("join", problem, action="start the run's coordinator, or state them in the file") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

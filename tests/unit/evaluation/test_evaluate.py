@@ -1,5 +1,6 @@
 """`heterorl evaluate` of a model: sets from a configuration or from options, numbers for people and programs."""
 
+import asyncio
 import dataclasses
 import json
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, UnknownVersion
 from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.process.config_file import load
 from heterorl.evaluation import subject
 from heterorl.evaluation.subject import configured
+from heterorl.sampler import adoption
 from heterorl.sampler.sampler_config import SamplerConfig
+from tests.support.run import CONTRACT
+from tests.support.statements import statement
 
 SETS = """
 [engine]
@@ -93,6 +98,32 @@ def test_a_version_that_is_gone_costs_no_earlier_result(model_dir, sets, tmp_pat
         run("coord.example:50051", *arguments)
 
     assert [row["version"] for row in json.loads(out.read_text())["evaluations"]] == [0]
+
+
+def test_a_short_file_takes_the_runs_task_and_template(tmp_path, monkeypatch):
+    path = tmp_path / "sampler.toml"
+    path.write_text('model_dir = "/models/start"\n[join]\n')
+    asked = []
+
+    async def ask(config, clock):
+        asked.append(config.coordinator)
+        return statement(CONTRACT, task={"digits": 2}, use_chat_template=True)
+
+    monkeypatch.setattr(adoption, "_ask", ask)
+    found = subject.joined(load(SamplerConfig, path), "coord.example:50051")
+
+    assert asked == ["coord.example:50051"]
+    assert (found.task.digits, found.use_chat_template, found.model_dir) == (2, True, "/models/start")
+    stated = SamplerConfig()
+    assert subject.joined(stated, "coord.example:50051") is stated
+
+    async def wait(config, clock):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(adoption, "_ask", wait)
+    monkeypatch.setattr(subject, "BUDGET_S", 0.01)
+    with pytest.raises(ConfigError, match="join: coord.example:50051 has not stated .* task, sampling"):
+        run("coord.example:50051", "-c", path)
 
 
 @pytest.mark.process

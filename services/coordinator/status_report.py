@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
-from heterorl.common.types.run import RunStatus
+from heterorl.common.types.run import RunStatus, SiteStatus
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.payloads import payload_index
@@ -52,6 +53,21 @@ def list_steps(
     return tuple(found)
 
 
+def shortened(sites: Sequence[SiteStatus], *, max_bytes: int) -> tuple[SiteStatus, ...]:
+    """Statuses whose texts fit `max_bytes`, with equal shares beyond that.
+
+    A site states up to 4096 characters for each of its processes, and all go into one message.
+    """
+    sizes = [len(text.encode()) for site in sites for text in (site.problem, site.quarantine) if text]
+    if sum(sizes) <= max_bytes:
+        return tuple(sites)
+    # A character has at most 4 bytes.
+    most = max_bytes // len(sizes) // 4
+    return tuple(
+        dataclasses.replace(site, problem=site.problem[:most], quarantine=site.quarantine[:most]) for site in sites
+    )
+
+
 def run_status(
     connection: Connection,
     context: CoordinatorContext,
@@ -83,13 +99,16 @@ def run_status(
         bytes_full=head.full_bytes if head else 0,
         bytes_last=head.last_bytes if head else 0,
         changed_fraction=head.changed_fraction if head else 0.0,
-        sites=context.sites.statuses(
-            connection,
-            now,
-            quotas=context.queue.quotas,
-            window_groups=config.quarantine_window_groups,
-            holdings=context.deadlines.holdings(connection, now),
-            problems=quarantine.lost_problems(connection, config.max_lost_share),
+        sites=shortened(
+            context.sites.statuses(
+                connection,
+                now,
+                quotas=context.queue.quotas,
+                window_groups=config.quarantine_window_groups,
+                holdings=context.deadlines.holdings(connection, now),
+                problems=quarantine.lost_problems(connection, config.max_lost_share),
+            ),
+            max_bytes=config.max_message_bytes // 4,
         ),
         last_report=value_of_row(StepReport, json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),

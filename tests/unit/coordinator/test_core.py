@@ -633,6 +633,27 @@ async def test_steps_of_many_sites_are_listed_in_pages_that_fit_a_message(tmp_pa
     await core.close()
 
 
+async def test_a_status_of_many_sites_with_long_problems_fits_a_message(tmp_path, clock):
+    core = await Coordinator.open(config_of(tmp_path, max_message_bytes=2 << 20), clock)
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    for number in range(200):
+        site = SiteId(f"site-{number}")
+        await core.register(run.registration(site=site))
+        await core.heartbeat(
+            Heartbeat(
+                site=site, incarnation=INCARNATION, policy_version=0, state_root=run.roots[0], tokens_per_s=1.0,
+                outbox_groups=0, problem=f"site {number} " + 4000 * chr(0x1F525),
+            )
+        )  # fmt: skip
+
+    status = await RunServicer(core.run).GetStatus(run_pb2.GetStatusRequest(), context=None)
+    assert status.ByteSize() < 2 << 20
+    assert {site.problem.split()[1] for site in status.sites} == {str(number) for number in range(200)}
+    await core.close()
+
+
 async def test_a_page_of_steps_ends_with_a_whole_step(core, run):
     await run.publish()
     # Step 3 had an effect only the second time.

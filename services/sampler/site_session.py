@@ -38,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
 LAST_REPORT_S = 3.0
 """Time for the last report of a sampler that stops."""
+MAX_PROBLEM = 1000
+"""Characters of a stated problem; a coordinator refuses the heartbeat with a much longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,7 @@ class Session:
             tokens_per_s=state.tokens_per_s,
             outbox_groups=self.outbox.level().num_groups,
             apply_s=state.apply_s,
-            problem=state.problem,
+            problem=peer_words(state.problem, most=MAX_PROBLEM),
         )
 
     async def _obey(self, commands: Sequence[Command]) -> None:

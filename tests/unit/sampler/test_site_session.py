@@ -7,9 +7,12 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Unauthenticated, Unreachable
 from heterorl.common.process.clock import Bell
+from heterorl.common.wire.common_messages import to_message
+from heterorl.coordinator.rpc import bounds
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.site_session import Reported, Session
 from heterorl.sampler.trust_record import TrustRecord
+from heterorl.v1 import run_pb2
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -23,7 +26,7 @@ class Refusing:
         self.enough = asyncio.Event()
 
     async def heartbeat(self, beat):
-        self.beats += 1
+        self.beat, self.beats = beat, self.beats + 1
         if self.beats == 3:
             self.enough.set()
         raise self.error
@@ -55,6 +58,15 @@ def session_of(api, outbox, tmp_path):
         bell=Bell(),
         rng=random.Random(0),
     )
+
+
+async def test_a_long_problem_refuses_no_heartbeat(outbox, tmp_path):
+    api = Refusing(Unauthenticated("it is the last one"))
+    with pytest.raises(Unauthenticated):
+        await session_of(api, outbox, tmp_path).beat(lambda: Reported(problem=f"refused:\n{'user, ' * 1000}"))
+
+    bounds.check(to_message(run_pb2.HeartbeatRequest, api.beat))
+    assert api.beat.problem.startswith("refused: user, ")
 
 
 @pytest.mark.parametrize("error", [Unauthenticated("certificate 1 is revoked"), PermissionDenied("of another run")])

@@ -55,6 +55,9 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
     else:
         module: Any = importlib.import_module(f"heterorl.common.tasks.environments.{job['what']}")
         make, facts = module.load(job["name"], job["directory"])
+        if (build := facts.pop("build", None)) is not None:
+            # Here, since an episode's time limit is too short for all tasks before its own.
+            build(int(job["num_rows"]))
     _bound_memory(int(job["memory_bytes"]))
     return LiveEpisodes(make, most).answer, {**_DEFAULTS, **facts}
 

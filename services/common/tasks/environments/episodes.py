@@ -67,11 +67,13 @@ class Episodes:
         memory_bytes: int,
         max_observation_chars: int,
         num_processes: int,
+        num_rows: int = 0,
     ) -> None:
         """Load the environment once.
 
         `name` is as in `task.environment`. `memory_bytes` is address space beyond what a loaded process has,
-        `max_observation_chars` counts all messages that answer one turn.
+        `max_observation_chars` counts all messages that answer one turn. A process that starts builds `num_rows` rows
+        of an endless data set.
 
         Raises:
             ConfigError: it cannot be found or loaded.
@@ -79,7 +81,7 @@ class Episodes:
         """
         job: dict[str, Any] = {
             **_parsed(name), "kind": "environment", "directory": str(directory), "memory_bytes": memory_bytes,
-            "max_observation_chars": max_observation_chars,
+            "max_observation_chars": max_observation_chars, "num_rows": num_rows,
         }  # fmt: skip
         self._pool = WorkerPool(
             job, timeout_s=PATIENCE * step_timeout_s, cpu_s=step_timeout_s, num_workers=num_processes, start_after_s=0.0

@@ -70,9 +70,11 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
     _bind_processes()
     played = Played(environment, seat)
     files = {} if top == _PACKAGE else reward_files(top)
+    endless = {"build": played.build} if played.num_tasks is None else {}
     stated = [version(_PACKAGE), config.model_dump_json(), files.get("digest", ""), played.tasks_digest()]
     return lambda: VerifiersEpisode(played), {
         **files,
+        **endless,
         "digest": hashlib.blake2b(json.dumps(stated).encode(), digest_size=32).hexdigest(),
         "is_deterministic": getattr(sys.modules[type(environment.taskset).__module__], "is_deterministic", None)
         is True,
@@ -182,13 +184,22 @@ class Played:
 
     def task(self, number: int) -> Any:
         """Task by number; raises ValueError for one that is not text."""
-        while number >= len(self._tasks):
-            self._tasks.append(next(self._more))
+        self.build(number + 1)
         task = self._tasks[number]
         for message in task.data.prompt if isinstance(task.data.prompt, list) else ():
             if any(part.type != "text" for part in message.content if not isinstance(part, str)):
                 raise ValueError(f"task {number} has an image; only texts are played")
         return task
+
+    def build(self, count: int) -> None:
+        """Read the first `count` tasks of an endless taskset.
+
+        Raises ValueError: it ends before.
+        """
+        wanted = max(0, count - len(self._tasks))
+        self._tasks += itertools.islice(self._more, wanted)
+        if count > len(self._tasks):
+            raise ValueError(f"its data set ends after {len(self._tasks)} tasks of {count}: lower task.size")
 
     def tasks_digest(self) -> list[str]:
         return [task.hash for task in self._tasks]

@@ -1,12 +1,14 @@
 """A task with an environment: prompts of its episodes, its score, its digest, and its place in a mixture."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
+from heterorl.common.tasks.environments import episode_worker, verifiers
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import NumbersTask, environment_of, environments_of, seed_of
 from heterorl.common.tasks.task import Message, Prompt, close_task
@@ -120,6 +122,33 @@ def test_numbers_hold_out_the_last_tasks_of_a_data_set():
     assert tasks(num_rows=None, size=4) == ([0, 1, 2, 3], [4, 5, 6])
     with pytest.raises(ConfigError, match=r"^task.evaluation_size: .* has 10 tasks, and 10 are held out .*below 10"):
         tasks(evaluation_size=10)
+
+
+def test_a_process_builds_an_endless_data_set_before_its_episodes(monkeypatch):
+    built, limits = [], []
+
+    class Endless(verifiers.Played):
+        def __init__(self):
+            self._tasks, self._more = [], map(self._made, range(9))
+
+        def _made(self, number):
+            built.append(number)
+            return SimpleNamespace(data=SimpleNamespace(prompt=""))
+
+    played = Endless()
+    monkeypatch.setattr(verifiers, "load", lambda name, directory: (None, {"num_rows": None, "build": played.build}))
+    monkeypatch.setattr(episode_worker, "_bound_memory", limits.append)
+    job = {"what": "verifiers", "name": "sums", "directory": "", "memory_bytes": 1, "max_observation_chars": 9}
+
+    _, facts = episode_worker.load({**job, "num_rows": 7}, None)
+    assert built == [*range(7)]
+    assert json.dumps(facts)
+    # The first held-out task, behind 4 for training, builds no other.
+    number = NumbersTask(num_rows=None, size=4, evaluation_size=3).evaluation_prompt(0).columns["task"]
+    played.task(number)
+    assert built == [*range(7)]
+    with pytest.raises(ValueError, match="its data set ends after 9 tasks of 12: lower task.size"):
+        episode_worker.load({**job, "num_rows": 12}, None)
 
 
 def test_members_of_a_group_open_the_episode_that_gave_the_prompt(made):

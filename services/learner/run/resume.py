@@ -255,9 +255,9 @@ class Resumption:
     async def _is_withdrawn(self, cursor: Cursor, order: int) -> bool:
         """Whether a checkpoint is of a rollback order that was taken back."""
         parent = cursor.parent_version
-        if cursor.consumed or parent == NO_VERSION or cursor.lineage_version != parent:
+        if cursor.reports or parent == NO_VERSION or cursor.lineage_version != parent:
             return False
-        # Without groups a version repeats the head, or an ordered version.
+        # Without steps a version repeats the head, or an ordered version.
         own = [cursor.state_root == await self._root(version) for version in {parent, order} - {NO_VERSION}]
         return not any(own)
 

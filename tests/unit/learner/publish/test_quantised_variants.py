@@ -46,6 +46,7 @@ from tests.support.learner_world import (
     open_coordinator,
     queued,
 )
+from tests.support.run import REPORT
 
 NAMES = ("int8", "fp8_e4m3")
 
@@ -128,7 +129,8 @@ class World:
             self.step += 1
             self.backend.train_step([queued(self.step)], head_version=0, step=self.step)
             arena = await self.publisher.stage(self.backend)
-            await self.publisher.publish(arena, step=self.step, saved_by=self.backend)
+            reports = [dataclasses.replace(REPORT, step=self.step)]
+            await self.publisher.publish(arena, step=self.step, reports=reports, saved_by=self.backend)
 
     @property
     def head(self):

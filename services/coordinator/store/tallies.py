@@ -39,45 +39,52 @@ CREATE TEMP TABLE sharer (
 CREATE INDEX temp.sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
 CREATE INDEX temp.sharer_owed ON sharer (owed) WHERE owed > 0;
 """
-_OUT = """INSERT INTO out_work (assignment, site, incarnation, request_id)
-    VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);"""
-_BACK = "DELETE FROM out_work WHERE assignment = OLD.assignment;"
-_WANTS = "(({0}.counted > 0) OR ({0}.asked IS NOT NULL))"
-_TRIGGERS = f"""
-CREATE TEMP TRIGGER group_enters AFTER INSERT ON main.groups WHEN NEW.state = 'pending' BEGIN
+GROUP_ENTERS = """
     -- A group that was taken wins back one of the assignments that its site left unanswered.
-    UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0; END;
-CREATE TEMP TRIGGER work_begins AFTER INSERT ON main.work WHEN NEW.is_leased = 1 BEGIN {_OUT} END;
-CREATE TEMP TRIGGER work_moves AFTER UPDATE OF is_leased, site, incarnation ON main.work
-    WHEN OLD.is_leased = 1 AND NEW.is_leased = 1 BEGIN {_BACK} {_OUT} END;
-CREATE TEMP TRIGGER work_leaves AFTER UPDATE OF is_leased ON main.work
-    WHEN OLD.is_leased = 0 AND NEW.is_leased = 1 BEGIN {_OUT} END;
-CREATE TEMP TRIGGER work_opens AFTER UPDATE OF is_leased ON main.work
-    WHEN OLD.is_leased = 1 AND NEW.is_leased = 0 BEGIN {_BACK} END;
-CREATE TEMP TRIGGER work_ends AFTER DELETE ON main.work WHEN OLD.is_leased = 1 BEGIN {_BACK} END;
-CREATE TEMP TRIGGER out_enters AFTER INSERT ON temp.out_work BEGIN
+    UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0;"""
+WORK_ENTERS = """INSERT INTO out_work (assignment, site, incarnation, request_id)
+    VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);"""
+WORK_LEAVES = "DELETE FROM out_work WHERE assignment = OLD.assignment;"
+OUT_ENTERS = f"""
     INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
-        ON CONFLICT (site, incarnation) DO UPDATE SET held = held + 1;
-    INSERT OR IGNORE INTO sharer (site) VALUES (NEW.site);
+        ON CONFLICT (site, incarnation) DO UPDATE SET held = holder.held + 1;
+    INSERT INTO sharer (site) VALUES (NEW.site) ON CONFLICT DO NOTHING;
     UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
-    UPDATE tally SET count = count + 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT}; END;
-CREATE TEMP TRIGGER out_leaves AFTER DELETE ON temp.out_work BEGIN
+    UPDATE tally SET count = count + 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};"""
+OUT_LEAVES = f"""
     UPDATE holder SET held = held - 1, away = away - OLD.is_away
         WHERE site = OLD.site AND incarnation = OLD.incarnation;
     DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
-    UPDATE sharer SET held = held - 1, counted = counted - (OLD.is_away = 0)
+    UPDATE sharer SET held = held - 1, counted = counted - 1 + OLD.is_away
         WHERE site = OLD.site AND OLD.assignment < {HELD_OUT};
     UPDATE tally SET count = count - 1
-        WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END AND OLD.assignment < {HELD_OUT}; END;
-CREATE TEMP TRIGGER out_goes_away AFTER UPDATE OF is_away ON temp.out_work WHEN OLD.is_away = 0 AND NEW.is_away = 1
-    BEGIN UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
+        WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END AND OLD.assignment < {HELD_OUT};"""
+OUT_GOES_AWAY = f"""
+    UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
     UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
     UPDATE tally SET count = count - 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
-    UPDATE tally SET count = count + 1 WHERE name = 'away' AND NEW.assignment < {HELD_OUT}; END;
-CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer
-    WHEN {_WANTS.format("OLD")} <> {_WANTS.format("NEW")}
-    BEGIN UPDATE tally SET count = count + CASE WHEN {_WANTS.format("NEW")} THEN 1 ELSE -1 END
-    WHERE name = 'wanting'; END;
+    UPDATE tally SET count = count + 1 WHERE name = 'away' AND NEW.assignment < {HELD_OUT};"""
+_WANTS = "{0}.counted > 0 OR {0}.asked IS NOT NULL"
+WANTS_CHANGE = f"({_WANTS.format('OLD')}) <> ({_WANTS.format('NEW')})"
+SHARER_WANTS = f"""
+    UPDATE tally SET count = count + CASE WHEN {_WANTS.format("NEW")} THEN 1 ELSE -1 END
+        WHERE name = 'wanting';"""
+_TRIGGERS = f"""
+CREATE TEMP TRIGGER group_enters AFTER INSERT ON main.groups WHEN NEW.state = 'pending' BEGIN {GROUP_ENTERS} END;
+CREATE TEMP TRIGGER work_begins AFTER INSERT ON main.work WHEN NEW.is_leased = 1 BEGIN {WORK_ENTERS} END;
+CREATE TEMP TRIGGER work_moves AFTER UPDATE OF is_leased, site, incarnation ON main.work
+    WHEN OLD.is_leased = 1 AND NEW.is_leased = 1 BEGIN {WORK_LEAVES} {WORK_ENTERS} END;
+CREATE TEMP TRIGGER work_leaves AFTER UPDATE OF is_leased ON main.work
+    WHEN OLD.is_leased = 0 AND NEW.is_leased = 1 BEGIN {WORK_ENTERS} END;
+CREATE TEMP TRIGGER work_opens AFTER UPDATE OF is_leased ON main.work
+    WHEN OLD.is_leased = 1 AND NEW.is_leased = 0 BEGIN {WORK_LEAVES} END;
+CREATE TEMP TRIGGER work_ends AFTER DELETE ON main.work WHEN OLD.is_leased = 1 BEGIN {WORK_LEAVES} END;
+CREATE TEMP TRIGGER out_enters AFTER INSERT ON temp.out_work BEGIN {OUT_ENTERS} END;
+CREATE TEMP TRIGGER out_leaves AFTER DELETE ON temp.out_work BEGIN {OUT_LEAVES} END;
+CREATE TEMP TRIGGER out_goes_away AFTER UPDATE OF is_away ON temp.out_work WHEN OLD.is_away = 0 AND NEW.is_away = 1
+    BEGIN {OUT_GOES_AWAY} END;
+CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer WHEN {WANTS_CHANGE}
+    BEGIN {SHARER_WANTS} END;
 """
 FILL = """
 INSERT INTO temp.tally VALUES ('out', 0), ('away', 0), ('wanting', 0);

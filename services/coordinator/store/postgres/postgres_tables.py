@@ -24,67 +24,38 @@ import psycopg
 from psycopg import sql
 
 from heterorl.common.errors import CorruptStore
-from heterorl.common.types.evaluation import HELD_OUT
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, AUDIT_TRIGGERS, INDEXES, SCHEMA, SCHEMA_VERSION
-from heterorl.coordinator.store.tallies import FILL, TABLES
 
-_GROUPS = """
-CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    -- A group that was taken wins back one of the assignments that its site left unanswered.
-    UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0;
+_COUNTS = f"""
+CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {tallies.GROUP_ENTERS}
     RETURN NULL;
 END $$;
 CREATE OR REPLACE TRIGGER group_counts AFTER INSERT ON groups FOR EACH ROW WHEN (NEW.state = 'pending')
     EXECUTE FUNCTION tally_group();
-"""
-_WORK = """
 CREATE OR REPLACE FUNCTION tally_work() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    IF TG_OP <> 'INSERT' AND OLD.is_leased = 1 THEN
-        DELETE FROM out_work WHERE assignment = OLD.assignment;
+    IF TG_OP <> 'INSERT' AND OLD.is_leased = 1 THEN {tallies.WORK_LEAVES}
     END IF;
-    IF TG_OP <> 'DELETE' AND NEW.is_leased = 1 THEN
-        INSERT INTO out_work (assignment, site, incarnation, request_id)
-            VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);
+    IF TG_OP <> 'DELETE' AND NEW.is_leased = 1 THEN {tallies.WORK_ENTERS}
     END IF;
     RETURN NULL;
 END $$;
 CREATE OR REPLACE TRIGGER work_counts AFTER INSERT OR DELETE OR UPDATE OF is_leased, site, incarnation ON work
     FOR EACH ROW EXECUTE FUNCTION tally_work();
-"""
-_OUT = f"""
 CREATE OR REPLACE FUNCTION tally_out() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    IF TG_OP = 'INSERT' THEN
-        INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
-            ON CONFLICT (site, incarnation) DO UPDATE SET held = holder.held + 1;
-        INSERT INTO sharer (site) VALUES (NEW.site) ON CONFLICT DO NOTHING;
-        UPDATE sharer SET held = held + 1, counted = counted + 1
-            WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
-        UPDATE tally SET count = count + 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
-    ELSIF TG_OP = 'DELETE' THEN
-        UPDATE holder SET held = held - 1, away = away - OLD.is_away
-            WHERE site = OLD.site AND incarnation = OLD.incarnation;
-        DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
-        UPDATE sharer SET held = held - 1, counted = counted - 1 + OLD.is_away
-            WHERE site = OLD.site AND OLD.assignment < {HELD_OUT};
-        UPDATE tally SET count = count - 1
-            WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END AND OLD.assignment < {HELD_OUT};
-    ELSIF OLD.is_away = 0 AND NEW.is_away = 1 THEN
-        UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
-        UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
-        UPDATE tally SET count = count - 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
-        UPDATE tally SET count = count + 1 WHERE name = 'away' AND NEW.assignment < {HELD_OUT};
+    IF TG_OP = 'INSERT' THEN {tallies.OUT_ENTERS}
+    ELSIF TG_OP = 'DELETE' THEN {tallies.OUT_LEAVES}
+    ELSIF OLD.is_away = 0 AND NEW.is_away = 1 THEN {tallies.OUT_GOES_AWAY}
     END IF;
     RETURN NULL;
 END $$;
 CREATE OR REPLACE TRIGGER out_counts AFTER INSERT OR DELETE OR UPDATE OF is_away ON out_work
     FOR EACH ROW EXECUTE FUNCTION tally_out();
-CREATE OR REPLACE FUNCTION tally_wanting() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    UPDATE tally SET count = count + CASE WHEN NEW.counted > 0 OR NEW.asked IS NOT NULL THEN 1 ELSE -1 END
-        WHERE name = 'wanting';
+CREATE OR REPLACE FUNCTION tally_wanting() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {tallies.SHARER_WANTS}
     RETURN NULL;
 END $$;
 CREATE OR REPLACE TRIGGER sharer_counts AFTER UPDATE OF counted, asked ON sharer FOR EACH ROW
-    WHEN ((OLD.counted > 0 OR OLD.asked IS NOT NULL) <> (NEW.counted > 0 OR NEW.asked IS NOT NULL))
+    WHEN ({tallies.WANTS_CHANGE})
     EXECUTE FUNCTION tally_wanting();
 """
 _NONE = """
@@ -141,15 +112,15 @@ def in_postgres(script: str) -> str:
 
 
 def _tallies() -> str:
-    script = in_postgres(TABLES)
+    script = in_postgres(tallies.TABLES)
     for name, percent in _FILLED.items():
         script = re.sub(rf"(EXISTS {name} [^;]*)", rf"\1 WITH (fillfactor = {percent})", script)
-    return script + _GROUPS + _WORK + _OUT
+    return script + _COUNTS
 
 
 WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _tallies()
 """Everything in a new store except its row of WRITER."""
-COUNT_ANEW = _NONE + in_postgres(FILL)
+COUNT_ANEW = _NONE + in_postgres(tallies.FILL)
 """Counts the leased assignments; once for each coordinator that takes the store."""
 
 

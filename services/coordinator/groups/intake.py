@@ -2,7 +2,7 @@
 
 One transaction writes the row, account and watermark of each final outcome, also for an unreadable group. The watermark
 lets an id take effect once. `_Rows` batches the usual groups, which continue their site's watermark and lost no member;
-`take` handles each other group. The result is the same as for groups taken one after another.
+each other group is written at once. The result is the same as for groups taken one after another.
 """
 
 from __future__ import annotations
@@ -108,25 +108,6 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
     return examined(group_message(sealed(entry).data), contract, max_prompt_tokens=config.max_prompt_tokens)
 
 
-def take(connection: Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:
-    """Take one group in, with its outcome."""
-    if incarnations.is_known(connection, arrived.id):
-        return _known(connection, arrived)
-    wait_s, busy = _busy(connection, arrived, around)
-    if busy:
-        return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-    reason: DropReason | None = DropReason.INVALID
-    message, group = arrived.problem, arrived.sealed
-    if group is not None:
-        message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
-        if not message:
-            facts = _facts(connection, group, around, _looked_up(connection, group))
-            reason, message = judge(group, facts, around.config)
-            if reason is None:
-                reason, message = _judge_losses(connection, arrived, around.config.max_lost_share)
-    return record(connection, arrived, reason, message, around)
-
-
 def record(
     connection: Connection, arrived: Arrival, reason: DropReason | None, message: str, around: Surroundings
 ) -> PushOutcome:
@@ -192,25 +173,8 @@ def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) ->
     )
 
 
-def _busy(connection: Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
-    group_id = arrived.id
-    known = incarnations.watermark_of(connection, group_id)
-    if not 0 < group_id.sequence <= known + incarnations.MAX_GAP:
-        text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
-        return RETRY_AFTER_S, text
-    pending_bytes = tallies.waiting_bytes(connection, group_id.site)
-    return around.quotas.take(
-        group_id.site, num_bytes=arrived.num_bytes, pending_bytes=pending_bytes, now=around.instant
-    )
-
-
-def _looked_up(connection: Connection, group: SealedGroup) -> tuple[int | None, bool]:
-    return work_assignments.lookup(connection, [(group.assignment, group.id)])[group.assignment]
-
-
-def _facts(
-    connection: Connection, group: SealedGroup, around: Surroundings, assignment: tuple[int | None, bool]
-) -> Facts:
+def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> Facts:
+    """Facts about a group, without its assignment."""
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM variant_versions f WHERE f.version = v.version"
@@ -223,8 +187,8 @@ def _facts(
         head_version=around.head,
         policy_age_s=age_s,
         state_root=version[0] if version else None,
-        assignment_prompt=assignment[0],
-        is_answered=assignment[1],
+        assignment_prompt=None,
+        is_answered=False,
         quarantine=quarantine.conviction_of(connection, group.id.site),
         abandoned_version=horizon.abandoned_span(connection, group.versions),
     )
@@ -274,37 +238,53 @@ class _Rows:
         self._work = work_assignments.lookup(connection, list(self._asked.items()))
 
     def take(self, arrived: Arrival) -> PushOutcome:
-        group, key = arrived.sealed, (arrived.id.site, arrived.id.incarnation)
-        if key not in self._marks:
-            self._marks[key] = incarnations.dense_watermark(self._connection, *key)
-        mark = self._marks[key]
-        is_usual = group is not None and mark is not None and arrived.id.sequence == mark + 1 and not arrived.problem
-        if (
-            not is_usual
-            or arrived.lost
-            or group is None
-            or mark is None
-            or size_problem(arrived.num_bytes, self._around.config.max_group_bytes)
-        ):
+        """Take one group in, with its outcome."""
+        site, key, around = arrived.id.site, (arrived.id.site, arrived.id.incarnation), self._around
+        is_usual = self._is_usual(arrived)
+        if not is_usual:
             self.write()
-            return take(self._connection, arrived, self._around)
-        site = arrived.id.site
+            if incarnations.is_known(self._connection, arrived.id):
+                return _known(self._connection, arrived)
+            known = incarnations.watermark_of(self._connection, arrived.id)
+            if not 0 < arrived.id.sequence <= known + incarnations.MAX_GAP:
+                text = f"sequence {arrived.id.sequence} is too far beyond {known}; push the earlier groups first"
+                return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=text, retry_after_s=RETRY_AFTER_S)
         if site not in self._waiting_bytes:
             self._waiting_bytes[site] = tallies.waiting_bytes(self._connection, site)
-        wait_s, busy = self._around.quotas.take(
-            site, num_bytes=arrived.num_bytes, pending_bytes=self._waiting_bytes[site], now=self._around.instant
+        wait_s, busy = around.quotas.take(
+            site, num_bytes=arrived.num_bytes, pending_bytes=self._waiting_bytes[site], now=around.instant
         )
         if busy:
             return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-        reason, message = judge(group, self._surroundings(group), self._around.config)
-        if reason is not None:
+        reason, message = self._judged(arrived)
+        if not is_usual and reason is None:
+            reason, message = _judge_losses(self._connection, arrived, around.config.max_lost_share)
+        if not is_usual or reason is not None:
             self.write()
-            return record(self._connection, arrived, reason, message, self._around)
+            return record(self._connection, arrived, reason, message, around)
         self._accepted.append(arrived)
         self._answered.add(arrived.assignment)
-        self._marks[key] = mark + 1
+        self._marks[key] = arrived.id.sequence
         self._waiting_bytes[site] += arrived.num_bytes
         return PushOutcome(id=arrived.id, status=PushStatus.ACCEPTED)
+
+    def _is_usual(self, arrived: Arrival) -> bool:
+        key = (arrived.id.site, arrived.id.incarnation)
+        if key not in self._marks:
+            self._marks[key] = incarnations.dense_watermark(self._connection, *key)
+        mark = self._marks[key]
+        is_next = mark is not None and arrived.id.sequence == mark + 1
+        return is_next and not arrived.lost and arrived.sealed is not None and not self._problem(arrived)
+
+    def _problem(self, arrived: Arrival) -> str:
+        return size_problem(arrived.num_bytes, self._around.config.max_group_bytes) or arrived.problem
+
+    def _judged(self, arrived: Arrival) -> tuple[DropReason | None, str]:
+        if arrived.sealed is None:
+            return DropReason.INVALID, arrived.problem
+        if problem := self._problem(arrived):
+            return DropReason.INVALID, problem
+        return judge(arrived.sealed, self._surroundings(arrived.sealed), self._around.config)
 
     def write(self) -> None:
         """Write the accepted groups, and forget everything read."""
@@ -331,14 +311,14 @@ class _Rows:
     def _surroundings(self, group: SealedGroup) -> Facts:
         """Facts about a group.
         Groups of the same site, version and spans differ only in the assignment."""
-        if self._asked.get(group.assignment) == group.id:
-            prompt, is_answered = self._work[group.assignment]
-        else:
-            prompt, is_answered = _looked_up(self._connection, group)
-        is_answered = is_answered or group.assignment in self._answered
+        assignment = group.assignment
+        work = self._work
+        if self._asked.get(assignment) != group.id:
+            work = work_assignments.lookup(self._connection, [(assignment, group.id)])
+        prompt, is_answered = work[assignment]
         key = (group.id.site, group.oldest_version, group.state_root, group.versions)
-        facts = self._facts.get(key)
-        if facts is None:
-            facts = self._facts[key] = _facts(self._connection, group, self._around, (prompt, is_answered))
-            return facts
-        return dataclasses.replace(facts, assignment_prompt=prompt, is_answered=is_answered)
+        if key not in self._facts:
+            self._facts[key] = _facts(self._connection, group, self._around)
+        return dataclasses.replace(
+            self._facts[key], assignment_prompt=prompt, is_answered=is_answered or assignment in self._answered
+        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.evaluation import Evaluation, EvaluationSet, EvaluationState, PromptResult
+from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
 from heterorl.common.types.rollout import WorkGrant
 from heterorl.common.types.sample import as_sample
 from heterorl.coordinator import evaluation_jobs as jobs
@@ -104,15 +105,11 @@ class EvaluationColumn:
             lambda connection: jobs.over(connection, in_use=in_use, is_ending=self._is_ending(connection))
         )
         for job, state in over:
-            await self._end(job, state, clock.wall())
-
-    async def _end(self, job: int, state: EvaluationState, now: float) -> None:
-        found = await self._context.database.run(lambda connection: jobs.scores_of(connection, job))
-        if found.draws:
-            summary = await in_thread(found.summed_up)
-            await self._context.database.run(
-                lambda connection: jobs.end(connection, job, state, scores=found, summary=summary, now=now)
-            )
+            found = await self._context.database.run(functools.partial(jobs.scores_of, job=job))
+            if found.draws:
+                summary = await in_thread(found.summed_up)
+                end = functools.partial(jobs.end, job=job, state=state, scores=found, summary=summary, now=clock.wall())
+                await self._context.database.run(end)
 
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000

@@ -31,7 +31,7 @@ from heterorl.common.wire.rollout_messages import opened
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import horizon, queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, arrival_of
-from heterorl.coordinator.groups.schedule import Load, decide_grant
+from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
@@ -105,16 +105,17 @@ class RolloutColumn:
             # A single site makes all versions itself: none comes before its groups.
             is_shared = tallies.read(connection, "wanting") > 1
             generation_s = self._context.sites.generation_s(site) if is_shared else 0.0
-            load = Load(
+            held_limit, held_by = self._held_limit(connection, holder, now)
+            granted, reason = decide_grant(
+                self._context.config,
+                wanted=max_groups,
                 head_version=head,
                 policy_version=policy_version,
                 outstanding=tallies.outstanding(connection),
                 held=tallies.held(connection, site),
                 coming=horizon.coming(connection, generation_s, head=head, now=wall),
-            )
-            held_limit, held_by = self._held_limit(connection, holder, now)
-            granted, reason = decide_grant(
-                load, self._context.config, wanted=max_groups, held_limit=held_limit, held_by=held_by
+                held_limit=held_limit,
+                held_by=held_by,
             )
             handed = work_assignments.hand_out(
                 connection, holder, count=granted, num_prompts=contract.num_prompts, config=self._context.config,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.run import PromptCounts
@@ -28,50 +27,47 @@ from heterorl.coordinator.store.database_engine import Connection
 _ROUNDS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The load that pacing bounds.
-    `outstanding` groups are with samplers, queued, or with the learner."""
-
-    head_version: int
-    policy_version: int
-    outstanding: int
-    held: int = 0
-    coming: int = 0
-    """Versions expected from others while the asking site makes a group."""
-
-
 def decide_grant(
-    load: Load, config: CoordinatorConfig, *, wanted: int, held_limit: int = 0, held_by: str = "site_work_groups"
+    config: CoordinatorConfig,
+    *,
+    wanted: int,
+    head_version: int,
+    policy_version: int,
+    outstanding: int,
+    held: int = 0,
+    coming: int = 0,
+    held_limit: int = 0,
+    held_by: str = "site_work_groups",
 ) -> tuple[int, str]:
     """Grant groups that can be trained in time; returns number and reason.
 
-    A group behind k outstanding ones is trained k // groups_per_version versions from now. It may be granted while head
-    + k // groups_per_version - policy_version <= max_staleness_versions. After one version's groups, `coming` counts.
-    `held_limit` is how many assignments one site may hold (0: no bound), `held_by` the bound's name for messages.
+    A group behind k outstanding ones (with samplers, queued, or with the learner) is trained k // groups_per_version
+    versions from now. It may be granted while head + k // groups_per_version - policy_version <=
+    max_staleness_versions. After one version's groups, the versions `coming` from others count. `held` are the site's
+    assignments, `held_limit` is how many it may hold (0: no bound), `held_by` the bound's name for messages.
     """
     bound, limit = config.max_staleness_versions, config.outstanding_limit
-    lag = load.head_version - load.policy_version
+    lag = head_version - policy_version
     if lag > bound:
-        needed = load.head_version - bound
-        return 0, f"policy {load.policy_version} is {lag} versions old; pull version {needed} or newer"
-    if load.outstanding >= config.groups_per_version and lag + load.coming > bound:
+        needed = head_version - bound
+        return 0, f"policy {policy_version} is {lag} versions old; pull version {needed} or newer"
+    if outstanding >= config.groups_per_version and lag + coming > bound:
         # The groups of the next version are never withheld: without them it cannot come.
         return 0, (
-            f"paced: {load.coming} versions come while the site makes a group, at {lag} behind;"
+            f"paced: {coming} versions come while the site makes a group, at {lag} behind;"
             f" max_staleness_versions is {bound}"
         )
-    by_staleness = (bound - lag + 1) * config.groups_per_version - load.outstanding
-    by_limit = limit - load.outstanding
-    by_site = held_limit - load.held if held_limit else wanted
+    by_staleness = (bound - lag + 1) * config.groups_per_version - outstanding
+    by_limit = limit - outstanding
+    by_site = held_limit - held if held_limit else wanted
     granted = max(0, min(wanted, by_staleness, by_limit, by_site))
     if granted == wanted:
         return granted, "as wanted"
     if by_site < min(by_limit, by_staleness):
-        return granted, f"quota: the site holds {load.held} assignments, {held_by} is {held_limit}"
+        return granted, f"quota: the site holds {held} assignments, {held_by} is {held_limit}"
     if by_limit <= by_staleness:
-        return granted, f"paced: {load.outstanding} of {limit} groups are outstanding"
-    return granted, f"paced: at {lag} versions behind, {load.outstanding} outstanding groups reach the staleness bound"
+        return granted, f"paced: {outstanding} of {limit} groups are outstanding"
+    return granted, f"paced: at {lag} versions behind, {outstanding} outstanding groups reach the staleness bound"
 
 
 def permute(index: int, *, size: int, key: str) -> int:

@@ -133,21 +133,12 @@ def _read(connection: sqlite3.Connection, directory: Path, variant: str) -> Hist
     stated = "versions"
     if variant:
         stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE variant = ?)"
+    names = [name for name in StoredVersion.__slots__ if name != "signature"]
     rows = connection.execute(
-        f"SELECT version, epoch, manifest, manifest_digest, state_root, is_abandoned FROM {stated} ORDER BY version",
-        (variant,) if variant else (),
+        f"SELECT {', '.join(names)} FROM {stated} ORDER BY version", (variant,) if variant else ()
     )
     versions = tuple(
-        StoredVersion(
-            version=int(version),
-            epoch=int(epoch),
-            manifest=bytes(manifest),
-            manifest_digest=str(digest),
-            state_root=str(root),
-            is_abandoned=bool(is_abandoned),
-            signature=bytes(signatures.get(version, b"")),
-        )
-        for version, epoch, manifest, digest, root, is_abandoned in rows
+        StoredVersion(**dict(zip(names, row, strict=True)), signature=signatures.get(row[0], b"")) for row in rows
     )
     payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ?", (variant,))
     offered = tuple(payload_of(row) for row in payloads)

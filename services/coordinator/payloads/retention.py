@@ -155,29 +155,24 @@ class _Ways:
     """Paths over the lineage from a verified snapshot or a held version."""
 
     def __init__(self, graph: Graph) -> None:
-        lineage = set(graph.lineage)
-        self._verified = sorted(version for version in graph.verified if version in lineage)
+        self._verified = [version for version in graph.lineage if version in graph.verified]
         self._into: defaultdict[int, list[PayloadRef]] = defaultdict(list)
-        self._snapshots: dict[int, PayloadRef] = {}
+        lineage = set(graph.lineage)
         for payload in graph.payloads:
-            if payload.to_version not in lineage:
-                continue
-            if payload.kind is PayloadKind.SNAPSHOT:
-                self._snapshots[payload.to_version] = payload
-            if payload.kind is not PayloadKind.SNAPSHOT or payload.to_version in graph.verified:
+            if payload.to_version in lineage:
                 self._into[payload.to_version].append(payload)
+        payloads = (payload for into in self._into.values() for payload in into)
+        self._snapshots = {each.to_version: each for each in payloads if each.kind is PayloadKind.SNAPSHOT}
 
     def cheapest(self, start: int | None, goal: int) -> tuple[PayloadRef, ...]:
-        return cheapest_way(lambda version: self._into[version], have_version=start, want_version=goal)
+        def into(version: int) -> list[PayloadRef]:
+            return self._into[version] if version in self._verified else self._deltas_into(version)
+
+        return cheapest_way(into, have_version=start, want_version=goal)
 
     def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
         """The cheapest path from any snapshot; empty without one."""
-
-        def into(version: int) -> list[PayloadRef]:
-            snapshot = self._snapshots.get(version)
-            return [*self._deltas_into(version), *([snapshot] if snapshot else [])]
-
-        return cheapest_way(into, have_version=None, want_version=goal)
+        return cheapest_way(lambda version: self._into[version], have_version=None, want_version=goal)
 
     def deltas_after(self, version: int) -> Iterable[PayloadRef]:
         for newer in [newer for newer in self._into if newer > version]:

@@ -16,7 +16,7 @@ from heterorl.common.weights.arena import Chunk, digest_integers, state_root, ze
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.payload import NO_ROOT, Header, read_chunk, read_header
+from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, read_roots
 
 
 class DamagedPayload(CorruptData):
@@ -65,34 +65,30 @@ def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk
     Raises DamagedPayload: the first payload that is damaged or leads to another state; FileNotFoundError: one is gone.
     """
     chunks = chunks_of(manifests[-1])
-    headers: list[tuple[Header, int]] = []
+    payloads: list[PayloadChunks] = []
     before = NO_ROOT
     for index, (path, manifest) in enumerate(zip(paths, manifests, strict=True)):
         try:
-            with path.open("rb") as file:
-                header = read_header(file, layout_id=manifest.layout_id, chunks=chunks)
-                headers.append((header, file.tell()))
-            if (header.from_root, header.to_root) != (before, manifest.state_root):
-                raise StateMismatch(f"it leads from {header.from_root[:12]} to {header.to_root[:12]}")
+            roots = read_roots(path)
+            payload = PayloadChunks(path, layout_id=manifest.layout_id, chunks=chunks, expected_from_root=roots[0])
+            if roots != (before, manifest.state_root):
+                raise StateMismatch(f"it leads from {roots[0][:12]} to {roots[1][:12]}")
             if state_root(manifest.layout_id, manifest.chunk_digests) != manifest.state_root:
                 raise StateMismatch(f"the manifest of version {manifest.version} contradicts itself")
         except CorruptData as error:
             raise DamagedPayload(index, str(error)) from error
-        before = header.to_root
-    places = [begin for _, begin in headers]
+        payloads.append(payload)
+        before = manifest.state_root
     for number, chunk in enumerate(chunks):
         on_chunk()
-        if _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=False) is not None:
-            wrong = _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=True)
+        if _rebuild_chunk(payloads, number, chunk, manifests, is_each_compared=False) is not None:
+            wrong = _rebuild_chunk(payloads, number, chunk, manifests, is_each_compared=True)
             index = len(paths) - 1 if wrong is None else wrong
             raise DamagedPayload(index, f"chunk {number} differs from version {manifests[index].version}")
-        places = [place + header.records[number].num_bytes for place, (header, _) in zip(places, headers, strict=True)]
 
 
 def _rebuild_chunk(
-    paths: Sequence[Path],
-    headers: Sequence[tuple[Header, int]],
-    places: Sequence[int],
+    payloads: Sequence[PayloadChunks],
     number: int,
     chunk: Chunk,
     manifests: Sequence[Manifest],
@@ -101,16 +97,13 @@ def _rebuild_chunk(
 ) -> int | None:
     """Index of the first compared payload with a wrong chunk, or None."""
     values = zeros(chunk)
-    for index, (path, (header, _), manifest) in enumerate(zip(paths, headers, manifests, strict=True)):
-        record = header.records[number]
+    for index, (payload, manifest) in enumerate(zip(payloads, manifests, strict=True)):
         try:
-            with path.open("rb") as file:
-                file.seek(places[index])
-                data = read_chunk(file, record, number=number)
-            apply_chunk(record.method, memoryview(data), values)
+            method, data = payload.read(number)
+            apply_chunk(method, memoryview(data), values)
         except CorruptData as error:
             raise DamagedPayload(index, str(error)) from error
-        is_compared = is_each_compared or index in (0, len(paths) - 1)
+        is_compared = is_each_compared or index in (0, len(payloads) - 1)
         if is_compared and digest_integers(values) != manifest.chunk_digests[number]:
             return index
     return None

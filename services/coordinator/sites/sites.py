@@ -55,7 +55,6 @@ class Sites:
     def __init__(self, *, max_work_ahead_s: float = math.inf) -> None:
         self._seen: dict[Holder, _Seen] = {}
         self._max_work_ahead_s = max_work_ahead_s
-        self._seen_of: dict[str, set[str]] = {}
         self._generation_s: dict[str, float] = {}
         self.revoked: Mapping[str, int] = {}
 
@@ -99,20 +98,12 @@ class Sites:
         Beyond MAX_SEEN a new one replaces its site's longest silent one."""
         seen = self._seen.get((site, incarnation))
         if seen is None:
-            seen = _Seen(at=now)
-            # A registration may have removed some.
-            own = {each for each in self._seen_of.get(site, ()) if (site, each) in self._seen}
-            while len(own) >= MAX_SEEN:
-                longest = min(own, key=lambda each: self._last(site, each))
-                own.remove(longest)
-                self._seen.pop((site, longest), None)
-            self._seen_of[site] = own | {incarnation}
-            self._seen[site, incarnation] = seen
+            # Copied: a registration on the store's thread may remove one.
+            own = {holder: each.at for holder, each in [*self._seen.items()] if holder[0] == site}
+            if len(own) >= MAX_SEEN:
+                self._seen.pop(min(own, key=own.__getitem__), None)
+            seen = self._seen[site, incarnation] = _Seen(at=now)
         return seen
-
-    def _last(self, site: str, incarnation: str) -> float:
-        seen = self._seen.get((site, incarnation))
-        return -math.inf if seen is None else seen.at
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""

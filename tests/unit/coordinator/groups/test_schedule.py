@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.groups.schedule import Load, decide_grant, permute, prompt_of, seed_of
+from heterorl.coordinator.groups.schedule import decide_grant, permute, prompt_of, seed_of
 
 
 @given(st.integers(1, 300), st.text(max_size=5))
@@ -42,9 +42,9 @@ def test_sampling_seeds_are_63_bit_and_differ():
 )
 def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, granted):
     config = CoordinatorConfig(groups_per_version=9, max_staleness_versions=8, max_outstanding_groups=64)
-    load = Load(head_version=head, policy_version=version, outstanding=outstanding)
+    load = {"head_version": head, "policy_version": version, "outstanding": outstanding}
 
-    number, reason = decide_grant(load, config, wanted=wanted)
+    number, reason = decide_grant(config, **load, wanted=wanted)
 
     assert number == granted
     assert reason
@@ -62,9 +62,9 @@ def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, grante
 )
 def test_work_that_would_be_too_stale_when_it_is_done_is_not_granted(lag, coming, outstanding, granted):
     config = CoordinatorConfig(groups_per_version=9, max_staleness_versions=8, max_outstanding_groups=64)
-    load = Load(head_version=10, policy_version=10 - lag, outstanding=outstanding, coming=coming)
+    load = {"head_version": 10, "policy_version": 10 - lag, "outstanding": outstanding, "coming": coming}
 
-    number, reason = decide_grant(load, config, wanted=5)
+    number, reason = decide_grant(config, **load, wanted=5)
 
     assert number == granted
     assert granted or reason.startswith(f"paced: {coming} versions come while the site makes a group, at {lag} behind")
@@ -76,9 +76,9 @@ def test_no_granted_group_can_be_too_stale_when_trained_in_order(head, lag, outs
     config = CoordinatorConfig(
         groups_per_version=per_version, max_staleness_versions=bound, max_outstanding_groups=1000
     )
-    load = Load(head_version=head, policy_version=version, outstanding=outstanding)
+    load = {"head_version": head, "policy_version": version, "outstanding": outstanding}
 
-    granted, _ = decide_grant(load, config, wanted=50)
+    granted, _ = decide_grant(config, **load, wanted=50)
 
     for ahead in range(outstanding, outstanding + granted):
         assert head + ahead // per_version - version <= bound

@@ -10,7 +10,7 @@ from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.queue import Turns
-from heterorl.coordinator.groups.schedule import Load, decide_grant
+from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Quotas, Rate, level_at, wait_s
 from heterorl.sampler.outbox.delivery import settle
@@ -79,12 +79,12 @@ def test_accepted_bytes_never_exceed_rate_times_time_and_burst(pushes):
 
 
 def test_site_may_hold_so_many_assignments():
-    load = Load(head_version=0, policy_version=0, outstanding=5, held=3)
+    load = {"head_version": 0, "policy_version": 0, "outstanding": 5, "held": 3}
     config = CoordinatorConfig(groups_per_version=8, max_staleness_versions=4, max_outstanding_groups=32)
 
     reason = "quota: the site holds 3 assignments, site_work_groups is 4"
-    assert decide_grant(load, config, wanted=8, held_limit=4) == (1, reason)
-    assert decide_grant(load, config, wanted=8)[0] == 8
+    assert decide_grant(config, **load, wanted=8, held_limit=4) == (1, reason)
+    assert decide_grant(config, **load, wanted=8)[0] == 8
 
 
 def serve(turns, waiting, count):

@@ -20,6 +20,7 @@ from rich.filesize import decimal
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.outbox import Level, OutboxWriter
@@ -77,6 +78,7 @@ class CompletionCollector:
         """Members whose next turn can be submitted."""
         self._whole: list[Group] = []
         self._returned: list[tuple[int, ReturnReason | None]] = []
+        self._backoff = Backoff(clock=self.clock, rng=self.work.session.rng)
         self.refusals = Refusals()
 
     @property
@@ -328,25 +330,32 @@ class CompletionCollector:
     async def _return(self) -> None:
         while True:
             ticket = self.news.ticket()
-            if self._returned:
-                await self._abandon()
-            else:
+            if not self._returned:
                 await ticket.wait()
+            elif await self._abandon():
+                self._backoff.reset()
+            else:
+                await self.clock.sleep(self._backoff.delay_s())
 
-    async def _abandon(self) -> None:
+    async def _abandon(self) -> bool:
+        """Return what waits for it; False: some could not be returned."""
         given = tuple(self._returned)
         # Before the coordinator hands them out again.
         await self.journal.forget([number for number, _ in given])
+        done = set()
         for reason in dict.fromkeys(reason for _, reason in given):
-            await self.work.abandon([number for number, other in given if other is reason], reason)
-        done = set(given)
+            some = [number for number, other in given if other is reason]
+            if await self.work.abandon(some, reason):
+                done |= {(number, reason) for number in some}
         self._returned = [each for each in self._returned if each not in done]
+        return done == set(given)
 
     async def hand_back(self) -> None:
         """Return assignments within HAND_BACK_S; without an answer they expire."""
         if not self._returned:
             return
-        if not await ends_within(self._abandon(), clock=self.clock, seconds=HAND_BACK_S):
+        await ends_within(self._abandon(), clock=self.clock, seconds=HAND_BACK_S)
+        if self._returned:
             _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
 
 

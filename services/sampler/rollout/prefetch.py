@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import EvaluationSet
@@ -96,8 +96,8 @@ class WorkClient:
             self.ask_time += peer_seconds(grant.retry_after_s) or self._backoff.delay_s()
         return dataclasses.replace(grant, assignments=work)
 
-    async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> None:
-        """Return assignments with a reason; if the call fails they expire."""
+    async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> bool:
+        """Return assignments with a reason; False: a later call may succeed, without one they expire."""
         for first in range(0, len(assignments), MAX_ASKED):
             some = tuple(assignments[first : first + MAX_ASKED])
             try:
@@ -108,16 +108,18 @@ class WorkClient:
                     reason=reason,
                 )
             except RemoteError as error:
-                _LOG.info("%d assignments are left to expire: %s", len(assignments) - first, error)
-                return
+                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(level, "%d assignments are not taken back: %s", len(assignments) - first, error)
+                return not is_transient(error)
+        return True
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Prefetch:
     """Assignments leased and not begun, for an engine of `room_groups` groups.
 
-    The coordinator limits seconds of work, at the speed of `rate`. `in_flight` has the assignments that began;
-    `spooled` blocks, and has those with groups or turns on disk, or None.
+    The coordinator limits seconds of work, at the speed of `rate`. `begun` has the assignments that began and are
+    neither on disk nor taken back; `spooled` blocks, and has those with groups or turns on disk, or None.
     """
 
     work: WorkClient

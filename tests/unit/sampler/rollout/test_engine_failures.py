@@ -116,6 +116,33 @@ async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rare
     assert len(world.engine.loaded) == loaded
 
 
+async def test_assignments_that_an_engine_lost_in_an_outage_return_with_the_link(tmp_path):
+    world = await World.open(tmp_path, max_outstanding_groups=2, work_lease_s=120.0)
+    try:
+        await world.run.publish()
+        world.start()
+        submit = world.engine.submit
+
+        def last(request):
+            submit(request)
+            world.link.is_down = True
+            world.engine.batch_failures = [EngineDied("gone")]
+            world.engine.submit = submit
+
+        world.engine.submit = last
+        await world.until(lambda: world.link.is_down)
+        await world.passed(40.0, step_s=0.5)
+        world.link.is_down = False
+        began = world.clock.monotonic()
+        while not await world.ledger_acked():
+            await world._pass_running(0.5)
+
+        # Not when the lease of two minutes ends.
+        assert world.clock.monotonic() - began < 40.0
+    finally:
+        await world.close()
+
+
 async def killed_in_a_batch(world):
     """A process that is killed while its engine computes."""
     world.start()

@@ -323,6 +323,11 @@ class OutboxWriter:
         return len(self._waiting)
 
     @property
+    def assignments(self) -> list[int]:
+        """Assignments of the groups that wait."""
+        return [group.assignment for group in self._waiting]
+
+    @property
     def retry_s(self) -> float:
         return self._retry_at - self.clock.monotonic()
 

@@ -79,7 +79,7 @@ class GenerationLoop:
         self._room = max(1, self.engine.max_running // self.builder.group_size)
         self.prefetch = Prefetch(
             work=self._work, num_prompts=self.builder.task.num_prompts, room_groups=self._room,
-            rate=self.collector.groups, news=self.news, in_flight=self._in_flight_now, spooled=self.outbox.assignments,
+            rate=self.collector.groups, news=self.news, begun=self.collector.unsettled, spooled=self.outbox.assignments,
         )  # fmt: skip
         self._is_ending = False
 
@@ -129,9 +129,6 @@ class GenerationLoop:
                 _LOG.info("the drain waits until %d groups are delivered", level.num_groups)
                 is_said = True
             await ticket.wait()
-
-    def _in_flight_now(self) -> list[int]:
-        return [draft.assignment.id for draft in self._drafts]
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
         left, self._journal.left = self._journal.left, ()
@@ -336,7 +333,7 @@ class GenerationLoop:
         """Submit groups and hand refused prompts back; returns whether anything was done."""
         if drafts:
             self.collector.begin(drafts)
-        in_flight, size = self._in_flight_now(), self.builder.group_size
+        in_flight, size = [draft.assignment.id for draft in self._drafts], self.builder.group_size
         requests = [
             Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
             for draft in drafts

@@ -127,12 +127,14 @@ class Prefetch:
     room_groups: int
     rate: GroupRate
     news: Bell
-    in_flight: Callable[[], Collection[int]]
+    begun: Callable[[], Collection[int]]
     spooled: Callable[[], Collection[int] | None]
 
     def __post_init__(self) -> None:
         self._waiting: deque[WorkAssignment] = deque()
         self._is_low = True
+        self._skipped: set[int] = set()
+        """Granted again while their groups were here, until their end is known."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -176,16 +178,37 @@ class Prefetch:
 
     async def ask(self, version: int, count: int) -> int:
         """Ask once with the loaded version; returns how many assignments came."""
+        before = await self._elsewhere()
+        await self._hand_back(before)
         grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
         if grant is None or not grant.assignments:
             return 0
-        # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again.
-        begun = self.in_flight()
-        spooled = await asyncio.to_thread(self.spooled) or ()
-        held = {*begun, *spooled, *self.in_flight(), *(assignment.id for assignment in self._waiting)}
-        self._waiting += [assignment for assignment in grant.assignments if assignment.id not in held]
+        # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again. Its group
+        # may leave the disk before this answer comes.
+        elsewhere = before | await self._elsewhere()
+        waiting = {assignment.id for assignment in self._waiting}
+        new = [assignment for assignment in grant.assignments if assignment.id not in elsewhere | waiting]
+        self._waiting += new
+        granted = {assignment.id for assignment in grant.assignments}
+        self._skipped = (self._skipped | granted & elsewhere) - {assignment.id for assignment in new} - waiting
         self.news.ring()
         return len(grant.assignments)
+
+    async def _elsewhere(self) -> set[int]:
+        """Assignments that began, wherever their groups are."""
+        # A group moves from memory to the disk.
+        begun = set(self.begun())
+        return begun | set(await asyncio.to_thread(self.spooled) or ()) | set(self.begun())
+
+    async def _hand_back(self, elsewhere: set[int]) -> None:
+        """Return what was skipped and has no group here any more.
+
+        A group that was dropped, for example as too stale, may have opened it before it was granted again. The others
+        are answered, and the coordinator ignores them.
+        """
+        over = self._skipped - elsewhere
+        if over and await self.work.abandon(sorted(over)):
+            self._skipped -= over
 
     async def keep(self, *, bell: Bell, may_ask: Callable[[], int | None]) -> None:
         """Keep it filled forever.

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from heterorl.common.errors import Unreachable
+from heterorl.common.types.rollout import DropReason
 from heterorl.common.wire.sealed_groups import open_group
 from tests.support.sampler_world import World
 
@@ -58,3 +59,70 @@ async def test_assignment_whose_group_waits_on_disk_is_not_drawn_again(world):
 
     assert len(answered) > 10
     assert len(set(answered)) == len(answered)
+
+
+async def leased(world):
+    """Assignments that the coordinator leases to the site."""
+    rows = "SELECT assignment FROM work WHERE is_leased = 1"
+    return {row[0] for row in await world.core.database.run(lambda connection: connection.execute(rows).fetchall())}
+
+
+async def test_assignment_whose_group_was_accepted_on_the_way_of_its_grant_is_not_drawn_again(world):
+    async def push_groups(groups):
+        raise Unreachable("the link is down")
+
+    async def lease_work(**asked):
+        grant = await world.core.lease_work(**asked)
+        await world.clock.sleep(2.0)
+        return grant
+
+    world.link.replaced["push_groups"] = push_groups
+    world.settings = {}
+    world.start()
+    await world.passed(10.0, step_s=0.5)
+    # The answer to a push overtakes the answer to the lease.
+    world.link.replaced["lease_work"] = lease_work
+    await world.passed(4.0, step_s=0.5)
+    del world.link.replaced["push_groups"]
+    await world.passed(30.0, step_s=0.5)
+    dropped = (await world.core.get_status()).ledger.dropped
+
+    assert await world.ledger_acked() > 20
+    assert not dropped.get(DropReason.SURPLUS)
+
+
+async def test_assignment_of_a_dropped_group_that_is_given_again_before_the_answer_is_drawn(tmp_path):
+    world = await World.open(
+        tmp_path, max_staleness_versions=1, groups_per_version=500, work_lease_s=100.0, max_work_ahead_s=3600.0
+    )
+    try:
+        world.settings = {"work_ahead_s": 20.0}
+        await world.run.publish()
+        world.start()
+        world.engine.is_paced = True
+        await world.until(lambda: len(world.sampler.generation.prefetch) > 10, step_s=0.5)
+        world.link.is_down = True
+        await world.passed(30.0, step_s=0.5)
+        drawn = set(world.outbox.assignments())
+        for _ in range(3):
+            await world.run.publish()
+
+        async def push_groups(groups):
+            outcomes = await world.core.push_groups(groups)
+            await world.clock.sleep(20.0)
+            return outcomes
+
+        # The coordinator drops the groups as stale and gives their prompts out while the answer is on its way.
+        world.link.replaced["push_groups"] = push_groups
+        world.link.is_down = False
+        await world.passed(60.0, step_s=0.5)
+        del world.link.replaced["push_groups"]
+        await world.passed(40.0, step_s=0.5)
+        generation = world.sampler.generation
+        here = {*generation.collector.unsettled(), *world.outbox.assignments()}
+        here |= {each.id for each in generation.prefetch.look(1000)}
+
+        assert len(drawn) > 10
+        assert not drawn & await leased(world) - here
+    finally:
+        await world.close()

@@ -46,6 +46,8 @@ class Delivery:
         self._backoff = Backoff(clock=self.clock, rng=self.rng)
         # Groups to push one by one: one of them was refused.
         self._num_alone = 0
+        # A full coordinator asks for all groups of a call again: the next call is as large as what it took.
+        self._most = BATCH_GROUPS
         self._put_aside = 0
         self.num_delivered = 0
         """Groups taken by the coordinator since this process began."""
@@ -56,7 +58,7 @@ class Delivery:
         while True:
             ticket = self.bell.ticket()
             now = self._now()
-            limit = 1 if self._num_alone else BATCH_GROUPS
+            limit = 1 if self._num_alone else self._most
             groups, later = await asyncio.to_thread(self.outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
             if groups:
                 await self._push(groups)
@@ -107,7 +109,10 @@ class Delivery:
         if len(settled) == len(outcomes) == len(answered):
             # A link that broke after some groups is progress: the rest is pushed at once.
             self._backoff.reset()
+            self._most = min(BATCH_GROUPS, 2 * self._most)
         else:
+            if len(settled) < len(answered):
+                self._most = max(1, len(settled))
             await self.clock.sleep(self._backoff.delay_s(asked_s=asked_s))
 
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:

@@ -269,3 +269,30 @@ def test_words_of_the_coordinator_are_one_line(caplog, tmp_path):
     assert "\n" not in record.getMessage()
     assert "\x1b" not in record.getMessage()
     assert len(record.getMessage()) < 500
+
+
+async def test_full_coordinator_is_not_sent_the_whole_outbox_again_and_again(tmp_path):
+    """As after an outage, when the queue takes a site's groups only as fast as the learner trains on them."""
+    clock = SleepingClock()
+    outbox = Outbox(tmp_path / "spool")
+    outbox.put(spooled_groups(outbox, 60, tmp_path), release=[0.0] * 60)
+    sent, taken = 0, 0
+
+    class Full:
+        async def push_groups(self, groups):
+            nonlocal sent, taken
+            sent += len(groups)
+            # Room for 10 groups, and for one more each second.
+            room = max(0, 10 + int(clock.now) - taken)
+            taken += min(room, len(groups))
+            statuses = [PushStatus.ACCEPTED] * room + [PushStatus.RETRY] * len(groups)
+            return [
+                PushOutcome(id=group.id, status=status, retry_after_s=1.0)
+                for group, status in zip(groups, statuses, strict=False)
+            ]
+
+    await delivered(outbox, Full(), clock, until=lambda: not outbox.level().num_groups)
+    outbox.close()
+
+    assert (taken, clock.now < 100) == (60, True)
+    assert sent < 3 * 60

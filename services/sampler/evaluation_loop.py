@@ -60,6 +60,7 @@ class EvaluationLoop:
         self._backoff = Backoff(clock=self._clock, rng=self._session.rng)
         self._held: set[int] = set()
         self._drawn: list[PromptResult] = []
+        self._num_undrawn = 0
         self._pushing = asyncio.Lock()
         self._num_samples = BLOCK
         """Completions of a prompt of the last set."""
@@ -155,7 +156,7 @@ class EvaluationLoop:
         spec = grant.evaluation
         assert spec is not None, "they are held-out prompts"
         of = self._sets[spec.task_set]
-        self._drawn = []
+        self._drawn, self._num_undrawn = [], len(grant.assignments)
         _LOG.debug("%d prompts of set %s are drawn with version %d", len(grant.assignments), of.name, spec.version)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -179,6 +180,7 @@ class EvaluationLoop:
 
     async def _prompt(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> None:
         self._drawn.append(await self._evaluator.result(spec, of, assignment))
+        self._num_undrawn -= 1
         # Results that ended during another delivery go together.
         async with self._pushing:
             while self._drawn:
@@ -196,14 +198,18 @@ class EvaluationLoop:
             await self._pushed(state_root, [without_texts(result) for result in results])
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
-        await self._backoff.retry(
-            lambda: self._session.api.push_evaluation(
+        async def attempt() -> int:
+            if not self._num_undrawn and self._is_late(self._kept_version):
+                # Newer weights do not wait for a link.
+                self._release()
+            return await self._session.api.push_evaluation(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,
                 state_root=state_root,
                 results=results,
             )
-        )
+
+        await self._backoff.retry(attempt)
 
     async def _give_back(self) -> None:
         held, self._held = sorted(self._held), set()

@@ -110,6 +110,25 @@ async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
     assert num_requests - num_blocks > before
 
 
+async def test_newer_weights_do_not_wait_for_results_that_a_broken_link_holds_back(world):
+    async def push_evaluation(**results):
+        raise Unreachable("the link is down")
+
+    world.settings["evaluation_hold_s"] = 20.0
+    await world.run.publish()
+    world.link.replaced["push_evaluation"] = push_evaluation
+    world.start()
+    await world.until(lambda: world.link.calls["push_evaluation"])
+    await world.run.publish()
+    await world.passed(60.0, step_s=0.5)
+    assert [version for version, _ in world.engine.loaded] == [0, 1]
+
+    # The results are not lost.
+    del world.link.replaced["push_evaluation"]
+    await world.passed(30.0, step_s=0.5)
+    assert (await found(world)).summary.num_prompts > 0
+
+
 async def test_newer_weights_do_not_wait_for_ever(world):
     world.settings["evaluation_hold_s"] = 0.0
     await world.run.publish()

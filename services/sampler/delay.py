@@ -33,6 +33,8 @@ _HIGH_HAZARD = -math.log(_TAIL)
 """-log(1 - p) at the two ends of the interval, for Weibull and exponential quantiles."""
 MAX_SEEN = 100_000
 """Versions in transit at once: more than any delay holds at a version a second."""
+MAX_MISSED = 4096
+"""Versions that one outage hides and that still arrive, the newest ones."""
 MIN_INTERVAL_S = 0.01
 """Shortest refresh interval, real seconds: an interval of 0 would expire without end."""
 
@@ -252,7 +254,7 @@ class Visibility:
     def __init__(self, config: DelayConfig, *, seed: int) -> None:
         self._config = config
         self._seed = seed
-        self._head = -1
+        self._head, self._head_at = -1, 0.0
         self._seen: dict[int, float] = {}
         self._refreshes = 0
         self._last_refresh: tuple[int, float] | None = None
@@ -262,9 +264,15 @@ class Visibility:
     def see(self, version: int, now: float) -> None:
         """Note that `version` is the head since `now` (monotonic seconds)."""
         if version > self._head:
-            self._head = version
-            if not isinstance(self._config, NoDelay) and self._config.unit == "seconds":
-                self._seen[version] = now
+            before, since = self._head, min(self._head_at, now)
+            self._head, self._head_at = version, now
+            if isinstance(self._config, NoDelay) or self._config.unit != "seconds":
+                return
+            if before < 0 or self._config.semantics != "transit":
+                before, since = version - 1, now
+            # In an outage versions came that were not seen: they arrive in turn, as if published evenly.
+            for missed in range(max(before + 1, version - MAX_MISSED), version + 1):
+                self._seen[missed] = since + (now - since) * (missed - before) / (version - before)
                 if len(self._seen) > MAX_SEEN:
                     del self._seen[next(iter(self._seen))]
 

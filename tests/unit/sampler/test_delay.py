@@ -72,6 +72,28 @@ def test_transit_in_seconds_shows_each_version_when_it_has_arrived():
     assert visible.target(80.0, current=1) == (2, None)
 
 
+def test_versions_that_an_outage_hid_arrive_in_turn():
+    visible, current, lags = Visibility(FixedDelay(value=600), seed=0), -1, []
+    # A version each minute; from the tenth minute to the twentieth the link is down.
+    for minute in range(60):
+        if not 10 < minute < 20:
+            visible.see(minute, 60.0 * minute)
+            current, _ = visible.target(60.0 * minute, current=current)
+            lags.append(minute - current)
+
+    assert max(lags) == 10
+
+
+@pytest.mark.parametrize("version", [2**40, 2**62])
+def test_head_that_jumps_far_costs_little(version):
+    visible = Visibility(FixedDelay(value=600), seed=0)
+    visible.see(0, 0.0)
+    visible.see(version, 60.0)
+
+    assert visible.target(660.0, current=0) == (version, None)
+    assert len(visible._seen) < 10_000
+
+
 def test_refresh_in_seconds_takes_the_newest_when_the_interval_is_over():
     visible = Visibility(FixedDelay(semantics="refresh_interval", value=60), seed=0)
     visible.see(0, 0.0)

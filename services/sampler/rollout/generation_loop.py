@@ -289,7 +289,7 @@ class GenerationLoop:
         drafts, refused = await asyncio.to_thread(
             self.builder.begin, work, version=version, state_root=self.swap.reported.state_root
         )
-        if self._may_begin and self.swap.version == version and self.prefetch.look(1) == work[:1]:
+        if self._may_begin and self.swap.version == version and self.prefetch.look(len(work)) == work:
             self.prefetch.drop(len(work))
             return await self._submit(drafts, refused)
         return True

@@ -1,7 +1,7 @@
 """Work leased ahead of need, sized by the sampler's speed.
 
 A question whose answer was lost is repeated unchanged, so that work is not granted twice. Assignments begin in the
-order of the lease. An expired lease is not dropped here: the push decides whether its group is still wanted.
+order of the lease. An expired lease is dropped once others are granted; a link that is down drops none.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class Prefetch:
 
     def __post_init__(self) -> None:
         self._waiting: deque[WorkAssignment] = deque()
+        self._ends: dict[int, float] = {}
+        """When the leases of waiting assignments end."""
         self._is_low = True
         self._skipped: set[int] = set()
         """Granted again while their groups were here, until their end is known."""
@@ -152,11 +154,17 @@ class Prefetch:
     @property
     def missing(self) -> int:
         """Assignments to ask for: none above three quarters, then until full."""
-        if len(self) >= self.target:
+        num_leased = len(self) - len(self._expired())
+        if num_leased >= self.target:
             self._is_low = False
-        elif len(self) < FULL_ENOUGH * self.target:
+        elif num_leased < FULL_ENOUGH * self.target:
             self._is_low = True
-        return self.target - len(self) if self._is_low else 0
+        return self.target - num_leased if self._is_low else 0
+
+    def _expired(self) -> set[int]:
+        """Waiting assignments whose leases ended: others may draw them."""
+        now = self.work.clock.monotonic()
+        return {number for number, end in self._ends.items() if end <= now}
 
     def look(self, count: int) -> list[WorkAssignment]:
         """The next assignments, which stay until `drop`."""
@@ -165,7 +173,7 @@ class Prefetch:
     def drop(self, count: int) -> None:
         """Remove the first assignments: they began."""
         for _ in range(min(count, len(self))):
-            self._waiting.popleft()
+            self._ends.pop(self._waiting.popleft().id, None)
 
     def put_back(self, work: Sequence[WorkAssignment]) -> None:
         """Put assignments that did not begin back in front."""
@@ -174,6 +182,7 @@ class Prefetch:
     def clear(self) -> list[int]:
         held = [assignment.id for assignment in self._waiting]
         self._waiting.clear()
+        self._ends.clear()
         return held
 
     async def ask(self, version: int, count: int) -> int:
@@ -186,11 +195,20 @@ class Prefetch:
         # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again. Its group
         # may leave the disk before this answer comes.
         elsewhere = before | await self._elsewhere()
-        waiting = {assignment.id for assignment in self._waiting}
-        new = [assignment for assignment in grant.assignments if assignment.id not in elsewhere | waiting]
-        self._waiting += new
-        granted = {assignment.id for assignment in grant.assignments}
-        self._skipped = (self._skipped | granted & elsewhere) - {assignment.id for assignment in new} - waiting
+        now, granted = self.work.clock.monotonic(), {assignment.id for assignment in grant.assignments}
+        expired = self._expired() - granted
+        waiting = [assignment for assignment in self._waiting if assignment.id not in expired]
+        known = elsewhere | {assignment.id for assignment in waiting}
+        new = [assignment for assignment in grant.assignments if assignment.id not in known]
+        self._waiting = deque([*waiting, *new])
+        here = {assignment.id for assignment in self._waiting}
+        for assignment in grant.assignments:
+            if assignment.id in here:
+                self._ends[assignment.id] = now + max(assignment.lease_s, SHORT_ASK_S)
+        for number in expired:
+            del self._ends[number]
+        # A coordinator that restarted gave fresh terms to those that expired here.
+        self._skipped = (self._skipped | granted & elsewhere | expired) - here
         self.news.ring()
         return len(grant.assignments)
 

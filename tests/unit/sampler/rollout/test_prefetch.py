@@ -1,6 +1,7 @@
 """Work leased ahead of need."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -124,5 +125,40 @@ async def test_assignment_of_a_dropped_group_that_is_given_again_before_the_answ
 
         assert len(drawn) > 10
         assert not drawn & await leased(world) - here
+    finally:
+        await world.close()
+
+
+async def test_reserve_that_others_drew_in_a_pause_is_not_drawn_again(tmp_path):
+    world = await World.open(
+        tmp_path, groups_per_version=500, max_outstanding_groups=4000, work_lease_s=20.0, max_work_ahead_s=3600.0
+    )
+    try:
+        world.settings = {"work_ahead_s": 20.0}
+        await world.run.publish()
+        world.start()
+        world.engine.is_paced = True
+        prefetch = world.sampler.generation.prefetch
+        await world.until(lambda: len(prefetch) > 10, step_s=0.5)
+        # The engine hangs for longer than the term of the leases, without a link.
+        world.engine.is_paced = False
+        world.engine.proceed.clear()
+        world.link.is_down = True
+        await world.passed(60.0, step_s=1.0)
+        reserve = {each.id for each in prefetch.look(1000)}
+        begun = {*world.sampler.generation.collector.unsettled(), *world.outbox.assignments()}
+        await world.run.register("near")
+        near = await world.core.lease_work(site="near", incarnation="inc-1", max_groups=100, policy_version=0)
+        drawn = [world.run.group(work) for work in near.assignments]
+        await world.core.push_groups([replace(group, id=replace(group.id, site="near")) for group in drawn])
+        world.link.is_down = False
+        await world.passed(20.0, step_s=1.0)
+        world.engine.proceed.set()
+        world.engine.is_paced = True
+        await world.passed(40.0, step_s=0.5)
+        dropped = (await world.core.get_status()).ledger.dropped
+
+        assert len(reserve & {work.id for work in near.assignments}) > 10
+        assert dropped[DropReason.SURPLUS] == len(begun) < 8
     finally:
         await world.close()

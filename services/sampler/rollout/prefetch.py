@@ -97,7 +97,7 @@ class WorkClient:
         return dataclasses.replace(grant, assignments=work)
 
     async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> bool:
-        """Return assignments with a reason; False: a later call may succeed, without one they expire."""
+        """Return assignments with a reason; False: a later call may succeed."""
         for first in range(0, len(assignments), MAX_ASKED):
             some = tuple(assignments[first : first + MAX_ASKED])
             try:

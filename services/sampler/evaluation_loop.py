@@ -129,6 +129,7 @@ class EvaluationLoop:
 
     async def _lease(self, version: int) -> WorkGrant | None:
         """Lease prompts for the engine's version and keep it; None without prompts."""
+        await self._give_back()
         if not self._sets:
             self._is_over = True
             return None
@@ -212,8 +213,10 @@ class EvaluationLoop:
         await self._backoff.retry(attempt)
 
     async def _give_back(self) -> None:
-        held, self._held = sorted(self._held), set()
-        await self._work.abandon(held)
+        held = sorted(self._held)
+        # Prompts that a broken link kept here are handed back before the next question.
+        if await self._work.abandon(held):
+            self._held -= set(held)
 
     async def _pause(self, version: int) -> None:
         """Wait for the next question, another version or a drain."""

@@ -87,7 +87,7 @@ class CompletionCollector:
         return not (self.drafts or self._whole or self.outbox_writer.num_waiting)
 
     def unsettled(self) -> list[int]:
-        """Assignments in flight, on the way to the disk, or not taken back yet."""
+        """Assignments in flight, before the disk, or not taken back yet."""
         returned = [number for number, _ in self._returned]
         drafts, whole = [draft.assignment.id for draft in self.drafts], [group.assignment for group in self._whole]
         return [*drafts, *whole, *self.outbox_writer.assignments, *returned]

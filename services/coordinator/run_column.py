@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
-from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
+from heterorl.common.types.policy import stated_version, version_or_none
 from heterorl.common.types.run import (
     RELEASE,
     CanaryReport,
@@ -158,20 +158,16 @@ class RunColumn:
         It replaces an earlier order."""
         target = version_or_none(to_version)
 
-        def operation(connection: Connection) -> tuple[tuple[PullPlan, ...], int | None]:
+        def operation(connection: Connection) -> int | None:
             is_new = not rollback_order.is_known(connection, request_id)
-            ways = rollback_order.place(connection, to_version=target, request_id=request_id)
+            rollback_order.place(connection, to_version=target, request_id=request_id)
             detail = "taken back" if target is None else f"to version {target}"
             if is_new:
                 kind, now = AuditKind.ROLLBACK_ORDER, self._context.clock.wall()
                 audit.append(connection, kind, subject=request_id, detail=detail, now=now)
-            return ways, lineage.head_version(connection)
+            return lineage.head_version(connection)
 
-        ways, head = await self._context.database.run(operation)
-        # Payloads that the learner will pull must not be deleted before.
-        for way in ways:
-            start = None if way.target_version == target else target
-            self._context.leases.grant(have_version=start, payloads=way.payloads, now=self._context.clock.monotonic())
+        head = await self._context.database.run(operation)
         _LOG.warning(
             "an operator %s", "cancels the rollback" if target is None else f"orders a rollback to version {target}"
         )

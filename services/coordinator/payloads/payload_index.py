@@ -5,6 +5,7 @@ Each variant is its own graph over the same versions. A file may go only when no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, de
 from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
-from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions import lineage, rollback_order
 from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
@@ -100,9 +101,10 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:
-    """Choose unneeded payloads.
+    """Choose unneeded payloads; an open rollback order needs its own.
     All of an ended variant go once no sampler may ask for it."""
     found = graph(chain)
+    needs = dataclasses.replace(needs, leased=frozenset(needs.leased) | rollback_order.needed(chain.connection))
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
         gone = tuple(payload for payload in found.payloads if payload.digest not in needs.leased)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import (
     NO_VERSION,
     Manifest,
@@ -40,17 +41,28 @@ def is_known(connection: Connection, request_id: str) -> bool:
     return answer_to_order(connection, _KIND, request_id) is not None
 
 
-def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
-    """Replace the order (None cancels it); returns the learner's pull plans.
+def place(connection: Connection, *, to_version: int | None, request_id: str) -> None:
+    """Replace the order (None cancels it).
     Raises InvalidRequest: no id; UnknownVersion: the version is missing, abandoned, or cannot be rebuilt."""
     if not request_id or (to_version is not None and to_version < 0):
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
     if is_known(connection, request_id):
-        return ()
-    ways = () if to_version is None else _ways(connection, to_version)
+        return
+    if to_version is not None:
+        _ways(connection, to_version)
     set_meta(connection, _ORDER, str(stated_version(to_version)))
     remember_order(connection, _KIND, request_id, "")
-    return ways
+
+
+def needed(connection: Connection) -> frozenset[Digest]:
+    """Payloads from which the learner can get the ordered state, however late it comes."""
+    version = ordered(connection)
+    try:
+        ways = () if version is None else _ways(connection, version)
+    except UnknownVersion:
+        # Damaged since: no payload helps any more.
+        return frozenset()
+    return frozenset(payload.digest for way in ways for payload in way.payloads)
 
 
 def restorable(connection: Connection) -> tuple[int, ...]:

@@ -119,6 +119,21 @@ async def test_version_in_use_keeps_its_way_until_its_site_is_gone(tmp_path):
         assert (await puller(core, tmp_path / "a").pull(held=held, want_version=-1)).version == 26
 
 
+async def test_open_order_keeps_its_payloads_however_long_the_learner_is_away(tmp_path):
+    async with keeping(tmp_path, merged_bytes=0, snapshot_ratio=0.005) as (core, clock):
+        run = await published(core, tmp_path, 20)
+        await core.rollback(to_version=2, request_id="one")
+        clock.advance(10_000)
+        await grow(core, run, 10)
+        rebuilt = await puller(core, tmp_path / "a").pull(held=None, want_version=2)
+        assert rebuilt.arena.state_root() == run.roots[2]
+
+        await core.rollback(to_version=-1, request_id="two")
+        clock.advance(10_000)
+        await core.collector.work()
+        assert 2 not in await core.list_restorable()
+
+
 async def test_plan_under_way_keeps_its_payloads_while_frames_are_fetched(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, clock):
         run = await published(core, tmp_path, 3)

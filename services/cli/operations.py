@@ -15,7 +15,7 @@ import typer
 
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
-from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
+from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
@@ -62,6 +62,8 @@ def rollback(
         # The error's own action is for a service, which would pull another version.
         action = "`heterorl rollback --list` shows the versions to choose from"
         raise UnknownVersion(error.args[0], action=action) from error
+    except RunFinished as error:
+        raise RunFinished(error.args[0], action="raise it and start the coordinator again, then order") from error
     said = f"the learner goes back to version {to} at its next step" if to >= 0 else "the order is cancelled"
     typer.echo(f"{said}; the head is version {head}")
 

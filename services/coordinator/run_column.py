@@ -10,7 +10,7 @@ import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
+from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest, RunFinished
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
 from heterorl.common.types.policy import stated_version, version_or_none
@@ -155,17 +155,20 @@ class RunColumn:
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish an earlier version's content.
-        It replaces an earlier order."""
+        It replaces an earlier order. Raises RunFinished: no version comes any more."""
         target = version_or_none(to_version)
 
         def operation(connection: Connection) -> int | None:
-            is_new = not rollback_order.is_known(connection, request_id)
+            is_new, head = not rollback_order.is_known(connection, request_id), lineage.head_version(connection)
+            if is_new and target is not None and self._context.config.is_finished(head):
+                most = self._context.config.max_versions
+                raise RunFinished(f"the run ended with version {most}, the coordinator's max_versions")
             rollback_order.place(connection, to_version=target, request_id=request_id)
             detail = "taken back" if target is None else f"to version {target}"
             if is_new:
                 kind, now = AuditKind.ROLLBACK_ORDER, self._context.clock.wall()
                 audit.append(connection, kind, subject=request_id, detail=detail, now=now)
-            return lineage.head_version(connection)
+            return head
 
         head = await self._context.database.run(operation)
         _LOG.warning(

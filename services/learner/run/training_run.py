@@ -237,6 +237,12 @@ class TrainingRun:
                 self._note(term.publisher, loop)
         if loop.inbox.is_over:
             return
+        try:
+            # An order that came after the last step began: no other step meets it.
+            await rollback.run()
+        except RunFinished as error:
+            _LOG.warning("no further version is published: %s", error)
+        self._note(term.publisher, loop)
         reason = f"step {loop.step} of {self.config.max_steps} is reached"
         _LOG.info("the learner drains the run: %s", reason)
         await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))

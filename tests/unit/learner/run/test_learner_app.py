@@ -5,8 +5,17 @@ import threading
 
 import pytest
 
-from heterorl.common.errors import ConfigError, ContractMismatch, LeaseHeld, OperatorError, StaleEpoch, Unreachable
+from heterorl.common.errors import (
+    ConfigError,
+    ContractMismatch,
+    LeaseHeld,
+    OperatorError,
+    RunFinished,
+    StaleEpoch,
+    Unreachable,
+)
 from heterorl.common.types.rollout import GroupId
+from heterorl.coordinator.versions import rollback_order
 from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
@@ -151,7 +160,10 @@ async def test_start_after_the_last_version_that_needs_one_more_ends_without_an_
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(learn(config, core), fill(core, 4))
         if needs == "an order":
-            await core.rollback(to_version=0, request_id="one")
+            # Given before the last version, and met by no learner.
+            await core.database.run(lambda c: rollback_order.place(c, to_version=0, request_id="one"))
+            with pytest.raises(RunFinished, match="max_versions"):
+                await core.rollback(to_version=0, request_id="two")
         if needs == "a variant":
             config = config.model_copy(update={"variants": ("int8",)})
         result = await learn(config, core)

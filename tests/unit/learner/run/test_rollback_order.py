@@ -151,6 +151,23 @@ async def test_steps_without_a_version_are_undone_and_their_groups_trained_again
     assert backend.trained[0] in backend.trained[1:]
 
 
+async def test_order_that_comes_during_the_last_step_is_carried_out_before_the_end(core, tmp_path):
+    backend, loop = GentleBackend(), asyncio.get_running_loop()
+
+    def order():
+        if len(backend.reports) == 2:
+            order = core.rollback(to_version=1, request_id="one")
+            asyncio.run_coroutine_threadsafe(order, loop).result(30)
+
+    backend.on_step = order
+    result, _ = await asyncio.gather(learn(learner_config(tmp_path), core, backend), fill(core, 6))
+
+    assert (result.step, result.version, result.is_finished) == (3, 4, True)
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
+    assert await ordered(core) == (-1, 4)
+    assert (await core.get_status()).is_draining
+
+
 @pytest.mark.parametrize(
     "kill",
     [

@@ -60,17 +60,28 @@ def appearing(path: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        for file in temporary.iterdir():
-            sync_file(file)
-        sync_directory(temporary)
-        temporary.rename(path)
-    except BaseException as error:
+        with room(path.parent):
+            yield temporary
+            for file in temporary.iterdir():
+                sync_file(file)
+            sync_directory(temporary)
+            temporary.rename(path)
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(str(path.parent)) from error
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def room(directory: Path) -> Iterator[None]:
+    """A body that writes below a directory.
+    Raises DiskFull: no room is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(str(directory)) from error
+        raise
 
 
 def announce(directory: Path, listen: str, port: int, *, service: str) -> None:

@@ -30,9 +30,9 @@ from types import MappingProxyType
 
 import blake3
 
-from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
+from heterorl.common.errors import CorruptData, CorruptStore
 from heterorl.common.model.quantise import Variant, scale_layout
-from heterorl.common.process.files import NO_LINKS, link_or_copy, make_directory, sync_directory, sync_file
+from heterorl.common.process.files import NO_LINKS, link_or_copy, make_directory, room, sync_directory, sync_file
 from heterorl.common.types.common import Digest, SiteId, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
@@ -177,7 +177,7 @@ class CheckpointStore:
             DiskFull: all checkpoints are as before.
         """
         temporary = self._root / f"writing-v{version:08d}"
-        with self._room():
+        with room(self._root):
             _remove(temporary)
             (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
             save = backend.freeze(temporary / BACKEND_DIRECTORY)
@@ -202,7 +202,7 @@ class CheckpointStore:
         final = self._root / f"v{cursor.version:08d}"
         temporary = begun.directory
         assert begun.version == cursor.version, "a state belongs to one version"
-        with self._room():
+        with room(self._root):
             begun.save()
             begun.save = _nothing
             if snapshot is not None:
@@ -229,17 +229,8 @@ class CheckpointStore:
 
     def write_published(self, begun: Begun, weights: Weights) -> None:
         """Write published weights that all ranks hold, while they take part."""
-        with self._room():
+        with room(self._root):
             write_snapshot(begun.directory / PUBLISHED_FILE, weights)
-
-    @contextmanager
-    def _room(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull(str(self._root)) from error
-            raise
 
     def keep_unreadable(self, path: Path) -> None:
         """Note a checkpoint that the disk does not give now.

@@ -16,6 +16,7 @@ new content is sent under a key whose result is unknown.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from heterorl.common.errors import GroupNotAvailable, RunFinished
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import make_directory, room
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
@@ -152,7 +153,7 @@ class Publisher:
         exists already; `is_last` writes one at any cadence.
 
         Raises:
-            DiskFull: there is no room for a checkpoint; the position is unchanged.
+            DiskFull: there is no room for a payload or checkpoint; the position is unchanged.
         """
         position = self.position
         version = position.head_version + 1
@@ -186,7 +187,7 @@ class Publisher:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
             RunFinished: the same, and no version comes after the head.
             ParentNotHead, StaleEpoch: this learner must stop.
-            DiskFull: there is no room for a checkpoint; the upload has not begun.
+            DiskFull: there is no room for a payload or checkpoint; the upload has not begun.
         """
         assert not self._is_under_way, "one publication at a time"
         assert draft.version == self.position.head_version + 1, "a draft is of the version after the head"
@@ -202,9 +203,9 @@ class Publisher:
             encoded = await in_thread(self._encode, draft.arena, draft.step)
         forms: tuple[EncodedVariant, ...] = ()
         if self.variants is not None:
-            forms = await in_thread(
-                self.variants.encode, self.position, draft.forms, step=draft.step, with_snapshot=self._is_snapshot_due
-            )
+            encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=self._is_snapshot_due)
+            with room(self.directory):
+                forms = await in_thread(encode, self.position, draft.forms)
         cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
         checkpoint = None
         if draft.begun is not None:
@@ -253,16 +254,17 @@ class Publisher:
         return (self.position.head_version + 1) % self.snapshot_every_versions == 0
 
     def _encode(self, arena: Weights, step: int) -> Encoded:
-        return encode_version(
-            self.position,
-            arena,
-            directory=self.directory,
-            run_id=self.run_id,
-            epoch=self.epoch,
-            step=step,
-            with_snapshot=self._is_snapshot_due,
-            threads=self.threads,
-        )
+        with room(self.directory):
+            return encode_version(
+                self.position,
+                arena,
+                directory=self.directory,
+                run_id=self.run_id,
+                epoch=self.epoch,
+                step=step,
+                with_snapshot=self._is_snapshot_due,
+                threads=self.threads,
+            )
 
     def _request(
         self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedVariant], *, encode_s: float

@@ -24,6 +24,7 @@ from heterorl.common.errors import (
     UnknownVersion,
     UntrustedVersion,
 )
+from heterorl.common.process.files import room
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
@@ -157,8 +158,9 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
     merged, back = directory / "undo.merged", directory / "undo.back"
     try:
         if paths:
-            compose(paths, merged, layout_id=layout.layout_id, chunks=layout.chunks)
-            negate(merged, back, layout_id=layout.layout_id, chunks=layout.chunks)
+            with room(directory):
+                compose(paths, merged, layout_id=layout.layout_id, chunks=layout.chunks)
+                negate(merged, back, layout_id=layout.layout_id, chunks=layout.chunks)
             apply_payload(back, arena, expected_from_root=shadow.state_root())
         verify_state(target, arena)
     finally:

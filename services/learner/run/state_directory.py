@@ -13,7 +13,6 @@ own renews the lease, so no long step loses it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -26,10 +25,10 @@ from typing import IO, Any
 
 import heterorl
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import ConfigError, DiskFull, RemoteError, StaleEpoch
+from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import make_directory, replacing, try_lock
+from heterorl.common.process.files import make_directory, replacing, room, try_lock
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.run import facts_of
 from heterorl.learner.learner_config import LearnerConfig
@@ -88,13 +87,8 @@ def _make(path: Path) -> str:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with replacing(path) as file:
-            yield file
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(str(path.parent)) from error
-        raise
+    with room(path.parent), replacing(path) as file:
+        yield file
 
 
 def read_epochs(directory: Path) -> tuple[int, ...]:
@@ -184,7 +178,7 @@ def write_run_file(config: LearnerConfig) -> None:
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
         _LOG.warning("the configuration changed since the last start: %s", line)
-    with replacing(path, is_durable=False) as file:
+    with room(path.parent), replacing(path, is_durable=False) as file:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
 

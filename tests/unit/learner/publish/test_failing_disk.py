@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import ConfigError, UnknownPayload
-from heterorl.learner.publish import checkpoint_store
+from heterorl.common.errors import ConfigError, DiskFull, UnknownPayload
+from heterorl.learner.publish import checkpoint_store, version_payloads
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -166,6 +166,25 @@ async def test_journal_that_cannot_be_written_ends_no_run(coordinator, tmp_path,
     assert [row["version"] for row in rows(tmp_path / "learner" / "versions.jsonl")] == [0, 2, 3]
     assert [row["step"] for row in rows(tmp_path / "learner" / "steps.jsonl")] == [2, 3]
     assert caplog.text.count("loses rows") == 2
+
+
+async def test_disk_without_room_for_a_payload_is_the_operators_and_costs_nothing(coordinator, tmp_path, monkeypatch):
+    written = version_payloads.write_delta
+
+    def full(path, *weights, **options):
+        if path.name == "v00000002.delta":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(path, *weights, **options)
+
+    filling = asyncio.create_task(fill(coordinator, QUEUE))
+    monkeypatch.setattr(version_payloads, "write_delta", full)
+    with pytest.raises(DiskFull, match=f"no space left under {tmp_path / 'learner' / 'payloads'}"):
+        await learn(learner_config(tmp_path), coordinator)
+    await filling
+
+    monkeypatch.setattr(version_payloads, "write_delta", written)
+    result = await learn(learner_config(tmp_path), coordinator)
+    assert (result.step, result.version) == (3, 3)
 
 
 # ---- the coordinator's disk

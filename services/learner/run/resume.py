@@ -6,6 +6,7 @@
     in the lineage, before the head   ROLL_BACK   publishes it again over the head: abandons the versions between
     the same, and one is another's    ADOPT       as without a checkpoint: no other learner's version is abandoned
     never committed, after another    SKIP        tries the next older checkpoint
+    the same, of a lost history       SKIP        the same; the coordinator was restored from a backup
     abandoned                         SKIP        the same
 
     no checkpoint was taken, and
@@ -82,13 +83,16 @@ def decide(
     committed_version: int | None,
     is_in_lineage: bool,
     anothers_version: int | None = None,
+    is_lost_history: bool = False,
 ) -> tuple[ResumePlan, str]:
     """The plan for a checkpoint.
 
     `committed_version` is the version of its publication; None is final under the newest epoch, since an older epoch's
     publication can no longer arrive. A version in the lineage was not abandoned. `anothers_version` is a later version
-    that another learner published, if any.
+    that another learner published, if any. With `is_lost_history` it follows another version of the head's number.
     """
+    if committed_version is None and is_lost_history:
+        return ResumePlan.SKIP, f"it follows another version {cursor.parent_version} than the coordinator has"
     if committed_version is None:
         if cursor.parent_version == head_version:
             return ResumePlan.REPUBLISH, f"its publication after version {head_version} was never committed"
@@ -227,6 +231,7 @@ class Resumption:
             committed_version=committed,
             is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
             anothers_version=None if committed is None else await self._anothers(committed + 1, head),
+            is_lost_history=committed is None and cursor.parent_version == head and await self._is_lost(cursor),
         )
         _LOG.info("checkpoint %s leads to plan %s: %s", path.name, plan.value, reason)
         if plan is ResumePlan.SKIP:
@@ -251,6 +256,11 @@ class Resumption:
         if plan is ResumePlan.CONTINUE:
             return await self._continue(cursor, arena, head)
         return await self._roll_back(cursor, arena, committed, head)
+
+    async def _is_lost(self, cursor: Cursor) -> bool:
+        """Whether a checkpoint was encoded after another version than the head of this number."""
+        before = manifest_from_bytes(cursor.manifest).parent_digest
+        return before != await self.published.digest(cursor.lineage_version)
 
     async def _is_withdrawn(self, cursor: Cursor, order: int) -> bool:
         """Whether a checkpoint is of a rollback order that was taken back."""

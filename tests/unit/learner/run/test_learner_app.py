@@ -1,6 +1,7 @@
 """The whole learner against a real coordinator in this process."""
 
 import asyncio
+import shutil
 import threading
 
 import pytest
@@ -169,6 +170,44 @@ async def test_start_after_the_last_version_that_needs_one_more_ends_without_an_
         result = await learn(config, core)
 
     assert result.version == (await core.get_status()).head_version == 1
+    await core.close()
+
+
+class OtherBackend(NumpyBackend):
+    """Takes other steps from the same groups."""
+
+    def train_step(self, groups, *, head_version, step):
+        report = super().train_step(groups, head_version=head_version, step=step)
+        self.weights += 1.0
+        return report
+
+
+async def test_checkpoint_of_a_history_that_a_restore_lost_is_not_published(tmp_path):
+    core = await open_coordinator(tmp_path)
+    config = learner_config(tmp_path)
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(core, die_before=("stream_groups", 1)))
+    await fill(core, QUEUE)
+    await core.close()
+    shutil.copytree(tmp_path / "coordinator", tmp_path / "backup")
+    core = await open_coordinator(tmp_path)
+    await learn(config, core)
+    lost = await head_root(core)
+    await core.close()
+    shutil.rmtree(tmp_path / "coordinator")
+    (tmp_path / "backup").rename(tmp_path / "coordinator")
+    shutil.rmtree(tmp_path / "learner" / "checkpoints" / "v00000002")
+    core = await open_coordinator(tmp_path)
+    config = learner_config(tmp_path, max_steps=4, checkpoint_every_versions=10)
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(core, die_before=("publish_version", 3)), OtherBackend())
+    assert (await core.get_status()).head_version == 2
+
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(core, die_after=("publish_version", 1)), OtherBackend())
+
+    assert (await core.get_status()).head_version == 3
+    assert await head_root(core) != lost
     await core.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import flatten, quoted, read_tables
+from heterorl.common.process.strict_json import strict_json
 
 
 def doctor(
@@ -48,7 +48,7 @@ def doctor(
     chosen = role or guess_role(config, overrides)
     checks = asyncio.run(examine(target_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
     if json_:
-        typer.echo(json.dumps(checks_json(checks), indent=2))
+        typer.echo(strict_json(checks_json(checks), indent=2))
     else:
         console = console_of()
         console.print(checks_table(checks, title=f"heterorl doctor: {Role(chosen)}"))

@@ -13,6 +13,7 @@ import typer
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.process.strict_json import strict_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def env_try(
     finally:
         close_task(task)
     if json_:
-        typer.echo(json.dumps(as_json(asked, spec, played, ids=ids), indent=2))
+        typer.echo(strict_json(as_json(asked, spec, played, ids=ids), indent=2))
 
 
 def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:

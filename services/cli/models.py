@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ import typer
 
 from heterorl.cli.connection import bytes_bar, console_of
 from heterorl.common.process.config_file import quoted
+from heterorl.common.process.strict_json import strict_json
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
@@ -114,13 +114,13 @@ def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
 
     if out is not None:
         try:
-            out.write_text(json.dumps(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
+            out.write_text(strict_json(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 "--out", f"cannot write: {error}", action="name a directory that this user can write"
             ) from error
     if is_json:
-        typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
+        typer.echo(strict_json(as_json(rows, with_texts=False), indent=2))
     else:
         console = console_of()
         console.print(*tables(rows, width=console.width))

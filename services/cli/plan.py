@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.strict_json import strict_json
 from heterorl.plan.assumptions import facts, parse
 from heterorl.plan.costs import changed_by
 from heterorl.plan.estimate import Plan, Question
@@ -76,7 +76,7 @@ def plan(
         )
     )
     if json_:
-        typer.echo(json.dumps(answer.as_dict(), indent=2))
+        typer.echo(strict_json(answer.as_dict(), indent=2))
     else:
         show(answer, console_of())
 

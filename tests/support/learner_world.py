@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -155,7 +156,7 @@ class NumpyBackend:
         report = StepReport(
             step=step,
             version=head_version + 1,
-            loss=0.5 if is_applied else 1e30,
+            loss=0.5 if is_applied else math.nan,
             reward_mean=0.5,
             kl=0.0,
             ess_fraction=1.0,

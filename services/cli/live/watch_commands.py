@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import typer
 from rich.console import Console
 
 from heterorl.cli.connection import Link, console_of, explain_link, linked, silence_grpc
+from heterorl.common.process.strict_json import strict_json
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -48,7 +48,7 @@ def status(
     if json_:
         from pydantic_core import to_jsonable_python
 
-        typer.echo(json.dumps({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
+        typer.echo(strict_json({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
     else:
         console = console_of()
         scored = [report.evaluation_accuracy for report in reports if report.evaluation_accuracy is not None]

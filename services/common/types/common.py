@@ -259,7 +259,8 @@ ValueT = TypeVar("ValueT")
 def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:
     """Value of a dataclass from the JSON of `dataclasses.asdict`.
 
-    Rows of earlier programs have fewer fields. Raises TypeError or ValueError if the row is not of this kind.
+    Rows of earlier programs have fewer fields; where a number must be stated, null is NaN. Raises TypeError or
+    ValueError if the row is not of this kind.
     """
     readers = _readers(kind)  # type: ignore[arg-type] # a type is hashable
     return kind(**{name: _of_json(value, readers.get(name)) for name, value in dict(row).items()})
@@ -268,7 +269,14 @@ def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:
 def _of_json(value: Any, reader: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_of_json(each, reader) for each in value)
-    return value if value is None or reader is None else reader(value)
+    if value is None and reader is not _number:
+        return None
+    return value if reader is None else reader(value)
+
+
+def _number(value: float | None) -> float:
+    """A number that is always stated: null stands for one that was not finite."""
+    return math.nan if value is None else value
 
 
 @functools.cache
@@ -276,6 +284,8 @@ def _readers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
     """Readers of the fields that are, or hold, dataclasses or enumerations."""
     found: dict[str, Callable[[Any], Any]] = {}
     for name, hint in typing.get_type_hints(kind).items():
+        if hint is float:
+            found[name] = _number
         while parts := typing.get_args(hint):
             hint = parts[0]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):

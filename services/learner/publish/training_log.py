@@ -1,7 +1,7 @@
 """Append-only files for people and plots: versions.jsonl, steps.jsonl, evaluations.jsonl.
 
     versions.jsonl     {version, state_root, bytes, full_bytes, num_changed, num_elements, encode_s, publish_s}
-    steps.jsonl        the fields of StepReport; also rejected steps (is_applied false)
+    steps.jsonl        the fields of StepReport, not finite ones null; also rejected steps (is_applied false)
     evaluations.jsonl  {version, accuracy, num_prompts, num_completions, num_errors, seconds}
 
 No decision depends on them; a start cuts off a torn last line. `bytes` is the size of the delta, or of the snapshot
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from heterorl.common.process.files import make_directory
+from heterorl.common.process.strict_json import strict_json
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind
 
@@ -75,7 +76,7 @@ class TrainingLog:
         path = self._directory / name
         try:
             with path.open("a", encoding="ascii") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(strict_json(row) + "\n" for row in rows)
         except OSError as error:
             # The version is committed: an end would cost it where its checkpoint is not due.
             _LOG.warning("training log %s loses rows, no weights depend on it: %s", path, error)

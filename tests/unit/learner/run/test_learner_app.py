@@ -1,6 +1,7 @@
 """The whole learner against a real coordinator in this process."""
 
 import asyncio
+import math
 import shutil
 import threading
 
@@ -15,6 +16,7 @@ from heterorl.common.errors import (
     StaleEpoch,
     Unreachable,
 )
+from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.versions import rollback_order
 from heterorl.learner.run.state_directory import read_incarnation
@@ -486,7 +488,11 @@ async def test_step_that_is_not_finite_never_becomes_a_version(coordinator, tmp_
     assert {reason.value: count for reason, count in status.ledger.dropped.items() if count} == {"learner_abandoned": 2}
     assert all(report.is_applied for report in await coordinator.list_steps(after_step=0, limit=10))
     # A step of a version is written with it; one that changed nothing at once, beside a version under way.
-    assert sorted(row["is_applied"] for row in rows(config.state_dir / "steps.jsonl")) == [False, True, True]
+    path = config.state_dir / "steps.jsonl"
+    assert sorted(row["is_applied"] for row in rows(path)) == [False, True, True]
+    assert {row["loss"] for row in rows(path)} == {None, 0.5}
+    assert "NaN" not in path.read_text(), "strict readers refuse it"
+    assert math.isnan(next(value_of_row(StepReport, row).loss for row in rows(path) if not row["is_applied"]))
 
 
 async def test_learner_stops_when_no_step_is_finite(coordinator, tmp_path):

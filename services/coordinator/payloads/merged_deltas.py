@@ -218,7 +218,8 @@ def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, d
 def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
     """Payloads with the states they lead between; other files are removed."""
     found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+    # A directory is a file system's, where this one is a mount of its own.
+    for path in sorted(path for path in directory.iterdir() if path.is_file()) if directory.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         try:
             if match is None:

@@ -218,10 +218,11 @@ class BlobStore:
         """All payloads and uploads, except those in use."""
         folders = (self._blobs, self._partial)
         try:
-            found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
+            names = {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
         except OSError as error:
             raise unreadable(error) from error
-        found |= self._storage.digests()
+        # Without files of others, such as an NFS server's.
+        found = {Digest(name) for name in names if is_digest(name)} | self._storage.digests()
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     def count(self, num_bytes: int) -> None:

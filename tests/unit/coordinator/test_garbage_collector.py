@@ -134,6 +134,23 @@ async def test_open_order_keeps_its_payloads_however_long_the_learner_is_away(tm
         assert 2 not in await core.list_restorable()
 
 
+async def test_file_of_another_name_among_the_payloads_stops_no_deletion(tmp_path):
+    async with keeping(tmp_path) as (core, _):
+        run = await published(core, tmp_path, 0)
+        stray = [tmp_path / "data" / place / ".nfs00000000000000010" for place in ("blobs/ab", "partial")]
+        for path in stray:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"an NFS server's")
+        await grow(core, run, 30)
+        assert (await core.get_status()).reclaimed_bytes > 0
+        # As a release before this one left it.
+        await core.database.run(lambda c: c.execute("INSERT INTO retired VALUES (?)", (stray[0].name,)))
+    (tmp_path / "data" / "merged" / "lost+found").mkdir(parents=True)
+    async with keeping(tmp_path) as (core, _):
+        assert (await core.get_status()).head_version == 30
+    assert all(path.exists() for path in stray)
+
+
 async def test_plan_under_way_keeps_its_payloads_while_frames_are_fetched(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, clock):
         run = await published(core, tmp_path, 3)

@@ -47,10 +47,11 @@ class Rollback:
     _refused: int | None = None
 
     def is_due(self, version: int) -> bool:
-        """Whether an order for `version` is open; NO_VERSION is no order."""
-        if version < 0:
+        """Whether an order for `version` is open and was not refused; NO_VERSION is no order."""
+        if version != self._refused:
+            # Another order, or none, came between: the same version would be a new order.
             self._refused = None
-        return version >= 0 and version != self._refused
+        return version >= 0 and self._refused is None
 
     async def resume(self, *, is_start: bool) -> int:
         """Resume at the head or at an ordered version.

@@ -289,6 +289,41 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
     assert await ordered(core) == (1, 4)
 
 
+async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path, caplog):
+    await trained(core, tmp_path, GentleBackend())
+    config = learner_config(tmp_path, max_steps=4)
+
+    class Unsteady:
+        """Finds no way to version 1 at first."""
+
+        is_lost = True
+
+        def __getattr__(self, name):
+            return getattr(core, name)
+
+        async def plan_pull(self, *, have_version, want_version, **options):
+            if self.is_lost and 1 in (have_version, want_version):
+                raise UnknownVersion("deleted")
+            return await core.plan_pull(have_version=have_version, want_version=want_version, **options)
+
+    api = Unsteady()
+    learning = asyncio.create_task(learn(config, api, GentleBackend()))
+    await core.rollback(to_version=1, request_id="one")
+    while "cannot go back to version 1" not in caplog.text:
+        await asyncio.sleep(0.01)
+    api.is_lost = False
+    await core.rollback(to_version=2, request_id="two")
+    await until_head(core, 4)
+    # Before a renewal could see that no order is open.
+    await core.rollback(to_version=1, request_id="three")
+    await until_head(core, 5)
+    await fill(core, 2, incarnation="c1946ac9")
+    await learning
+
+    roots = [(await manifest(core, version)).state_root for version in range(6)]
+    assert roots[4:] == [roots[2], roots[1]]
+
+
 async def test_orders_are_checked_replaced_taken_back_and_given_once(core, tmp_path):
     await trained(core, tmp_path, GentleBackend())
     for version in (4, 99):

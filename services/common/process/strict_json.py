@@ -1,4 +1,4 @@
-"""JSON that other programs read: RFC 8259 has no NaN and no infinity."""
+"""JSON for other programs: RFC 8259 has no NaN, no infinity."""
 
 from __future__ import annotations
 

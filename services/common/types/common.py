@@ -275,7 +275,7 @@ def _of_json(value: Any, reader: Callable[[Any], Any] | None) -> Any:
 
 
 def _number(value: float | None) -> float:
-    """A number that is always stated: null stands for one that was not finite."""
+    """A stated number; null stands for one that was not finite."""
     return math.nan if value is None else value
 
 

@@ -55,7 +55,7 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
 
 
 def needed(connection: Connection) -> frozenset[Digest]:
-    """Payloads from which the learner can get the ordered state, however late it comes."""
+    """Payloads from which the learner gets the ordered state, at any time."""
     version = ordered(connection)
     try:
         ways = () if version is None else _ways(connection, version)

@@ -258,7 +258,7 @@ class Resumption:
         return await self._roll_back(cursor, arena, committed, head)
 
     async def _is_lost(self, cursor: Cursor) -> bool:
-        """Whether a checkpoint was encoded after another version than the head of this number."""
+        """Whether a checkpoint follows another version of the head's number."""
         before = manifest_from_bytes(cursor.manifest).parent_digest
         return before != await self.published.digest(cursor.lineage_version)
 

@@ -47,7 +47,8 @@ class Rollback:
     _refused: int | None = None
 
     def is_due(self, version: int) -> bool:
-        """Whether an order for `version` is open and was not refused; NO_VERSION is no order."""
+        """Whether an order for `version` is open and not refused.
+        NO_VERSION is no order."""
         if version != self._refused:
             # Another order, or none, came between: the same version would be a new order.
             self._refused = None

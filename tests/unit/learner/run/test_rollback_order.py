@@ -296,24 +296,25 @@ async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path
     class Unsteady:
         """Finds no way to version 1 at first."""
 
-        is_lost = True
+        is_lost, asked = True, asyncio.Event()
 
         def __getattr__(self, name):
             return getattr(core, name)
 
         async def plan_pull(self, *, have_version, want_version, **options):
             if self.is_lost and 1 in (have_version, want_version):
+                self.asked.set()
                 raise UnknownVersion("deleted")
             return await core.plan_pull(have_version=have_version, want_version=want_version, **options)
 
     api = Unsteady()
     learning = asyncio.create_task(learn(config, api, GentleBackend()))
     await core.rollback(to_version=1, request_id="one")
-    while "cannot go back to version 1" not in caplog.text:
-        await asyncio.sleep(0.01)
-    api.is_lost = False
+    await api.asked.wait()
     await core.rollback(to_version=2, request_id="two")
     await until_head(core, 4)
+    assert caplog.text.count("cannot go back to version 1") == 1
+    api.is_lost = False
     # Before a renewal could see that no order is open.
     await core.rollback(to_version=1, request_id="three")
     await until_head(core, 5)

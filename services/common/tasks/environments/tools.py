@@ -105,7 +105,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 def _schema(tool: Any) -> dict[str, Any]:
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(_as_function(tool))
+        function: Any = _as_function(tool)
+        adapter: TypeAdapter[Any] = TypeAdapter(function)
         return dict(adapter.json_schema(schema_generator=_WithoutTitles))
     except Exception as error:
         # pydantic does not know the type, or it has no JSON form.

@@ -1,11 +1,12 @@
 """Work leased ahead of need."""
 
+import asyncio
 import math
 from dataclasses import replace
 
 import pytest
 
-from heterorl.common.errors import Unreachable
+from heterorl.common.errors import EngineError, Unreachable
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.wire.sealed_groups import open_group
 from tests.support.sampler_world import World
@@ -162,3 +163,40 @@ async def test_reserve_that_others_drew_in_a_pause_is_not_drawn_again(tmp_path):
         assert not reserve & {number for (number,) in again}
     finally:
         await world.close()
+
+
+async def test_assignment_that_is_being_returned_is_not_drawn(world):
+    may_return, is_returned, granted = asyncio.Event(), asyncio.Event(), set()
+    real_lease, real_abandon = world.core.lease_work, world.core.abandon_work
+
+    async def lease_work(**given):
+        grant = await real_lease(**given)
+        granted.update(each.id for each in grant.assignments)
+        if granted & returning:
+            # The coordinator takes it back, also from the new lease, before the sampler has the grant.
+            may_return.set()
+            await is_returned.wait()
+        return grant
+
+    async def abandon_work(**given):
+        await may_return.wait()
+        await real_abandon(**given)
+        is_returned.set()
+
+    world.link.replaced["abandon_work"] = abandon_work
+    returning = set()
+    world.start()
+    # The engine loses groups, and the link does not take them back before their leases run out.
+    world.engine.batch_failures.append(EngineError("it crashed"))
+    collector = world.sampler.generation.collector
+    await world.until(lambda: bool(collector._returned))
+    returning |= {number for number, _ in collector._returned}
+    world.engine.proceed.clear()
+    await world.passed(60.0, step_s=1.0)
+    world.link.replaced["lease_work"] = lease_work
+    world.engine.proceed.set()
+    await world.until(lambda: is_returned.is_set() and world.link.calls["abandon_work"] > 1)
+    await world.passed(2.0)
+
+    assert returning & granted
+    assert not sum((await world.core.get_status()).ledger.dropped.values())

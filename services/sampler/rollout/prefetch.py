@@ -216,7 +216,8 @@ class Prefetch:
         """Assignments that began, wherever their groups are."""
         # A group moves from memory to the disk.
         begun = set(self.begun())
-        return begun | set(await asyncio.to_thread(self.spooled) or ()) | set(self.begun())
+        spooled = await asyncio.to_thread(self.spooled)
+        return begun | set(spooled or ()) | set(self.begun())
 
     async def _hand_back(self, elsewhere: set[int]) -> None:
         """Return what was skipped and has no group here any more.

@@ -11,12 +11,13 @@ addresses do not pass: samplers read payloads here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from heterorl.common.api import WeightsApi
 from heterorl.common.errors import Draining, HeterorlError, Unreachable
@@ -52,35 +53,16 @@ class CachedWeights:
         )
         self.payloads = Payloads(api=api, cache=cache, clock=clock, on_gone=self._plans.clear)
 
-    async def get_signed_manifest(self, *, version: int, variant: str) -> SignedManifest:
-        return await self._signed.get(
-            (version, variant), lambda: self._api.get_signed_manifest(version=version, variant=variant)
-        )
+    async def get_signed_manifest(self, **asked: Any) -> SignedManifest:
+        return await self._signed.get(tuple(asked.items()), functools.partial(self._api.get_signed_manifest, **asked))
 
-    async def list_manifests(self, *, first_version: int, last_version: int, variant: str) -> tuple[bytes, ...]:
-        return await self._lists.get(
-            (first_version, last_version, variant),
-            lambda: self._api.list_manifests(first_version=first_version, last_version=last_version, variant=variant),
-        )
+    async def list_manifests(self, **asked: Any) -> tuple[bytes, ...]:
+        return await self._lists.get(tuple(asked.items()), functools.partial(self._api.list_manifests, **asked))
 
-    async def plan_pull(
-        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, variant: str
-    ) -> PullPlan:
+    async def plan_pull(self, *, object_bytes: int, **asked: Any) -> PullPlan:  # noqa: ARG002 - the relay has its own
         """The plan to a version, equal for callers with equal versions."""
-
-        async def ask() -> PullPlan:
-            return await self._api.plan_pull(
-                have_version=have_version,
-                have_root=have_root,
-                want_version=want_version,
-                accept_merged=accept_merged,
-                base_root=base_root,
-                object_bytes=self.payloads.object_bytes,
-                variant=variant,
-            )
-
-        key = (have_version, have_root, want_version, accept_merged, base_root, variant)
-        plan = await self._plans.get(key, ask)
+        ask = functools.partial(self._api.plan_pull, **asked, object_bytes=self.payloads.object_bytes)
+        plan = await self._plans.get(tuple(asked.items()), ask)
         self.payloads.note(plan)
         return plan
 

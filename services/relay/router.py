@@ -29,7 +29,7 @@ from heterorl.common.rpc.channel import CoordinatorChannel
 from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
-from heterorl.common.wire.common_messages import to_message
+from heterorl.common.wire.common_messages import arguments, to_message
 from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.node_admission import Node, NodeAdmission
@@ -142,33 +142,19 @@ class Router(grpc.GenericRpcHandler):
             yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s)
 
     async def _get_manifest(self, request: policy_pb2.GetManifestRequest) -> AsyncIterator[Message]:
-        signed = await self._weights.get_signed_manifest(version=request.version, variant=request.variant)
+        signed = await self._weights.get_signed_manifest(**arguments(request))
         yield policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
     async def _list_manifests(self, request: policy_pb2.ListManifestsRequest) -> AsyncIterator[Message]:
-        found = await self._weights.list_manifests(
-            first_version=request.first_version, last_version=request.last_version, variant=request.variant
-        )
-        yield policy_pb2.ListManifestsResponse(manifests=found)
+        yield policy_pb2.ListManifestsResponse(manifests=await self._weights.list_manifests(**arguments(request)))
 
     async def _plan_pull(self, request: policy_pb2.PlanPullRequest) -> AsyncIterator[Message]:
-        plan = await self._weights.plan_pull(
-            have_version=request.have_version,
-            have_root=request.have_root,
-            want_version=request.want_version,
-            accept_merged=request.accept_merged,
-            base_root=request.base_root,
-            variant=request.variant,
-        )
+        plan = await self._weights.plan_pull(**arguments(request))
         yield to_message(policy_pb2.PlanPullResponse, plan)
 
     async def _read_payload(self, request: policy_pb2.ReadPayloadRequest) -> AsyncIterator[Message]:
-        frames = self._weights.payloads.read(
-            digest=digest_field("digest", request.digest),
-            offset=request.offset,
-            stop=request.stop if request.HasField("stop") else None,
-        )
-        async for frame in frames:
+        wanted = arguments(request, digest=digest_field("digest", request.digest))
+        async for frame in self._weights.payloads.read(**wanted):
             yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame))
 
     async def _check_health(self, request: health_pb2.HealthCheckRequest) -> AsyncIterator[Message]:

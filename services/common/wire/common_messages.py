@@ -83,6 +83,21 @@ def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
     return kind(**{name: _read(kind, message, name) for name in copied}, **changed)
 
 
+def arguments(message: Message, /, **changed: Any) -> dict[str, Any]:
+    """A request's fields as a call's arguments; `changed` are converted already.
+
+    A repeated field becomes a tuple, an unset optional one None.
+    """
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.name not in changed:
+            value = getattr(message, field.name)
+            is_single = isinstance(value, int | float | str | bytes | Message)
+            is_unset = field.has_presence and not message.HasField(field.name)
+            found[field.name] = None if is_unset else value if is_single else tuple(value)
+    return found | changed
+
+
 def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 

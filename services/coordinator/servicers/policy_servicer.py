@@ -11,11 +11,12 @@ from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import digest_field
 from heterorl.common.weights.payload import FRAME_BYTES
-from heterorl.common.wire.common_messages import contract_from_pb, progress_from_pb, to_message
+from heterorl.common.wire.common_messages import arguments, contract_from_pb, progress_from_pb, to_message
 from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, publish_from_pb, renewal_to_pb
 from heterorl.coordinator.learner_lease import LearnerLease
 from heterorl.coordinator.policy_column import PolicyColumn
-from heterorl.v1 import policy_pb2, policy_pb2_grpc
+from heterorl.v1 import policy_pb2 as pb
+from heterorl.v1 import policy_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,46 +28,30 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._policy = policy
         self._lease = lease
 
-    async def AcquireLease(
-        self, request: policy_pb2.AcquireLeaseRequest, context: Context
-    ) -> policy_pb2.AcquireLeaseResponse:
-        grant = await self._lease.acquire_lease(
-            holder=request.holder,
-            contract=contract_from_pb(request.contract),
-            request_id=request.request_id,
-            variants=tuple(request.variants),
-            incarnation=request.incarnation,
-            groups_per_version=request.groups_per_version,
-            statement=request.statement,
-        )
-        return grant_to_pb(grant)
+    async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Context) -> pb.AcquireLeaseResponse:
+        stated = arguments(request, contract=contract_from_pb(request.contract))
+        return grant_to_pb(await self._lease.acquire_lease(**stated))
 
-    async def RenewLease(
-        self, request: policy_pb2.RenewLeaseRequest, context: Context
-    ) -> policy_pb2.RenewLeaseResponse:
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         progress = progress_from_pb(request.progress) if request.HasField("progress") else None
         grant = await self._lease.renew_lease(epoch=request.epoch, progress=progress)
         return renewal_to_pb(grant)
 
-    async def ReleaseLease(
-        self, request: policy_pb2.ReleaseLeaseRequest, context: Context
-    ) -> policy_pb2.ReleaseLeaseResponse:
+    async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
         await self._lease.release_lease(epoch=request.epoch)
-        return policy_pb2.ReleaseLeaseResponse()
+        return pb.ReleaseLeaseResponse()
 
-    async def QueryUpload(
-        self, request: policy_pb2.QueryUploadRequest, context: Context
-    ) -> policy_pb2.QueryUploadResponse:
+    async def QueryUpload(self, request: pb.QueryUploadRequest, context: Context) -> pb.QueryUploadResponse:
         digest = digest_field("digest", request.digest)
-        answer = policy_pb2.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
+        answer = pb.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
         if request.put_bytes:
             place = await self._policy.put_place(epoch=request.epoch, digest=digest, num_bytes=request.put_bytes)
             answer.put_url, answer.put_offset, answer.put_bytes = place.url, place.offset, place.num_bytes
         return answer
 
     async def UploadPayload(
-        self, request_iterator: AsyncIterator[policy_pb2.UploadPayloadRequest], context: Context
-    ) -> policy_pb2.UploadPayloadResponse:
+        self, request_iterator: AsyncIterator[pb.UploadPayloadRequest], context: Context
+    ) -> pb.UploadPayloadResponse:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest("upload: the first message must be the header")
@@ -92,66 +77,46 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             offset=first.header.offset,
             frames=frames(),
         )
-        return policy_pb2.UploadPayloadResponse(num_bytes=num_bytes)
+        return pb.UploadPayloadResponse(num_bytes=num_bytes)
 
     async def _take(
-        self, header: policy_pb2.UploadHeader, rest: AsyncIterator[policy_pb2.UploadPayloadRequest]
-    ) -> policy_pb2.UploadPayloadResponse:
+        self, header: pb.UploadHeader, rest: AsyncIterator[pb.UploadPayloadRequest]
+    ) -> pb.UploadPayloadResponse:
         if await anext(rest, None) is not None:
             raise InvalidRequest("upload: a payload that was put has no frames")
         num_bytes = await self._policy.take_payload(
             epoch=header.epoch, digest=digest_field("header.digest", header.digest), num_bytes=header.num_bytes
         )
-        return policy_pb2.UploadPayloadResponse(num_bytes=num_bytes)
+        return pb.UploadPayloadResponse(num_bytes=num_bytes)
 
-    async def PublishVersion(
-        self, request: policy_pb2.PublishVersionRequest, context: Context
-    ) -> policy_pb2.PublishVersionResponse:
+    async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
         version = await self._policy.publish_version(publish_from_pb(request))
-        return policy_pb2.PublishVersionResponse(version=version)
+        return pb.PublishVersionResponse(version=version)
 
-    async def GetStep(self, request: policy_pb2.GetStepRequest, context: Context) -> policy_pb2.GetStepResponse:
-        return policy_pb2.GetStepResponse(version=await self._policy.get_step(step_id=request.step_id))
+    async def GetStep(self, request: pb.GetStepRequest, context: Context) -> pb.GetStepResponse:
+        return pb.GetStepResponse(version=await self._policy.get_step(step_id=request.step_id))
 
-    async def WatchHead(
-        self, request: policy_pb2.WatchHeadRequest, context: Context
-    ) -> AsyncIterator[policy_pb2.WatchHeadResponse]:
+    async def WatchHead(self, request: pb.WatchHeadRequest, context: Context) -> AsyncIterator[pb.WatchHeadResponse]:
         async for update in self._policy.watch_head(after_version=request.after_version):
-            yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s)
+            yield pb.WatchHeadResponse(version=update.version, age_s=update.age_s)
 
-    async def GetManifest(
-        self, request: policy_pb2.GetManifestRequest, context: Context
-    ) -> policy_pb2.GetManifestResponse:
-        signed = await self._policy.get_signed_manifest(version=request.version, variant=request.variant)
-        return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
+    async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
+        signed = await self._policy.get_signed_manifest(**arguments(request))
+        return pb.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
-    async def ListManifests(
-        self, request: policy_pb2.ListManifestsRequest, context: Context
-    ) -> policy_pb2.ListManifestsResponse:
-        found = await self._policy.list_manifests(
-            first_version=request.first_version, last_version=request.last_version, variant=request.variant
-        )
-        return policy_pb2.ListManifestsResponse(manifests=found)
+    async def ListManifests(self, request: pb.ListManifestsRequest, context: Context) -> pb.ListManifestsResponse:
+        return pb.ListManifestsResponse(manifests=await self._policy.list_manifests(**arguments(request)))
 
-    async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
-        plan = await self._policy.plan_pull(
-            have_version=request.have_version,
-            have_root=request.have_root,
-            want_version=request.want_version,
-            accept_merged=request.accept_merged,
-            base_root=request.base_root,
-            object_bytes=request.object_bytes,
-            variant=request.variant,
-        )
-        answer = to_message(policy_pb2.PlanPullResponse, plan)
+    async def PlanPull(self, request: pb.PlanPullRequest, context: Context) -> pb.PlanPullResponse:
+        plan = await self._policy.plan_pull(**arguments(request))
+        answer = to_message(pb.PlanPullResponse, plan)
         answer.urls.extend(await self._policy.payload_urls(plan))
         return answer
 
     async def ReadPayload(
-        self, request: policy_pb2.ReadPayloadRequest, context: Context
-    ) -> AsyncIterator[policy_pb2.ReadPayloadResponse]:
-        digest = digest_field("digest", request.digest)
-        stop = request.stop if request.HasField("stop") else None
-        async for frame in self._policy.read_payload(digest=digest, offset=request.offset, stop=stop):
+        self, request: pb.ReadPayloadRequest, context: Context
+    ) -> AsyncIterator[pb.ReadPayloadResponse]:
+        wanted = arguments(request, digest=digest_field("digest", request.digest))
+        async for frame in self._policy.read_payload(**wanted):
             BYTES.labels("weights", "out").inc(len(frame))
-            yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame))
+            yield pb.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame))

@@ -20,10 +20,10 @@ import grpc.aio
 from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.common import Contract, Digest, SiteId
+from heterorl.common.types.common import Contract
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.rollout import DropReason, PushOutcome, Rejection
-from heterorl.common.wire.common_messages import group_id_from_pb, to_message, to_value
+from heterorl.common.wire.common_messages import arguments, group_id_from_pb, to_message, to_value
 from heterorl.common.wire.rollout_messages import (
     REASON_OF,
     RETURN_REASON_OF,
@@ -37,13 +37,14 @@ from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.coordinator.rollout_column import RolloutColumn
 from heterorl.coordinator.rpc.call_admission import INLINE_BYTES, Requests
-from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2_grpc
+from heterorl.v1 import rollout_pb2 as pb
 
 READ_AHEAD = 16
 BATCH_BYTES = 4 << 20
 """Bytes that share a commit; a larger message has its own commit."""
 COMMITS = 3
-Pushed = Sequence[rollout_pb2.Group]
+Pushed = Sequence[pb.Group]
 _Sized = tuple[Pushed, int]
 _Answers = asyncio.Future[list[PushOutcome]]
 _Commit = tuple[list[int], _Answers]
@@ -175,31 +176,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._rollouts = rollouts
         self._pushes = PushStreams(rollouts, max_prompt_tokens=max_prompt_tokens)
 
-    async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
-        grant = await self._rollouts.lease_work(
-            site=SiteId(request.site),
-            incarnation=request.incarnation,
-            max_groups=request.max_groups,
-            policy_version=request.policy_version,
-            request_id=request.request_id,
-            sets=tuple(to_value(EvaluationSet, each) for each in request.sets),
-        )
-        return to_message(rollout_pb2.LeaseWorkResponse, grant)
+    async def LeaseWork(self, request: pb.LeaseWorkRequest, context: Context) -> pb.LeaseWorkResponse:
+        sets = tuple(to_value(EvaluationSet, each) for each in request.sets)
+        grant = await self._rollouts.lease_work(**arguments(request, sets=sets))
+        return to_message(pb.LeaseWorkResponse, grant)
 
-    async def AbandonWork(
-        self, request: rollout_pb2.AbandonWorkRequest, context: Context
-    ) -> rollout_pb2.AbandonWorkResponse:
-        await self._rollouts.abandon_work(
-            site=SiteId(request.site),
-            incarnation=request.incarnation,
-            assignments=list(request.assignments),
-            reason=RETURN_REASON_OF.get(request.reason),
-        )
-        return rollout_pb2.AbandonWorkResponse()
+    async def AbandonWork(self, request: pb.AbandonWorkRequest, context: Context) -> pb.AbandonWorkResponse:
+        await self._rollouts.abandon_work(**arguments(request, reason=RETURN_REASON_OF.get(request.reason)))
+        return pb.AbandonWorkResponse()
 
     async def PushGroups(
         self, request_iterator: AsyncIterator[Any], context: Context
-    ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
+    ) -> AsyncIterator[pb.PushGroupsResponse]:
         # CallAdmission gives each message as its groups.
         async for outcomes in self._pushes.outcomes(request_iterator):
             for outcome in outcomes:
@@ -207,8 +195,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             yield outcomes_to_pb(outcomes)
 
     async def StreamGroups(
-        self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context
-    ) -> AsyncIterator[rollout_pb2.StreamGroupsResponse]:
+        self, request_iterator: AsyncIterator[pb.StreamGroupsRequest], context: Context
+    ) -> AsyncIterator[pb.StreamGroupsResponse]:
         first = await anext(request_iterator, None)
         if first is None:
             raise InvalidRequest("stream: the first message must state the epoch")
@@ -230,21 +218,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 run_metrics.observe_lease(leased)
                 yield message
 
-    async def AbandonGroups(
-        self, request: rollout_pb2.AbandonGroupsRequest, context: Context
-    ) -> rollout_pb2.AbandonGroupsResponse:
+    async def AbandonGroups(self, request: pb.AbandonGroupsRequest, context: Context) -> pb.AbandonGroupsResponse:
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
         # An earlier learner states no account, a later one perhaps an unknown one.
         counted_as = REASON_OF.get(request.counted_as, DropReason.LEARNER_ABANDONED)
-        await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason, counted_as=counted_as)
-        return rollout_pb2.AbandonGroupsResponse()
+        await self._rollouts.abandon_groups(**arguments(request, ids=ids, counted_as=counted_as))
+        return pb.AbandonGroupsResponse()
 
-    async def RejectGroups(
-        self, request: rollout_pb2.RejectGroupsRequest, context: Context
-    ) -> rollout_pb2.RejectGroupsResponse:
+    async def RejectGroups(self, request: pb.RejectGroupsRequest, context: Context) -> pb.RejectGroupsResponse:
         rejections = [to_value(Rejection, entry) for entry in request.rejections]
         await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections)
-        return rollout_pb2.RejectGroupsResponse()
+        return pb.RejectGroupsResponse()
 
 
 class EvaluationServicer(evaluation_pb2_grpc.EvaluationServiceServicer):
@@ -256,18 +240,12 @@ class EvaluationServicer(evaluation_pb2_grpc.EvaluationServiceServicer):
     async def PushEvaluation(
         self, request: evaluation_pb2.PushEvaluationRequest, context: Context
     ) -> evaluation_pb2.PushEvaluationResponse:
-        num_counted = await self._evaluations.push_evaluation(
-            site=SiteId(request.site),
-            incarnation=request.incarnation,
-            state_root=Digest(request.state_root),
-            results=results_from_pb(request.results),
-        )
+        pushed = arguments(request, results=results_from_pb(request.results))
+        num_counted = await self._evaluations.push_evaluation(**pushed)
         return evaluation_pb2.PushEvaluationResponse(num_counted=num_counted)
 
     async def ListEvaluations(
         self, request: evaluation_pb2.ListEvaluationsRequest, context: Context
     ) -> evaluation_pb2.ListEvaluationsResponse:
-        found = await self._evaluations.list_evaluations(
-            task_set=request.task_set, after_version=request.after_version, limit=request.limit
-        )
+        found = await self._evaluations.list_evaluations(**arguments(request))
         return evaluation_pb2.ListEvaluationsResponse(evaluations=[evaluation_to_pb(each) for each in found])

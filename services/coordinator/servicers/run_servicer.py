@@ -12,10 +12,10 @@ from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
-from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import CanaryReport, parse_facts
-from heterorl.common.wire.common_messages import series_from_pb, to_message, to_value
+from heterorl.common.wire.common_messages import arguments, series_from_pb, to_message, to_value
 from heterorl.common.wire.run_messages import commands_to_pb, heartbeat_from_pb, registration_from_pb, status_to_pb
 from heterorl.common.wire.sample_messages import (
     evaluation_from_pb,
@@ -72,16 +72,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return status_to_pb(await self._run.get_status())
 
     async def ListSteps(self, request: run_pb2.ListStepsRequest, context: Context) -> run_pb2.ListStepsResponse:
-        reports = await self._run.list_steps(after_step=request.after_step, limit=request.limit)
+        reports = await self._run.list_steps(**arguments(request))
         return run_pb2.ListStepsResponse(reports=[to_message(common_pb2.StepReport, report) for report in reports])
 
     async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
-        await self._run.drain(reason=request.reason, epoch=request.epoch if request.HasField("epoch") else None)
+        await self._run.drain(**arguments(request))
         return run_pb2.DrainResponse()
 
     async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
-        head = await self._run.rollback(to_version=request.to_version, request_id=request.request_id)
-        return run_pb2.RollbackResponse(head_version=head)
+        return run_pb2.RollbackResponse(head_version=await self._run.rollback(**arguments(request)))
 
     async def ListRestorable(
         self, request: run_pb2.ListRestorableRequest, context: Context
@@ -89,10 +88,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.ListRestorableResponse(versions=await self._run.list_restorable())
 
     async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
-        quarantine = await self._run.release_site(
-            site=SiteId(request.site), reason=request.reason, request_id=request.request_id
-        )
-        return run_pb2.ReleaseSiteResponse(quarantine=quarantine)
+        return run_pb2.ReleaseSiteResponse(quarantine=await self._run.release_site(**arguments(request)))
 
     async def DescribeRun(self, request: run_pb2.DescribeRunRequest, context: Context) -> run_pb2.DescribeRunResponse:
         await self._run.describe_run(epoch=request.epoch, facts=parse_facts(request.facts))

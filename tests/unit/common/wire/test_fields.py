@@ -10,7 +10,7 @@ from heterorl.common.types.common import Series
 from heterorl.common.types.policy import LeaseGrant, PullPlan
 from heterorl.common.types.rollout import PushOutcome, PushStatus, Rejection, WorkGrant
 from heterorl.common.types.run import CanaryVerdict
-from heterorl.common.wire.common_messages import to_message, to_value
+from heterorl.common.wire.common_messages import arguments, to_message, to_value
 from heterorl.common.wire.policy_messages import grant_from_pb, grant_to_pb, renewal_to_pb
 from heterorl.v1 import backup_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2
 
@@ -83,3 +83,15 @@ def test_backups_and_diagnoses_travel_whole():
     message = diagnosis_to_pb(diagnosis, padding=b"pad")
     assert diagnosis_from_pb(message) == diagnosis
     assert message.padding == b"pad"
+
+
+def test_fields_of_a_request_are_arguments():
+    read = policy_pb2.ReadPayloadRequest(digest="d", offset=0)
+    lease = policy_pb2.AcquireLeaseRequest(holder="a", variants=["int8"])
+
+    assert arguments(read) == {"digest": "d", "offset": 0, "stop": None}
+    assert arguments(policy_pb2.ReadPayloadRequest(stop=0), digest="e") == {"digest": "e", "offset": 0, "stop": 0}
+    assert arguments(lease, contract=None) == {
+        "holder": "a", "request_id": "", "variants": ("int8",), "incarnation": "", "groups_per_version": 0,
+        "statement": b"", "contract": None,
+    }  # fmt: skip

@@ -177,9 +177,10 @@ async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, cap
     world.link.replaced["lease_work"] = lease_work
     failed = []
 
-    async def abandon_work(*, assignments, **named):
-        failed.extend(assignments)
-        await world.core.abandon_work(assignments=assignments, **named)
+    async def abandon_work(*, assignments, reason, **named):
+        # Those without a reason only ran out.
+        failed.extend(assignments if reason is not None else ())
+        await world.core.abandon_work(assignments=assignments, reason=reason, **named)
 
     world.link.replaced["abandon_work"] = abandon_work
     world.start()

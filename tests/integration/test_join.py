@@ -364,6 +364,15 @@ async def test_pin_that_was_changed_is_refused_before_a_word(office, tmp_path):
     assert office.book() == []
 
 
+@pytest.mark.parametrize("years", [-30, 30])
+async def test_wrong_clock_of_a_node_is_named_and_costs_no_token(office, years):
+    token = office.token()
+
+    with pytest.raises(WrongAuthority, match="not valid now.*set this machine's clock"):
+        await ask(token, address=office.address, key=new_key(), now=time.time() + years * 365 * 86400)
+    await ask(token, address=office.address, key=new_key(), now=time.time())
+
+
 async def test_server_outlives_what_is_no_node(office):
     host, port = office.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=_blind())

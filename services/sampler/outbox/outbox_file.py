@@ -29,6 +29,8 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITH
 CREATE TABLE IF NOT EXISTS groups (
     sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL,
     checksum BLOB NOT NULL, assignment INTEGER);
+-- Each question for work reads all assignments: without the index also the payloads, which lie in front of them.
+CREATE INDEX IF NOT EXISTS groups_by_assignment ON groups (assignment);
 CREATE TABLE IF NOT EXISTS set_aside (
     sequence INTEGER PRIMARY KEY, reason TEXT NOT NULL, payload BLOB NOT NULL, checksum BLOB);
 CREATE TABLE IF NOT EXISTS turns (

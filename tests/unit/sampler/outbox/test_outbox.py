@@ -341,3 +341,20 @@ def test_outbox_says_how_long_groups_stayed_that_it_saw_arrive(tmp_path):
     assert outbox.delete([2]) == []
     assert outbox.delete([1, 2], now=20.0) == []
     outbox.close()
+
+
+def num_read():
+    """Bytes that this process has read."""
+    return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
+
+
+def test_assignments_are_listed_without_a_read_of_the_groups(tmp_path):
+    outbox = Outbox(tmp_path)
+    # More than SQLite keeps in memory.
+    long = spooled_groups(outbox, 4, tmp_path, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
+    outbox.put(long, release=[0.0] * 4)
+    before = num_read()
+
+    assert outbox.assignments() == (0, 1, 2, 3)
+    assert num_read() - before < outbox.level().num_bytes // 64
+    outbox.close()

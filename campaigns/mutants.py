@@ -232,11 +232,16 @@ class Copy:
 
 def end(process: subprocess.Popen[str]) -> None:
     """Kill pytest and all processes of its tests, also those in groups of their own."""
+    found: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         pytest = psutil.Process(process.pid)
-        for one in [pytest, *pytest.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        found = [pytest, *pytest.children(recursive=True)]
+    # What outlived its parent is no child any more, but of pytest's group.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()
 
 
@@ -286,7 +291,7 @@ def judge(copy: Copy, guard: Guard, tests: Sequence[str], *, known: set[str], li
 
 
 def _batches(tests: Sequence[str]) -> list[Sequence[str]]:
-    found = []
+    found: list[psutil.Process] = []
     for length in (*BATCHES, len(tests)):
         found.append(tests[:length])
         tests = tests[length:]

@@ -166,3 +166,16 @@ def test_end_of_a_late_pytest_is_the_end_of_its_processes():
     child.wait(timeout=10)
 
     assert process.returncode == -9
+
+
+@pytest.mark.process
+def test_end_of_a_pytest_that_is_over_is_the_end_of_what_it_left():
+    process = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout
+    with process.stdout:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.wait()
+        end(process)
+    child.wait(timeout=10)

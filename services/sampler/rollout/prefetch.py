@@ -133,7 +133,7 @@ class Prefetch:
     def __post_init__(self) -> None:
         self._waiting: deque[WorkAssignment] = deque()
         self._ends: dict[int, float] = {}
-        """When the leases of waiting assignments end."""
+        """When the leases of waiting assignments end, and of those that began."""
         self._is_low = True
         self._skipped: set[int] = set()
         """Granted again while their groups were here, until their end is known."""
@@ -164,7 +164,7 @@ class Prefetch:
     def _expired(self) -> set[int]:
         """Waiting assignments whose leases ended: others may draw them."""
         now = self.work.clock.monotonic()
-        return {number for number, end in self._ends.items() if end <= now}
+        return {each.id for each in self._waiting if self._ends.get(each.id, math.inf) <= now}
 
     def look(self, count: int) -> list[WorkAssignment]:
         """The next assignments, which stay until `drop`."""
@@ -173,7 +173,7 @@ class Prefetch:
     def drop(self, count: int) -> None:
         """Remove the first assignments: they began."""
         for _ in range(min(count, len(self))):
-            self._ends.pop(self._waiting.popleft().id, None)
+            self._waiting.popleft()
 
     def put_back(self, work: Sequence[WorkAssignment]) -> None:
         """Put assignments that did not begin back in front."""
@@ -205,7 +205,8 @@ class Prefetch:
         for assignment in grant.assignments:
             if assignment.id in here:
                 self._ends[assignment.id] = now + max(assignment.lease_s, SHORT_ASK_S)
-        for number in expired:
+        # One that began comes back where the engine refuses it.
+        for number in self._ends.keys() - here - elsewhere:
             del self._ends[number]
         # A coordinator that restarted gave fresh terms to those that expired here.
         self._skipped = (self._skipped | granted & elsewhere | expired) - here

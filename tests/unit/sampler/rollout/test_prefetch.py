@@ -3,12 +3,16 @@
 import asyncio
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from heterorl.common.errors import EngineError, Unreachable
-from heterorl.common.types.rollout import DropReason
+from heterorl.common.process.clock import Bell
+from heterorl.common.types.rollout import DropReason, WorkAssignment, WorkGrant
 from heterorl.common.wire.sealed_groups import open_group
+from heterorl.sampler.rollout.prefetch import GroupRate, Prefetch
+from tests.support.clock import ManualClock
 from tests.support.sampler_world import World
 
 
@@ -200,3 +204,37 @@ async def test_assignment_that_is_being_returned_is_not_drawn(world):
 
     assert returning & granted
     assert not sum((await world.core.get_status()).ledger.dropped.values())
+
+
+class Granted:
+    """A WorkClient whose coordinator gives the same two assignments at each question, for 5 s."""
+
+    def __init__(self):
+        self.clock, self.session, self.returned = ManualClock(), SimpleNamespace(work_ahead_s=0.0), []
+
+    async def ask(self, version, count, *, num_prompts):
+        work = tuple(WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=5.0) for number in range(2))
+        return WorkGrant(assignments=work, reason="", retry_after_s=0.0)
+
+    async def abandon(self, numbers):
+        self.returned += numbers
+        return True
+
+
+def reserve(work, begun):
+    return Prefetch(
+        work=work, num_prompts=9, room_groups=2, rate=GroupRate(), news=Bell(), begun=lambda: begun, spooled=tuple
+    )
+
+
+async def test_assignment_that_the_engine_refused_keeps_the_end_of_its_lease():
+    work = Granted()
+    prefetch = reserve(work, [])
+    await prefetch.ask(0, 2)
+    refused = prefetch.look(1)
+    prefetch.drop(1)
+    prefetch.put_back(refused)
+    assert prefetch.missing == 0
+    work.clock.advance(6.0)
+
+    assert prefetch.missing == 2

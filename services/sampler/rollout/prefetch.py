@@ -178,6 +178,8 @@ class Prefetch:
     def put_back(self, work: Sequence[WorkAssignment]) -> None:
         """Put assignments that did not begin back in front."""
         self._waiting.extendleft(reversed(work))
+        # One that was granted again meanwhile will be drawn.
+        self._skipped -= {assignment.id for assignment in work}
 
     def clear(self) -> list[int]:
         held = [assignment.id for assignment in self._waiting]

@@ -238,3 +238,21 @@ async def test_assignment_that_the_engine_refused_keeps_the_end_of_its_lease():
     work.clock.advance(6.0)
 
     assert prefetch.missing == 2
+
+
+async def test_assignment_that_the_engine_refused_is_not_returned_while_it_waits():
+    work, begun = Granted(), []
+    prefetch = reserve(work, begun)
+    await prefetch.ask(0, 2)
+    refused = prefetch.look(1)
+    prefetch.drop(1)
+    begun.append(0)
+    work.clock.advance(6.0)
+    # The coordinator gives it again while the engine is asked.
+    await prefetch.ask(0, 2)
+    begun.clear()
+    prefetch.put_back(refused)
+    await prefetch.ask(0, 2)
+
+    assert [each.id for each in prefetch.look(9)] == [0, 1]
+    assert work.returned == []

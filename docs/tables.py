@@ -121,6 +121,28 @@ def _loop() -> str:
     )  # fmt: skip
 
 
+def _regions() -> str:
+    def dropped(found: dict[str, int]) -> str:
+        return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in found.items()) or "0"
+
+    return table(
+        ["", "generated", "trained on", "learner waits", "a version", "staleness p50, p95", "swap", "groups dropped"],
+        [
+            [
+                r["title"],
+                f"{r['share']['mean']:.2f}",
+                f"{r['trained_share']['mean']:.2f}",
+                _percent(r["learner_waits"]),
+                f"{r['bytes_per_version_and_site'] / 1e6:.3g} MB",
+                f"{r['staleness_p50']:.0f}, {r['staleness_p95']:.0f}",
+                f"{1e3 * r['swap_s']:.0f} ms",
+                dropped(r["dropped"]),
+            ]
+            for r in _benchmark("regions")["summaries"]
+        ],
+    )
+
+
 def _sites() -> str:
     found = _benchmark("sites")
     return table(
@@ -310,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": _parity,
     "loop": _loop,
     "publish": _publish,
+    "regions": _regions,
     "sites": _sites,
     "sites-stores": _sites_stores,
     "kills-stores": _kills_stores,

@@ -160,7 +160,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         table.add_row(
             one["arm"], f"{share:.3f}", f"{trained:.3f}", f"{one['learner_waits']:.2f}",
             f"{one['bytes_per_version_and_site'] / 1e6:.2f} MB", f"{one['staleness_p50']:g}",
-            f"{one['staleness_p95']:g}", f"{one['swap_s']:.3f}", str(one["dropped"] or 0),
+            f"{one['staleness_p95']:.1f}", f"{one['swap_s']:.3f}", str(one["dropped"] or 0),
         )  # fmt: skip
     console.print(table)
     for goal in document["goals"]:

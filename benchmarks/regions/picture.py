@@ -59,7 +59,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         ages.hlines(place, one["staleness_p50"], one["staleness_p95"], color=colour, linewidth=3)
         ages.plot(one["staleness_p50"], place, "o", color=colour)
         ages.plot(one["staleness_p95"], place, "|", color=colour, markersize=14, markeredgewidth=3)
-        ages.text(one["staleness_p95"] + 0.6, place, f"{one['staleness_p95']:g}", va="center", fontsize=9)
+        ages.text(one["staleness_p95"] + 0.6, place, f"{round(one['staleness_p95'], 1):g}", va="center", fontsize=9)
     shares.set_yticks(list(places), [one["title"] for one in rows])
     shares.invert_yaxis()
     shares.set_xlim(0, 1.18)

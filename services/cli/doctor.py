@@ -14,7 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import flatten, quoted, read_tables
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 
 
 def doctor(

@@ -13,7 +13,7 @@ import typer
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 
 if TYPE_CHECKING:
     from rich.console import Console

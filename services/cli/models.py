@@ -14,7 +14,7 @@ import typer
 
 from heterorl.cli.connection import bytes_bar, console_of
 from heterorl.common.process.config_file import quoted
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig

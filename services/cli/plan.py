@@ -13,7 +13,7 @@ from rich.table import Table
 
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 from heterorl.plan.assumptions import facts, parse
 from heterorl.plan.costs import changed_by
 from heterorl.plan.estimate import Plan, Question

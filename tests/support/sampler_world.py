@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from heterorl.common.errors import EngineError, RewardError, Unreachable
+from heterorl.common.errors import EngineDied, EngineError, RewardError, Unreachable
 from heterorl.common.generation.hf_engine import spans_of
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
 from heterorl.common.tasks.task import Prompt, Task
@@ -277,6 +277,22 @@ class World:
         )
         self.stop = asyncio.Event()
         self.running = asyncio.create_task(self.sampler.run(self.stop))
+
+    async def lose_engine_in_outage(self, *, lasts_s: float, takes: Callable[[Request], bool] = lambda _: True) -> None:
+        """End the engine and the link at the next request that `takes` names; only the link comes back."""
+        submit = self.engine.submit
+
+        def last(request: Request) -> None:
+            submit(request)
+            if takes(request):
+                self.link.is_down = True
+                self.engine.batch_failures = [EngineDied("gone")]
+                self.engine.submit = submit  # type: ignore[method-assign]
+
+        self.engine.submit = last  # type: ignore[method-assign]
+        await self.until(lambda: self.link.is_down)
+        await self.passed(lasts_s, step_s=0.5)
+        self.link.is_down = False
 
     async def until(self, condition: Callable[[], bool], *, step_s: float = 0.1) -> None:
         """Let time pass until `condition` holds."""

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from heterorl.cli.connection import Link, console_of, explain_link, linked, silence_grpc
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 
 if TYPE_CHECKING:
     from rich.console import Group

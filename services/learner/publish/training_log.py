@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.strict_json import strict_json
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, strict_json
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind
 
 _LOG = logging.getLogger(__name__)

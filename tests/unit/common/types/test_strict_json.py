@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from heterorl.common.process.strict_json import strict_json
+from heterorl.common.types.common import strict_json
 
 
 def refuse(name):

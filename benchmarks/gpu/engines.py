@@ -14,6 +14,7 @@ from benchmarks.gpu.rows import Place, Rows, seconds
 from benchmarks.learner import VOCAB_SIZE, write_model
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import ScoredText
+from heterorl.common.model.staging import Part, each_part, part_of, to_device
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.plan.assumptions import Assumptions
 
@@ -80,9 +81,12 @@ def _large_swap(rows: Rows, place: Place) -> None:
     host = [torch.zeros(size, dtype=torch.int16).fill_(number) for number in range(count)]
     held = [torch.empty(size, dtype=torch.int16, device=place.device) for _ in range(count)]
 
+    def copy_part(number: int, part: Part) -> None:
+        to_device(part_of(host[number], part), part_of(held[number], part))
+
     def swap() -> None:
-        for target, source in zip(held, host, strict=True):
-            target.copy_(source)
+        for _ in each_part(copy_part, held):
+            pass
 
     forecast = 2 * count * size / Assumptions().pcie_gb_s / 1e9
     pause = seconds(swap, device=place.device, repeats=2)

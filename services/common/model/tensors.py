@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, StateMismatch
 from heterorl.common.model.adapters import PARTS, has_adapters
+from heterorl.common.model.staging import Part, each_part, part_of, to_device, to_host
 from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
@@ -94,26 +96,41 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     finite in the published type: it would reach every sampler.
     """
     tensors = published_tensors(model)
-    for spec in arena.layout.specs:
-        if not spec.alias_of:
-            store_tensor(spec, tensors[spec.name], arena, published=published, dead_band_ulp=dead_band_ulp)
+    owned = [(spec, tensors[spec.name]) for spec in arena.layout.specs if not spec.alias_of]
+    _store(owned, arena, published=published, dead_band_ulp=dead_band_ulp)
 
 
-@torch.no_grad()
 def store_tensor(
     spec: TensorSpec, tensor: torch.Tensor, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0
 ) -> None:
     """`store` of one tensor that owns its storage."""
-    dtype = TORCH_DTYPE[spec.dtype]
-    bits = None
-    if published is not None and dead_band_ulp:
-        bits = torch.from_numpy(published.view(spec.name)).view(dtype)
-    rounded = round_to(tensor.detach().cpu(), dtype, published=bits, dead_band_ulp=dead_band_ulp).contiguous()
-    if not rounded.to(torch.float32).isfinite().all():
-        raise ConfigError(
-            "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
-        )
-    arena.view(spec.name)[...] = rounded.view(INTEGER[rounded.element_size()]).numpy()
+    _store([(spec, tensor)], arena, published=published, dead_band_ulp=dead_band_ulp)
+
+
+def _store(
+    owned: Sequence[tuple[TensorSpec, torch.Tensor]], arena: Arena, *, published: Arena | None, dead_band_ulp: float
+) -> None:
+    masters = [tensor.detach() for _, tensor in owned]
+
+    def store_part(number: int, part: Part) -> None:
+        spec, master = owned[number][0], part_of(masters[number], part)
+        before = None
+        if published is not None and dead_band_ulp:
+            before = part_of(_values(published, spec), part).to(master.device)
+        rounded = round_to(master, TORCH_DTYPE[spec.dtype], published=before, dead_band_ulp=dead_band_ulp)
+        if not rounded.to(torch.float32).isfinite().all():
+            raise ConfigError(
+                "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
+            )
+        to_host(rounded.contiguous(), part_of(_values(arena, spec), part))
+
+    for _ in each_part(store_part, masters):
+        pass
+
+
+def _values(arena: Arena, spec: TensorSpec) -> torch.Tensor:
+    """A tensor in an arena, of its published type."""
+    return torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
 
 
 def round_to(
@@ -155,8 +172,15 @@ def load(arena: Arena, model: nn.Module) -> None:
         tensor, source = tensors[spec.name], spec.alias_of or spec.name
         if tensor.numel() and written.setdefault(tensor.data_ptr(), source) != source:
             raise StateMismatch(f"the model ties {spec.name}, the weights do not", action="check model_dir")
-    for spec in arena.layout.specs:
-        target = tensors[spec.alias_of or spec.name]
-        if not spec.alias_of or tensors[spec.name].data_ptr() != target.data_ptr():
-            bits = torch.from_numpy(arena.view(spec.name))
-            tensors[spec.name].copy_(bits.view(TORCH_DTYPE[spec.dtype]))
+    copied = [
+        (spec, tensors[spec.name].detach())
+        for spec in arena.layout.specs
+        if not spec.alias_of or tensors[spec.name].data_ptr() != tensors[spec.alias_of].data_ptr()
+    ]
+
+    def load_part(number: int, part: Part) -> None:
+        spec, tensor = copied[number]
+        to_device(part_of(_values(arena, spec), part), part_of(tensor, part))
+
+    for _ in each_part(load_part, [tensor for _, tensor in copied]):
+        pass

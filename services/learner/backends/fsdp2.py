@@ -199,13 +199,15 @@ class Fsdp2State(ShardedState):
             if isinstance(parameter.grad, DTensor):
                 gradients[name] = parameter.grad.to_local()
         # Summed by rank, so that all ranks get the same bits and decide alike.
-        own = sum((float(gradient.double().square().sum()) for gradient in gradients.values()), start=0.0)
+        squares = [gradient.double().square().sum() for gradient in gradients.values()]
+        # One wait for the GPU, not one for each gradient.
+        own = sum(torch.stack(squares).tolist(), start=0.0) if squares else 0.0
         row = struct.pack("<d??", own, bool(gradients), self._is_apart())
         rows = [struct.unpack("<d??", data) for data in self._ranks.all_gather_bytes(row)]
         if any(is_apart for *_, is_apart in rows):
             problem = f"torch {torch.__version__} moved rows at the first pass, and the optimizer would step on copies"
             raise ConfigError("backend.kind", problem, action="upgrade torch to 2.10 or newer, or use backend torch")
-        norm = math.sqrt(sum(squares for squares, *_ in rows))
+        norm = math.sqrt(sum(part for part, *_ in rows))
         is_applied = any(has_gradients for _, has_gradients, _ in rows)
         is_applied = is_applied and math.isfinite(loss) and math.isfinite(norm)
         if is_applied:

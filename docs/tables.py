@@ -36,16 +36,16 @@ _OF_A_CARD = (
     "513 M, fsdp2: speed",
     "513 M, trl: speed",
     "513 M, trl: peak memory",
-    "110 M, heterorl: speed",
     "hf, 513 M: pause of a swap",
+    "arrays of 8 B weights: pause of a swap",
     "hf, 513 M: speed, 256 rows",
     "hf, 513 M: canary beside fp32, median",
+    "round masters into the host's memory",
     "code a delta of 8 B, digests included",
     "apply and verify it on 8 B",
     "held-out accuracy at version 0",
     "held-out accuracy at the end",
     "states that differ between learner and sampler",
-    "median step",
 )
 """Rows of a card that the page shows; the card's file has all."""
 _FAULTS = {

@@ -41,7 +41,7 @@ class Assumptions:
     micro_batch_tokens: float = _number(16384, "tokens", "of one pass", "default of `backend.micro_batch_tokens`")
     sequence_tokens: float = _number(4096, "tokens", "of a prompt and its completion", _ASSUMED)
     coding_threads: float = _number(
-        2, "threads", "that code at once in a process; more wait", "benchmarks/results/gpu/NVIDIA-H200.json, 1 B"
+        4, "threads", "that code at once in a process; more wait", "benchmarks/results/gpu/NVIDIA-H100-80GB-HBM3.json"
     )
     step_bits: float = _number(
         2.1, "bits", "of a changed element's step, besides its position", "benchmarks/results/weights.json, lr 1e-6"

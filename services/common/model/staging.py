@@ -1,4 +1,4 @@
-"""Copies between arenas and a GPU, in parts that pass through pinned memory.
+"""Copies between arenas and a GPU through pinned memory.
 
 A GPU copies pinned memory several times faster than other memory; an arena is not pinned, so that it can be swapped
 out. Four threads copy parts between arena and pinned buffers while the GPU copies others. On a CPU a tensor is one
@@ -25,14 +25,20 @@ ResultT = TypeVar("ResultT")
 
 
 def each_part(work: Callable[[int, Part], ResultT], tensors: Sequence[torch.Tensor]) -> Iterator[ResultT]:
-    """Results of `work` for each part, in order; it gets the tensor's index and the part."""
+    """Results of `work` for each part, in order.
+
+    It gets the index of the tensor and the part.
+    """
     parts = [(number, part) for number, tensor in enumerate(tensors) for part in _parts_of(tensor)]
     threads = THREADS if any(tensor.is_cuda for tensor in tensors) else 1
     return in_order(lambda entry: work(*entry), parts, threads=threads)
 
 
 def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part of a tensor, sharing its storage: flat, except where it is the whole."""
+    """A part of a tensor, sharing its storage.
+
+    It is flat, except where it is the whole.
+    """
     return tensor[...] if isinstance(part, EllipsisType) else tensor.view(-1)[part]
 
 
@@ -45,7 +51,7 @@ def to_device(host: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def to_host(part: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a part of any device into the host's memory, of the same type."""
+    """Copy a part into the host's memory, of the same type."""
     if part.is_cuda:
         buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         part = buffer.copy_(part)
@@ -59,7 +65,10 @@ def _pinned(host: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between contiguous tensors of the host by one thread: torch would use all cores in each of ours."""
+    """Copy between contiguous tensors of the host, by one thread.
+
+    Torch would use all cores in each of ours.
+    """
     np.copyto(_bytes(target), _bytes(source))
 
 

@@ -89,6 +89,8 @@ HEADER = Struct("<8I")
 ESCAPE = 255
 SCAN_ELEMENTS = 1 << 17
 """Elements compared at once; their flags stay in the second-level cache."""
+SPARSE_ELEMENTS = 1 << 20
+"""Elements compared at once where at most one in 16 has changed: threads wait for the interpreter between calls."""
 MAX_WIDE_SHARE = 4
 """If more than one in so many elements needs a wide step, steps save too little."""
 BATCH_CHANGES = 1 << 16
@@ -100,18 +102,21 @@ def changes(old: IntArray | None, new: IntArray) -> Iterator[tuple[int, IndexArr
 
     Positions count from start. Without `old`, `new` holds the steps.
     """
-    for start in range(0, new.size, SCAN_ELEMENTS):
-        after = new[start : start + SCAN_ELEMENTS]
+    start, size = 0, SCAN_ELEMENTS
+    while start < new.size:
+        after = new[start : start + size]
         if old is None:
             index = np.flatnonzero(after != 0)
             step: IntArray = after[index]
         else:
-            before = old[start : start + SCAN_ELEMENTS]
+            before = old[start : start + size]
             index = np.flatnonzero(before != after)
             step = after[index]
             step -= before[index]
         if index.size:
             yield start, index, step
+        start += after.size
+        size = SPARSE_ELEMENTS if 16 * index.size <= after.size else SCAN_ELEMENTS
 
 
 def count_changes(old: IntArray | None, new: IntArray) -> int:

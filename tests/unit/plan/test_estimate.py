@@ -144,7 +144,7 @@ def test_small_plan_is_that_of_a_calculation_by_hand():
     assert found.send_s == pytest.approx(8e9 * 1.5 / 1e9 + 0.25)
     # Of a rank: 2 GB of masters to its host, 1 GB of rounded weights to the ranks whose chunks they lie in.
     assert found.gather_s == pytest.approx(0.1 + 1.0)
-    assert found.encode_s == pytest.approx(16 / 2.7 / 2 / 2)
+    assert found.encode_s == pytest.approx(16 / 2.7 / 4 / 2)
     # 6 GB of masters and moments of a rank; one disk; 14 bytes a parameter read for digests, and 12 to compare nodes.
     assert found.checkpoint_s == pytest.approx(0.3 + 56.0 + (14 + 12) * 8e9 / 2e9)
     assert found.memory.state == pytest.approx(12 * 8e9 / 16)

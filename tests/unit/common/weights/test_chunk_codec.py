@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, MalformedPayload
+from heterorl.common.weights import sparse_codec
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
 from tests.support.arenas import encode_steps
 
@@ -242,3 +243,18 @@ def test_damaged_bytes_are_refused_or_applied(pair, data):
         apply_chunk(method, memoryview(bytes(damaged)), chunk)
     except CorruptData:
         assert np.array_equal(chunk, old)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 12, 1 << 20])
+def test_bytes_do_not_depend_on_how_many_elements_are_compared_at_once(monkeypatch, size):
+    rng = np.random.default_rng(0)
+    old = rng.integers(-(2**15), 2**15, 300_000).astype(np.int16)
+    # Few changes, then many, then none.
+    share = np.repeat([0.001, 0.1, 0.0], 100_000)
+    new = old + (rng.random(old.size) < share).astype(np.int16)
+    expected = encode_chunk(old, new)
+
+    monkeypatch.setattr(sparse_codec, "SPARSE_ELEMENTS", size)
+    monkeypatch.setattr(sparse_codec, "SCAN_ELEMENTS", min(size, 1 << 10))
+
+    assert encode_chunk(old, new) == expected

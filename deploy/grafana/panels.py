@@ -403,7 +403,8 @@ COORDINATOR_BOARD = Dashboard(
     title="heterorl / Coordinator",
     panels=(
         Panel(title="Processes up", unit="none", kind="stat",
-              queries=_query(f"sum by (run, service) (up{{{RUN}}})", "{{service}}")),
+              queries=_query(f'sum by (run, service) (up{{job="heterorl",{RUN}}} or'
+                             f' process_start_time_seconds{{job="heterorl-nodes",{RUN}}} ^ 0)', "{{service}}")),
         Panel(title="Epoch", unit="none", kind="stat", queries=_gauge("heterorl_coordinator_learner_epoch", "{{run}}"),
               note="Grows by one with every learner that takes the lease."),
         Panel(title="Draining", unit="bool_yes_no", kind="stat",

@@ -14,6 +14,7 @@ import heterorl
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
+from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.run import facts_of
 
@@ -119,7 +120,8 @@ def check_link(service: Service, config: Any) -> None:
     """Refuse a link without the certificates it needs; raises ConfigError."""
     keys = {"coordinator": ("listen",), "relay": ("listen", "coordinator")}.get(service, ("coordinator",))
     for key in keys:
-        check_tls(config.tls, key=key, address=getattr(config, key))
+        for each in addresses(getattr(config, key)):
+            check_tls(config.tls, key=key, address=each)
 
 
 def problems(

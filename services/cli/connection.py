@@ -182,10 +182,21 @@ def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
-    """Problem and action that a failed link's TLS handshake reveals, or None.
+    """Problem and action that failed handshakes reveal, or None if one succeeds.
 
     gRPC reports names, authorities and expiry only in its own log.
     """
+    from heterorl.common.process.address import addresses
+
+    found = await asyncio.gather(*(_explain_one(each, tls=tls) for each in addresses(address)))
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    problems, actions = zip(*known, strict=True)
+    return "; ".join(problems), "; ".join(dict.fromkeys(actions))
+
+
+async def _explain_one(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
     from heterorl.doctor import link_checks
     from heterorl.doctor.check import Failure, Level
 

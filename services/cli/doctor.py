@@ -73,7 +73,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         state_key = "data_dir" if role == "coordinator" else "cache_dir"
         return DoctorTarget(
             role=Role(role),
-            address=_dialled(config) if role == "coordinator" else config.coordinator,
+            address=_dialled(config) if role == "coordinator" else addresses(config.coordinator)[0],
             tls=config.tls,
             state_dir=getattr(config, state_key),
             state_key=state_key,

@@ -67,11 +67,13 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     hosts = _hosts(run, nodes)
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
-    values |= {"is_alone": is_alone, "project": project(run.run.id)}
+    values["project"] = project(run.run.id)
     values["certificates"] = {
         name: _CERTIFICATES[launcher].format(host=host, name=name) for name, host in homes.items()
     }
     values["coordinators"] = [node.name for node in nodes if node.kind == "coordinator"]
+    serving = [f"{node.host}:{node.port}" for node in nodes if node.kind == "coordinator"]
+    values["coordinator_addresses"] = ",".join(serving)
     tree = _FILES[launcher](run, hosts, values)
     if not run.tls.insecure:
         tree["certs.sh"] = _fill("certs.sh", values)
@@ -214,10 +216,10 @@ def metrics_port(node: Node) -> int:
 
 def _targets(launcher: Launcher, nodes: Sequence[Node]) -> list[str]:
     """Prometheus targets: the coordinators, to which all other nodes push their metrics."""
-    name = {"compose": "127.0.0.1", "k8s": "coordinator"}.get(launcher)
     found = []
     for node in nodes:
         if node.kind == "coordinator":
+            name = {"compose": "127.0.0.1", "k8s": node.name}.get(launcher)
             is_shown = not is_loopback(f"{node.config.get('metrics_host', '127.0.0.1')}:{METRICS_PORT}")
             found.append(f"{name or (node.host if is_shown else '127.0.0.1')}:{metrics_port(node)}")
     return list(dict.fromkeys(found))
@@ -298,5 +300,6 @@ _TEMPLATES.filters |= {
     "memory": memory_limit,
     "container_memory": partial(memory_limit, is_container=True),
     "metrics_port": metrics_port,
+    "is_local": lambda host: is_loopback(f"{host}:1"),
     "role": _role,
 }

@@ -60,7 +60,9 @@ def _slurm(tmp_path, words):
     executable(programs / "scontrol", '#!/bin/bash\necho "$*" >> "$OUT/scontrol"\nprintf "node-a\\nnode-b\\n"\n')
     executable(
         programs / "srun",
-        '#!/bin/bash\n[[ $IS_TIME_OVER ]] && { trap "exit 0" USR2; echo $$ > "$OUT/step"; kill -USR1 "$PPID"; '
+        '#!/bin/bash\n[[ $IS_TIME_OVER == pause ]] && { echo >> "$OUT/steps"; '
+        '(sleep 0.3; kill -USR1 "$PPID") & exit 1; }\n'
+        '[[ $IS_TIME_OVER ]] && { trap "exit 0" USR2; echo $$ > "$OUT/step"; kill -USR1 "$PPID"; '
         "while :; do sleep 0.01; done; }\n"
         'while [[ $1 == --* ]]; do echo "$1" >> "$OUT/srun"; shift; done\n'
         'SLURM_NODEID=0 "$@"; first=$?\nSLURM_NODEID=1 "$@"; exit $((first | $?))\n',
@@ -82,8 +84,8 @@ def _slurm(tmp_path, words):
     def run(*codes, config="learner.toml", over=""):
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
         return subprocess.run(
-            ["bash", *words(config)], cwd=tmp_path, env=environment | {"IS_TIME_OVER": over}, capture_output=True, text=True,
-            check=False,
+            ["bash", *words(config)], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env=environment | {"IS_TIME_OVER": over} | ({"HETERORL_PAUSE_S": "1"} if over == "pause" else {}),
         )  # fmt: skip
 
     return run
@@ -140,6 +142,16 @@ def test_job_whose_time_is_over_ends_its_node_and_goes_back_into_the_queue(scrip
     # It was not started once more.
     assert not (tmp_path / "agents").exists()
     assert "attempt" not in result.stderr
+
+
+@pytest.mark.parametrize("script", ["slurm", "rendered"])
+def test_job_whose_time_is_over_between_two_attempts_goes_back_into_the_queue(script, request, tmp_path):
+    result = request.getfixturevalue(script)(over="pause")
+
+    assert result.returncode == 0, result.stderr
+    assert "requeue 4711" in (tmp_path / "scontrol").read_text().splitlines()
+    # A second step would run until the time limit kills the job, which nothing queues then.
+    assert (tmp_path / "steps").read_text() == "\n"
 
 
 def test_batch_script_without_its_configuration_starts_nothing(slurm, tmp_path):

@@ -176,6 +176,41 @@ def test_promtool_accepts(command):
 
 
 @pytest.mark.process
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: make programs")
+def test_every_process_is_counted_once_whoever_shows_its_metrics(tmp_path):
+    (panel,) = (panel for board in BOARDS for panel in board.panels if panel.title == "Processes up")
+    coordinator = 'run="r",service="coordinator",instance="c:9101"'
+    series = {
+        f'up{{job="heterorl",{coordinator}}}': 1, f'up{{job="heterorl-nodes",{coordinator}}}': 1,
+        'up{job="heterorl",run="r",service="relay",instance="x:9104"}': 0,
+        **{
+            f'process_start_time_seconds{{job="heterorl-nodes",run="r",service="sampler",instance="{name}"}}': 1e9
+            for name in ("a", "b")
+        },
+    }  # fmt: skip
+    wanted = {"coordinator": 1, "relay": 0, "sampler": 2}
+    case = {
+        "input_series": [{"series": name, "values": f"{value:.0f}x5"} for name, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": panel.queries[0].expr.replace("$run", ".*"),
+                "eval_time": "5m",
+                "exp_samples": [
+                    {"labels": f'{{run="r",service="{name}"}}', "value": value} for name, value in wanted.items()
+                ],
+            }
+        ],
+    }
+    (tmp_path / "case.yml").write_text(yaml.safe_dump({"tests": [case]}))
+
+    result = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "case.yml")], capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed: make programs")
 def test_amtool_accepts_the_routes():
     result = subprocess.run(

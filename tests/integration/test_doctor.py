@@ -17,8 +17,10 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
+from heterorl.cli.check_config import check_link
+from heterorl.cli.doctor import target_of
 from heterorl.cli.main import app
-from heterorl.common.errors import InvalidRequest
+from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import TlsConfig
@@ -34,6 +36,7 @@ from heterorl.doctor.check import Failure, Level
 from heterorl.doctor.examine import DoctorTarget, Limits, examine
 from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler.components import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.v1 import run_pb2_grpc
@@ -421,3 +424,14 @@ def test_coordinator_that_is_not_started_is_no_failure(tmp_path):
 
     port = next(row for row in json.loads(result.output)["checks"] if row["name"] == "port")
     assert port["level"] == "warn"
+
+
+def test_relay_of_two_coordinators_asks_the_first(tmp_path):
+    config = RelayConfig(coordinator="127.0.0.1:1,127.0.0.2:1", cache_dir=tmp_path, tls={"insecure": True})
+
+    check_link("relay", config)
+    target = target_of("relay", config)
+
+    assert (target.address, target.host, target.port) == ("127.0.0.1:1", "127.0.0.1", 1)
+    with pytest.raises(ConfigError, match="tls.insecure"):
+        check_link("relay", config.model_copy(update={"coordinator": "127.0.0.1:1,coord.example:1"}))

@@ -59,6 +59,14 @@ async def test_server_that_serves_is_healthy(server):
     assert result.stdout == f"{address}: SERVING\n"
 
 
+async def test_of_two_coordinators_one_serves_and_the_other_stands_by(server):
+    _, address = server
+
+    result = await ask(f"127.0.0.1:1,{address}", "--insecure")
+
+    assert (result.exit_code, result.stdout) == (0, f"{address}: SERVING\n")
+
+
 @pytest.mark.parametrize("role", ["coordinator", "operator"])
 async def test_server_with_certificates_is_healthy_to_any_certificate_of_the_run(secure_address, certificates, role):
     result = await ask(secure_address, *files_of(certificates, role))

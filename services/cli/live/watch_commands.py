@@ -82,13 +82,21 @@ def health(
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     silence_grpc()
-    from heterorl.common.rpc.channel import check_health
+    from heterorl.common.process.address import addresses
+    from heterorl.common.rpc.channel import Answer, check_health
 
     address, tls = link.find()
-    answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
-    known = None if answer.is_serving else asyncio.run(explain_link(address, tls=tls))
-    console_of(stderr=not answer.is_serving).print(" -> ".join(known) if known else answer.reason, soft_wrap=True)
-    raise typer.Exit(0 if answer.is_serving else 1)
+
+    async def ask_all() -> list[Answer]:
+        return await asyncio.gather(*(check_health(e, tls=tls, timeout_s=timeout) for e in addresses(address)))
+
+    answers = asyncio.run(ask_all())
+    # Of two coordinators one stands by.
+    good = [answer.reason for answer in answers if answer.is_serving]
+    known = None if good else asyncio.run(explain_link(address, tls=tls))
+    words = good[0] if good else " -> ".join(known or ["; ".join(answer.reason for answer in answers)])
+    console_of(stderr=not good).print(words, soft_wrap=True)
+    raise typer.Exit(0 if good else 1)
 
 
 CALL_S = 5.0

@@ -484,6 +484,14 @@ def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
     assert "goes on trying" not in problem
 
 
+def test_a_command_that_reaches_neither_coordinator_says_what_is_wrong_with_each(monkeypatch):
+    monkeypatch.setattr("heterorl.cli.connection.BUDGET_S", 0.0)
+
+    problem = str(invoke("status", "127.0.0.1:1,127.0.0.1:2", "--insecure").exception)
+
+    assert "127.0.0.1:1 refuses; 127.0.0.1:2 refuses (start the coordinator" in problem
+
+
 async def _nothing(address, *, tls):
     return None
 

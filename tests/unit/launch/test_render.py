@@ -92,6 +92,23 @@ def test_compose_files_satisfy_specification_and_program(tmp_path):
         check(tool("docker-compose"), "-f", str(path), "config", "--quiet")
 
 
+def test_containers_that_serve_are_asked_on_their_own_port():
+    relay = yaml.safe_load(render("compose", run_file())["eu.example/compose.yaml"])["services"]["relay-eu"]
+    standing_by = yaml.safe_load(render("compose", with_standby())["b.example/compose.yaml"])["services"]
+
+    # The image has a check for port 50051, which a relay does not have, and a standby only once it serves.
+    assert relay["healthcheck"]["test"][:4] == ["CMD", "heterorl", "health", "127.0.0.1:50061"]
+    assert standing_by["coordinator-2"]["healthcheck"] == {"disable": True}
+
+
+def with_standby():
+    """Two coordinators that share PostgreSQL and a bucket, and one sampler."""
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
+    config = {"payloads": {"bucket": "my-bucket"}}
+    coordinator = {"host": "a.example", "postgres": postgres, "config": config}
+    return run_file(coordinator=coordinator, relays=[], samplers=[{"site": "us", "host": "us.example"}])
+
+
 def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
     table = run_table()
     table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": {"host": "127.0.0.1"}}
@@ -101,6 +118,15 @@ def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
     assert tomllib.loads(tree["127.0.0.1/config/sampler-us.toml"])["coordinator"] == "coordinator:50051"
     assert services["coordinator"]["ports"] == ["127.0.0.1:50051:50051", "127.0.0.1:9101:9101"]
     assert "--host 127.0.0.1 --host coordinator" in tree["certs.sh"]
+
+
+def test_a_coordinator_alone_on_a_host_with_a_name_is_reached_by_this_name():
+    run = run_file(coordinator={"host": "box.example"}, relays=[], samplers=[{"site": "us"}], learner={})
+    tree = render("compose", run)
+
+    coordinator = yaml.safe_load(tree["box.example/compose.yaml"])["services"]["coordinator"]
+    assert "--coordinator box.example:50051\n" in tree["certs.sh"]
+    assert coordinator["ports"] == ["50051:50051", "127.0.0.1:9101:9101"]
 
 
 @pytest.mark.process
@@ -197,6 +223,17 @@ def test_a_directory_of_state_in_a_config_table_is_the_nodes():
         (service,) = (each[name] for each in services if name in each)
         assert {"type": "bind", "source": place, "target": place, "read_only": False} in service["volumes"]
         assert tomllib.loads(jobs[f"config/{name}.toml"])[key] == place
+
+
+@pytest.mark.parametrize(("launcher", "owner"), [("systemd", "heterorl"), ("compose", "10001")])
+def test_a_directory_of_state_is_made_for_its_node_before_the_start(launcher, owner):
+    text = render(launcher, with_places())["README.md"]
+
+    # A unit does not start without it, and Docker would make it for root.
+    made = f"sudo install -d -o {owner} -g {owner} -m 0700 /big/sampler-us    # on us.example\n"
+    assert made in text
+    assert text.index(made) < text.index("enable --now" if launcher == "systemd" else "cd us.example &&")
+    assert "install -d" not in render(launcher, run_file())["README.md"]
 
 
 def test_a_directory_of_state_that_no_launcher_can_give_is_refused():
@@ -363,6 +400,13 @@ def test_nodes_dial_names_within_a_launcher_and_hosts_beyond_it():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_operators_commands_know_the_standby_too(launcher):
+    script = render(launcher, with_standby())["certs.sh"]
+
+    assert "issue operator operator me --coordinator a.example:50051,b.example:50051\n" in script
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_prometheus_is_told_where_the_coordinator_is(launcher):
     table = run_table()
     coordinator = {**table["coordinator"], "config": {"metrics_port": 9200, "metrics_host": "0.0.0.0"}}
@@ -375,6 +419,18 @@ def test_prometheus_is_told_where_the_coordinator_is(launcher):
         # Its port is published on loopback alone.
         expected = ("127.0.0.1:9101", "127.0.0.1:9200")
     assert (own["targets"][0], other["targets"][0]) == expected
+
+
+def test_prometheus_in_a_cluster_asks_each_coordinator_also_one_that_stands_by():
+    tree = render("k8s", with_standby())
+
+    (entry,) = yaml.safe_load(tree["targets/my-run.yml"])
+    services = [each for path in ("01-coordinator.yaml", "02-coordinator-2.yaml") for each in manifests(tree[path])]
+    services = [each for each in services if each["kind"] == "Service"]
+    assert entry["targets"] == ["coordinator:9101", "coordinator-2:9101"]
+    assert [each["metadata"]["name"] for each in services] == ["coordinator", "coordinator-2"]
+    # It is ready only once it serves.
+    assert [each["spec"]["publishNotReadyAddresses"] for each in services] == [True, True]
 
 
 def test_manifests_are_read_by_people():

@@ -158,6 +158,8 @@ def read_request(der: bytes) -> Request:
         InvalidSignature,
         x509.ExtensionNotFound,
         x509.DuplicateExtension,
+        x509.InvalidVersion,
+        x509.UnsupportedGeneralNameType,
         TypeError,
         UnsupportedAlgorithm,
     ) as error:

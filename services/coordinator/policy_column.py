@@ -217,11 +217,11 @@ class PolicyColumn:
             )
             return plan, lineage.head_version(connection)
 
-        plan, head = await self._leased(operation, have)
+        plan, head = await self._leased(operation)
         if accept_merged:
             while await merges.forget_missing(plan.payloads):
                 self._context.merger.poke()
-                plan, head = await self._leased(operation, have)
+                plan, head = await self._leased(operation)
             span = worth_merging(plan.payloads, head=head, variant=variant)
             if span is not None:
                 self._context.merger.request(span)
@@ -236,13 +236,13 @@ class PolicyColumn:
             return []
 
     async def _leased(
-        self, operation: Callable[[Connection], tuple[PullPlan, int | None]], have_version: int | None
+        self, operation: Callable[[Connection], tuple[PullPlan, int | None]]
     ) -> tuple[PullPlan, int | None]:
         plan, head = await self._context.database.run(operation)
+        # The version that the plan starts from: the one that the caller states may be anything.
+        start = version_or_none(plan.payloads[0].from_version) if plan.payloads else None
         # No await before the grant: a deletion that is decided after the plan sees its lease.
-        self._context.leases.grant(
-            have_version=have_version, payloads=plan.payloads, now=self._context.clock.monotonic()
-        )
+        self._context.leases.grant(have_version=start, payloads=plan.payloads, now=self._context.clock.monotonic())
         return plan, head
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:

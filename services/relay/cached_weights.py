@@ -209,11 +209,15 @@ class Head:
             self._bell.ring()
 
     async def watch(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield every head that passes the cursor, until the relay stops."""
+        """Yield every head that passes the cursor, until the relay stops.
+        Raises Unreachable: the head went back below one that was yielded, so the caller must watch from the start."""
+        yielded = NO_VERSION
         while not self._is_closing:
             ticket, update = self._bell.ticket(), self._update
+            if update is not None and update.version < yielded:
+                raise Unreachable(f"the run went back to version {update.version}", retry_after_s=1.0)
             if update is not None and update.version > after_version:
-                after_version = update.version
+                after_version = yielded = update.version
                 yield HeadUpdate(version=update.version, age_s=update.age_s + self._clock.monotonic() - self._told_at)
             else:
                 await ticket.wait()

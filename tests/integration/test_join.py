@@ -424,7 +424,13 @@ def test_signing_requests_that_are_not_read():
     forged = good[:-1] + bytes([good[-1] ^ 1])
     curve = ec.generate_private_key(ec.SECP384R1())
     other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    for data in (b"", b"junk", forged, _csr(new_key(), []), _csr(new_key(), ["a:b", "c:d"]), _csr(curve, ["a:b"]), _csr(other, ["a:b"])):  # fmt: skip
+    # Neither a version nor a name that there is: an X.400 address where the URI stood.
+    version, name = (
+        good.replace(b"\x02\x01\x00", b"\x02\x01\x07", 1),
+        good.replace(b"\x86\x0aspiffe", b"\xa3\x0aspiffe"),
+    )
+    assert good not in (version, name)
+    for data in (b"", b"junk", forged, version, name, _csr(new_key(), []), _csr(new_key(), ["a:b", "c:d"]), _csr(curve, ["a:b"]), _csr(other, ["a:b"])):  # fmt: skip
         with pytest.raises(JoinRefused) as refused:
             read_request(data)
         assert refused.value.reason is Refused.REQUEST

@@ -6,6 +6,7 @@ store is copied to a temporary directory first.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import sqlite3
@@ -76,7 +77,8 @@ def read_histories(directory: Path) -> tuple[History, ...]:
 @contextmanager
 def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection to the store of a data directory.
-    Raises OperatorError: there is no store, or it is in use; CorruptStore: it is unreadable, or of another schema."""
+    Raises OperatorError: there is no store, it is in use, or its copy finds no room; CorruptStore: it is unreadable, or
+    of another schema."""
     path = directory / STORE_FILE
     if not path.is_file() and (directory / "postgres").is_file():
         raise OperatorError(
@@ -119,8 +121,15 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
         return
     with tempfile.TemporaryDirectory(prefix="heterorl-verify-") as directory:
-        for file in (path, log):
-            shutil.copyfile(file, Path(directory) / file.name)
+        try:
+            for file in (path, log):
+                shutil.copyfile(file, Path(directory) / file.name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            num_bytes = path.stat().st_size + log.stat().st_size
+            problem = f"{Path(directory).parent} has no room for a copy of {path}, {num_bytes} bytes with its log"
+            raise OperatorError(problem, action="set TMPDIR to a directory that has it") from error
         with closing(sqlite3.connect(Path(directory) / path.name)) as connection:
             yield connection
 

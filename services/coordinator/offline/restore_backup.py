@@ -11,6 +11,7 @@ runs `heterorl accept-rewind`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -141,23 +142,41 @@ def _copy_payloads(
     done, total, missing = 0, sum(named.values()), []
     make_directory(target)
     for digest, num_bytes in named.items():
-        place = target / digest[:2] / digest
+        origin, place = (folder / digest[:2] / digest for folder in (source, target))
         make_directory(place.parent)
-        try:
-            shutil.copyfile(source / digest[:2] / digest, place)
-        except FileNotFoundError:
-            missing.append(digest)
+        if _copy_whole(origin, place, digest):
+            sync_file(place)
         else:
-            if file_digest(place) != digest:
-                place.unlink()
-                missing.append(digest)
-            else:
-                sync_file(place)
+            place.unlink(missing_ok=True)
+            missing.append(digest)
         done += num_bytes
         advance(done, total)
     for folder in target.glob("*"):
         sync_directory(folder)
     return len(named) - len(missing), tuple(missing)
+
+
+def _copy_whole(origin: Path, place: Path, digest: Digest) -> bool:
+    """Copy a payload; returns whether the copy is right.
+    Raises OSError: the new place fails."""
+    try:
+        shutil.copyfile(origin, place)
+        return file_digest(place) == digest
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        # A bad sector of the backup costs its payload only.
+        if error.errno != errno.EIO or _is_readable(origin):
+            raise
+        return False
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        file_digest(path)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -221,7 +221,10 @@ def _check_payload(history: History, payload: PayloadRef) -> str:
         return "is not stored"
     if path.stat().st_size != payload.num_bytes:
         return f"has {path.stat().st_size} bytes, not {payload.num_bytes}"
-    return "" if file_digest(path) == payload.digest else "has other bytes"
+    try:
+        return "" if file_digest(path) == payload.digest else "has other bytes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def num_rebuilt(manifests: Mapping[int, Manifest]) -> int:

@@ -172,6 +172,18 @@ async def test_plan_under_way_keeps_its_payloads_while_frames_are_fetched(tmp_pa
             await anext(core.read_payload(digest=plan.payloads[0].digest, offset=0))
 
 
+async def test_version_that_a_caller_only_claims_to_hold_is_no_start_of_a_pull(tmp_path):
+    """Else one site could claim thousands, and each deletion looks for a way from every one of them."""
+    async with keeping(tmp_path, merged_bytes=0) as (core, clock):
+        run = await published(core, tmp_path, 6)
+        for version in (*range(6), 1 << 40):
+            await core.plan_pull(have_version=version, have_root="f" * 64, want_version=-1)
+
+        assert core.leases.versions(clock.monotonic()) == frozenset()
+        await core.plan_pull(have_version=5, have_root=run.roots[5], want_version=-1)
+        assert core.leases.versions(clock.monotonic()) == {5}
+
+
 async def test_file_that_is_being_read_is_not_deleted(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, clock):
         run = await published(core, tmp_path, 1)

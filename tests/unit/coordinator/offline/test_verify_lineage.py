@@ -1,6 +1,7 @@
 """A history checked offline: what is sound passes, each kind of damage is found and named."""
 
 import dataclasses
+import errno
 import io
 import os
 import shutil
@@ -383,6 +384,19 @@ async def test_store_of_a_killed_coordinator_is_read_with_its_log(tmp_path):
 
     assert [row.version for row in history.versions] == [0, 1, 2]
     assert files(tmp_path / "killed") == before
+
+
+def test_no_room_for_a_copy_of_a_killed_coordinators_store_names_the_place_of_copies(tmp_path, monkeypatch):
+    for name in (history_module.STORE_FILE, f"{history_module.STORE_FILE}-wal"):
+        (tmp_path / name).write_bytes(b"x" * 50)
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(history_module.shutil, "copyfile", full)
+
+    with pytest.raises(OperatorError, match=r"no room for a copy of .*, 100 bytes with its log \(set TMPDIR to"):
+        read_history(tmp_path)
 
 
 def test_version_without_a_signature_is_found_where_keys_are_given(recorded):

@@ -6,6 +6,7 @@ Each class carries fields, writes its own message and states what to do next.
       OperatorError           the operator must change something
         ConfigError             a key, value or file
           PromptRefused  PromptTooLong  AnswerUnreadable  a row of the data: only its group is given up
+          ClockBehind           a certificate that begins later: another start may find the right time
         PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
                               `is_transient` states whether a retry helps
@@ -76,6 +77,12 @@ class PromptTooLong(PromptRefused):
 
 class AnswerUnreadable(PromptRefused):
     """A prompt whose right answer its reward cannot read."""
+
+
+class ClockBehind(ConfigError):
+    """A certificate begins later: this machine's clock is behind."""
+
+    exit_code = 1
 
 
 class PortInUse(OperatorError):

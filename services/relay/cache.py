@@ -10,6 +10,7 @@ A name in `payloads` appears with all its bytes durable or not at all. Readers f
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections import OrderedDict
@@ -20,6 +21,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.files import make_directory, sync_directory, try_lock
 from heterorl.common.process.metrics import RELAY_CACHE_BYTES
 from heterorl.common.types.common import Digest, file_name, is_digest
+
+_LOG = logging.getLogger(__name__)
 
 
 class CacheDirectory:
@@ -125,14 +128,22 @@ class CacheDirectory:
     def discard(self, digest: Digest) -> None:
         """Throw away what arrived of a payload."""
         self._arriving.pop(digest, None)
-        (self.incoming / file_name(digest)).unlink(missing_ok=True)
+        _delete(self.incoming / file_name(digest))
         self._show()
 
     def remove(self, digest: Digest) -> None:
         """Delete a complete payload; open readers finish."""
         self._sizes.pop(digest, None)
-        (self._payloads / file_name(digest)).unlink(missing_ok=True)
+        _delete(self._payloads / file_name(digest))
         self._show()
 
     def _show(self) -> None:
         RELAY_CACHE_BYTES.set(self.num_bytes)
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        # A disk that became read-only keeps no new payload either: they are passed on.
+        _LOG.warning("cache_dir keeps a payload that the relay dropped, until a restart: %s", error)

@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from heterorl.common.errors import ConfigError, PortInUse
+from heterorl.common.errors import ClockBehind, ConfigError, PortInUse
 from heterorl.common.identity.spiffe import Identity, Refusal, is_issued, read_identity
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
@@ -138,6 +138,8 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
     refusal = identity if isinstance(identity, Refusal) else identity.refuse_at(now)
     if isinstance(identity, Refusal) or refusal is not None:
         problem = refusal.message if refusal is not None else ""
+        if isinstance(identity, Identity) and now < identity.not_before:
+            raise ClockBehind("tls.cert", problem, action="set this machine's clock; a service starts again by itself")
         raise ConfigError("tls.cert", problem, action="heterorl certs renew, or issue for a new one")
     CERTIFICATE_EXPIRY.set(identity.not_after)
     return Material(ca=ca, cert=cert, key=key, identity=identity, number=number)

@@ -150,6 +150,13 @@ class BlobStore:
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
         """Whether the payload is complete.
         Completes an upload that was cut before its rename. Raises DigestMismatch: wrong content, start again."""
+        # Goes on without its caller: a large payload takes longer into the bucket than a publication has time. The
+        # next call waits for the lock, and finds it there.
+        ensuring = asyncio.ensure_future(self._ensure(digest, num_bytes))
+        ensuring.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(ensuring)
+
+    async def _ensure(self, digest: Digest, num_bytes: int) -> bool:
         # Under the lock, so that a running deletion ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:

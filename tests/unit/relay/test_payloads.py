@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
 import blake3
@@ -12,7 +13,7 @@ import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull import payload_reader
+from heterorl.common.pull import fetcher, payload_reader
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.relay.cache import CacheDirectory
@@ -79,6 +80,31 @@ async def test_a_kept_payload_that_the_disk_does_not_give_is_dropped(payloads, c
         await read(payloads)
 
     assert cache.num_bytes == 0
+
+
+async def test_a_full_cache_on_a_disk_that_became_read_only_passes_new_payloads_on(tmp_path, monkeypatch):
+    class Upstream:
+        async def read_payload(self, *, digest, offset, stop=None):
+            yield DATA[offset:stop]
+
+    cache = CacheDirectory(tmp_path, max_bytes=len(DATA))
+    for name in "ab":
+        assert cache.expect(name * 64, len(DATA) // 2, keep=())
+        (cache.incoming / (name * 64)).write_bytes(bytes(len(DATA) // 2))
+        cache.adopt(name * 64, cache.move(name * 64))
+
+    def refuses(*given, **named):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    monkeypatch.setattr(fetcher, "PieceWriter", refuses)
+    payloads = Payloads(api=Upstream(), cache=cache, clock=SystemClock())
+    ref = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=DIGEST, num_bytes=len(DATA))
+    payloads.note(SimpleNamespace(payloads=[ref]))
+
+    assert await read(payloads) == DATA
+    await payloads.close()
+    cache.close()
 
 
 async def test_only_the_event_loop_changes_the_index(tmp_path):

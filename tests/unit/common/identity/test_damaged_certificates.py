@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.identity import credentials
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, read_material
 from heterorl.common.identity.spiffe import Refusal, carried, read_identity
@@ -74,6 +75,19 @@ def test_certificate_is_taken_once_the_clock_is_right(certificates, monkeypatch,
 
     assert [files.current().number for _ in range(3)] == [1] * 3
     assert caplog.text.count("the changed ones are unusable") == 1
+
+
+def test_start_before_the_clock_is_right_is_worth_another_one(certificates):
+    """After a boot with a wrong clock a service manager must start the service again: no file is wrong."""
+    tls = certificates.tls("sampler")
+    identity = read_material(tls, number=0, now=now().timestamp()).identity
+
+    for instant, code, action in (
+        (identity.not_before - 1.0, 1, "set this machine's clock"), (identity.not_after + 1.0, 2, "certs renew"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=action) as refused:
+            read_material(tls, number=0, now=instant)
+        assert refused.value.exit_code == code
 
 
 def test_list_of_revoked_that_could_not_be_read_is_read_again(tmp_path, monkeypatch, caplog):

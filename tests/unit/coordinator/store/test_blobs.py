@@ -314,6 +314,44 @@ async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_d
     assert home.kept == [digest_of(data)]
 
 
+class SlowHome(PayloadStorage):
+    """Takes a file for longer than a call may last."""
+
+    def __init__(self):
+        self.kept = set()
+        self.num_begun = 0
+        self.has_time = asyncio.Event()
+
+    async def keep(self, digest, path):
+        if digest not in self.kept:
+            self.num_begun += 1
+            await self.has_time.wait()
+            self.kept.add(digest)
+
+
+async def test_file_reaches_its_home_although_each_publication_that_needs_it_runs_out_of_time(tmp_path):
+    home = SlowHome()
+    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
+    data = b"a snapshot"
+    # The line broke while the bucket took it: all bytes are here.
+    uploading = asyncio.create_task(append(blobs, data))
+    while not home.num_begun:  # noqa: ASYNC110 - a number
+        await asyncio.sleep(0)
+    uploading.cancel()
+    await asyncio.gather(uploading, return_exceptions=True)
+    assert blobs.query(digest_of(data)) == len(data)
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await blobs.ensure(digest=digest_of(data), num_bytes=len(data))
+    home.has_time.set()
+
+    assert await blobs.ensure(digest=digest_of(data), num_bytes=len(data))
+    # By the upload, and by all publications together.
+    assert home.num_begun == 2
+
+
 class Held:
     """A file operation that waits in its thread until it may go on."""
 

@@ -89,7 +89,8 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
     """
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64
-    if rewards_G.numel() < 2:
+    # Equal rewards may differ from their mean by rounding, and masks read the sign.
+    if rewards_G.numel() < 2 or bool((rewards_G == rewards_G[0]).all()):
         return torch.zeros_like(rewards_G)
     centred_G = rewards_G - rewards_G.mean()
     return centred_G / (rewards_G.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred_G

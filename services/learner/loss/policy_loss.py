@@ -146,8 +146,10 @@ def _sequence_objective(
     log_weights_B = log_probs_B - _log_denominators(spec, inputs, learner_BT, sampler_BT, log_probs_B)
     log_weights = log_weights_B[:, None]
     if spec.m2_budget > 0.0:
-        # A mask of single tokens takes their gradient only if each token's gradient is its own.
-        log_weights = log_weights.detach() + (learner_BT - learner_BT.detach())
+        # A mask of single tokens takes their gradient only if each token's gradient is its own. Coefficients divide by
+        # the length, which is right for a mean.
+        scale_B1 = mask_BT.sum(1, keepdim=True) if is_raw else 1.0
+        log_weights = log_weights.detach() + scale_B1 * (numerators_BT - numerators_BT.detach())
     decision = None
     if spec.clip_on != "own":
         bases_B = inputs.log_expectations_B if spec.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)

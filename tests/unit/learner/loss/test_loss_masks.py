@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.importance import has_not_drifted, within_second_moment
+from heterorl.learner.loss.loss_config import M2poConfig
+from tests.support.losses import groups_of, run_loss
 
 F64 = torch.float64
 
@@ -82,3 +84,13 @@ def test_second_moment_selection_does_not_depend_on_order(order):
     kept = within_second_moment(log_ratios[order], ones, budget=0.05)
 
     assert kept.tolist() == within_second_moment(log_ratios, ones, budget=0.05)[order].tolist()
+
+
+@pytest.mark.parametrize("reward", [0.5, 0.7])
+def test_a_group_of_equal_rewards_makes_no_room_in_the_budget(reward):
+    # (log r)^2 is .09 of the first two tokens, which are harmful, and 1e-4 of twelve tokens without advantage.
+    groups = groups_of([[[-1.0], [-1.0]], [[-1.0] * 4] * 3], [[1.0, 0.0], [reward] * 3])
+
+    outcome = run_loss(M2poConfig(m2_budget=0.04), [[-0.7], [-1.3], *[[-0.99] * 4] * 3], groups)
+
+    assert outcome.row_sums == [0.0] * 5

@@ -98,6 +98,20 @@ def test_what_stands_in_padding_changes_nothing(name):
     assert garbage.grad.isfinite().all()
 
 
+WITH_M2 = [name for name, config in CATALOGUE.items() if config.kind not in ("eqp", "custom") and not config.m2_budget]
+
+
+@pytest.mark.parametrize("name", WITH_M2)
+def test_a_budget_that_drops_no_token_changes_no_gradient(name):
+    # Clipped tokens keep no gradient, and the tokens of a sum all of theirs.
+    learner, groups = _case()
+    config = CATALOGUE[name]
+
+    _assert_same(
+        run_loss(config, learner, groups), run_loss(config.model_copy(update={"m2_budget": 1e9}), learner, groups)
+    )
+
+
 # Losses whose every factor carries its gradient; the others multiply by constants, which differences would move.
 PLAIN = [
     "gepo", "gepo arithmetic", "gepo geometric", "gepo raw", "gepo clipped on gspo", "gepo with opsm", "gepo with topr",

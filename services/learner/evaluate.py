@@ -7,9 +7,10 @@ import math
 import time
 from dataclasses import dataclass
 
-from heterorl.common.errors import PromptRefused, RewardError
-from heterorl.common.generation.inference_engine import Engine, generate_all
+from heterorl.common.errors import EpisodeError, PromptRefused, RewardError
+from heterorl.common.generation.inference_engine import Completion, Engine, generate_all
 from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Int32Array, SiteId
 from heterorl.common.types.rollout import RewardPart, total_reward
@@ -35,11 +36,14 @@ class Evaluator:
     """Scores the first held-out prompts, with equal seeds for every version."""
 
     def __init__(
-        self, *, task: Task, engine: Engine, prompter: Prompter, num_prompts: int, num_per_prompt: int, seed: int
-    ) -> None:
+        self, *, task: Task, engine: Engine, prompter: Prompter, num_prompts: int, num_per_prompt: int, seed: int,
+        conversations: Conversations | None = None,
+    ) -> None:  # fmt: skip
+        """Keep them; `conversations` have the environments and tools that rollouts have."""
         self._task = task
         self._engine = engine
         self._prompter = prompter
+        self._conversations = conversations
         self._num_prompts = min(num_prompts, task.num_evaluation_prompts)
         self._num_per_prompt = num_per_prompt
         self._seed = seed
@@ -73,7 +77,7 @@ class Evaluator:
                 reward = math.nan
                 text = self._prompter.decode(completion.token_ids)
                 try:
-                    parts = self._task.score(prompt, text)
+                    parts = self._score(prompt, completion, text)
                     reward = total_reward(parts)
                     rewards.append(reward)
                 except RewardError as error:
@@ -113,15 +117,27 @@ class Evaluator:
             seconds=time.perf_counter() - started,
         )
 
+    def _score(self, prompt: Prompt, completion: Completion, text: str) -> tuple[RewardPart, ...]:
+        conversation = None if self._conversations is None else self._conversations.of(prompt)
+        if conversation is None:
+            return self._task.score(prompt, text)
+        try:
+            with conversation.spec.open() as episode:
+                conversation.answer(episode, completion.token_ids)
+                return episode.score()
+        except EpisodeError as error:
+            raise RewardError(f"the episode of prompt {prompt.index} failed: {error}") from error
+
     def _written(self) -> tuple[list[Prompt], list[Int32Array]]:
         """The prompts that can be written and scored, and their tokens."""
         prompts: list[Prompt] = []
         encoded: list[Int32Array] = []
+        encode = self._prompter.encode_prompt if self._conversations is None else self._conversations.encode
         for index in range(self._num_prompts):
             prompt = self._task.evaluation_prompt(index)
             try:
                 check_answer(self._task, prompt)
-                encoded.append(self._prompter.encode_prompt(prompt))
+                encoded.append(encode(prompt))
             except PromptRefused as error:
                 if index not in self._refused:
                     self._refused.add(index)

@@ -113,6 +113,12 @@ class LearnerConfig(ContractConfig):
             raise ValueError("task.environment: turns need a chat template; set use_chat_template = true")
         if self.sampling.router_replay != "none":
             raise ValueError('task.environment with sampling.router_replay: set router_replay to "none"')
+        sampling = self.sampling
+        if self.task.max_turns_of_all > 1 and sampling.max_new_tokens > sampling.max_trajectory_tokens:
+            raise ValueError(
+                f"sampling.max_new_tokens {sampling.max_new_tokens} is above max_trajectory_tokens"
+                f" {sampling.max_trajectory_tokens}: groups with a longer first turn are refused; raise the latter"
+            )
         if self.verification.require_seeded:
             raise ValueError(
                 "task.environment with verification.require_seeded: draws of turns are not repeated; set it to false"

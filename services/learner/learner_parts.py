@@ -104,7 +104,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
-    evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
+    evaluator = _build_evaluator(config, task, prompter, conversations) if config.evaluation.every_versions else None
     # In ZeRO stage 3 and FSDP2 no rank has all weights, and versions are published without a canary.
     options = config.backend
     is_whole = isinstance(options, TorchBackendConfig) or (
@@ -247,7 +247,9 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
     )
 
 
-def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:
+def _build_evaluator(
+    config: LearnerConfig, task: Task, prompter: Prompter, conversations: Conversations | None
+) -> Evaluator:
     from heterorl.common.generation.hf_engine import HfEngine
 
     options = config.evaluation
@@ -275,4 +277,5 @@ def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> E
         num_prompts=options.num_prompts,
         num_per_prompt=options.num_per_prompt,
         seed=options.seed,
+        conversations=conversations,
     )

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
+from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Span, spread
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
 from heterorl.learner.train.step_report import LogRatios
 
@@ -62,14 +62,16 @@ class NoteReader:
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
         """The note of a group.
 
-        `ratios` are log p - log q of each drawn token, by number of a trained rollout. If the message would be
+        `ratios` are log p - log q of each trained token, by number of a trained rollout. If the message would be
         larger than about `limit_bytes`, numbers of tokens are left out.
         """
         prompt, answer = self._asked(group)
         rollouts = []
         for number, rollout in enumerate(group.rollouts):
-            text, ends = self._texts.read(rollout.token_ids, rollout.spans)
-            ratios_N = ratios.get(number, _NONE)
+            # The coordinator's group has no stale tokens: a policy drew them.
+            spans = [replace(span, version=0) if span.is_stale else span for span in rollout.spans]
+            text, ends = self._texts.read(rollout.token_ids, spans)
+            ratios_N = _with_stale(ratios.get(number, _NONE), rollout.spans)
             rollouts.append(RolloutNote(completion=text, reward_parts=(), log_ratios=ratios_N, token_ends=ends))
         if _num_bytes(prompt, rollouts) > limit_bytes:
             rollouts = [RolloutNote(completion=rollout.completion, reward_parts=()) for rollout in rollouts]
@@ -88,6 +90,15 @@ class NoteReader:
 
     def _decode_raw(self, token_ids: Int32Array) -> str:
         return self._prompter.decode(token_ids, keeps_special=True)
+
+
+def _with_stale(ratios_N: Float32Array, spans: Sequence[Span]) -> Float32Array:
+    """The numbers of all tokens that a policy drew; NaN at stale ones."""
+    said = [span for span in spans if span.is_drawn or span.is_stale]
+    is_drawn = np.repeat([span.is_drawn for span in said], [span.end - span.start for span in said])
+    if not ratios_N.size or is_drawn.all():
+        return ratios_N
+    return spread(ratios_N, is_drawn)
 
 
 def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:

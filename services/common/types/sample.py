@@ -121,7 +121,8 @@ class SampleRollout:
 
     Arrays are empty if not stated. `token_ids` and `token_ends` have one entry a token, drawn or given;
     `sampler_logprobs` and `log_ratios` one a drawn token. `log_ratios` are the learner's log-probs minus the sampler's,
-    nats, at the step that trained on it. `token_ends[i]` is the character of `completion` behind token i.
+    nats, at the step that trained on it; NaN at stale tokens. `token_ends[i]` is the character of `completion` behind
+    token i.
     """
 
     completion: str = ""
@@ -139,8 +140,9 @@ class SampleRollout:
 
     @property
     def log_ratio_mean(self) -> float | None:
-        """Mean over the tokens, nats; None if the learner stated none."""
-        return float(np.mean(self.log_ratios, dtype=np.float64)) if len(self.log_ratios) else None
+        """Mean over the trained tokens, nats; None if the learner stated none."""
+        trained = self.log_ratios[~np.isnan(self.log_ratios)]
+        return float(np.mean(trained, dtype=np.float64)) if len(trained) else None
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -89,10 +89,12 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
     """
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64
-    # Equal rewards may differ from their mean by rounding, and masks read the sign.
-    if rewards_G.numel() < 2 or bool((rewards_G == rewards_G[0]).all()):
+    if rewards_G.numel() < 2:
         return torch.zeros_like(rewards_G)
     centred_G = rewards_G - rewards_G.mean()
+    # Masks read the sign, and a reward may differ from an equal mean by rounding.
+    rounding = rewards_G.numel() * torch.finfo(rewards_G.dtype).eps * rewards_G.abs().max()
+    centred_G = torch.where(centred_G.abs() <= rounding, 0.0, centred_G)
     return centred_G / (rewards_G.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred_G
 
 

@@ -190,6 +190,7 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
         model = load_model(model_dir).requires_grad_(False)
     except ConfigError as error:
         raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
+    choose_attention(model, config)
     tensors = published_tensors(model)
     check_reference(model_dir, tensors, learner=learner)
     if config.forward_weights == "published":

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from heterorl.common.errors import ConfigError, PromptRefused, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError
 from heterorl.common.generation.inference_engine import Finished
 from heterorl.common.model import tensors
 from heterorl.common.tasks.arithmetic import ArithmeticTask
@@ -83,6 +84,48 @@ def test_accuracy_is_the_share_of_right_completions():
 
     # 3 of 4 prompts, each twice.
     assert (evaluation.version, evaluation.accuracy, evaluation.num_completions) == (7, 0.75, 8)
+
+
+class Shouting:
+    """Implements Conversations: prompts show a tool, and an episode scores the turn that it was stepped with."""
+
+    def __init__(self):
+        self.turns, self.spec = [], SimpleNamespace(open=self._open)
+
+    def encode(self, prompt):
+        return Bytes().encode(f"tools! {prompt.text}")
+
+    def of(self, prompt):
+        return self if prompt.index else None
+
+    def answer(self, episode, turn):
+        self.turns.append(Bytes().decode(turn))
+
+    @contextlib.contextmanager
+    def _open(self):
+        yield SimpleNamespace(score=self._score)
+
+    def _score(self):
+        if len(self.turns) == 3:
+            raise EnvironmentFailed("three is too much")
+        return (RewardPart(name="played", value=0.5),)
+
+
+def test_prompts_with_an_environment_are_written_and_played_as_in_rollouts():
+    task = ArithmeticTask(digits=2)
+    conversations = Shouting()
+    engine = Answering(task, 0)
+    asked = []
+    engine.submit = lambda request: (asked.append(Bytes().decode(request.prompt)), engine.under_way.append(request))
+
+    evaluation = Evaluator(
+        task=task, engine=engine, prompter=Bytes(), num_prompts=4, num_per_prompt=1, seed=0, conversations=conversations
+    ).evaluate(Arena(LAYOUT), 0)
+
+    assert asked == [f"tools! {task.evaluation_prompt(index).text}" for index in range(4)]
+    assert conversations.turns == ["?"] * 3
+    # A wrong answer without an environment, two episodes of .5, and one that failed.
+    assert (evaluation.accuracy, evaluation.num_errors) == (pytest.approx(1 / 3), 1)
 
 
 def test_versions_are_evaluated_with_the_same_seeds():

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span, without_stale
+from heterorl.common.types.sample import SampleRollout
 from heterorl.learner.sample_notes import NoteReader
 
 CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
@@ -251,6 +252,33 @@ def test_each_turn_is_text_of_its_own_and_given_tokens_keep_their_marks(tokenize
     cuts = [spans[0].end, spans[1].end, spans[2].end, spans[4].end]
     assert [places[cut] for cut in cuts] == np.cumsum([len(text) for text in texts]).tolist()
     assert (second.completion, second.token_ends.size) == ("", 0)
+
+
+def test_note_of_a_masked_group_fits_the_group_that_the_coordinator_has():
+    ids, spans = [], []
+    for version, text in ((0, "let us think"), (GIVEN, "what is 12"), (0, "the"), (1, " answer is 46")):
+        own = [*BYTES.encode(text), BYTES.eos_token_id]
+        spans.append(Span(version=version, start=len(ids), end=len(ids) + len(own)))
+        ids += own
+    num_given = spans[1].end - spans[1].start
+    member = Rollout(
+        token_ids=np.array(ids, np.int32), sampler_logprobs=np.zeros(len(ids) - num_given, np.float32),
+        spans=tuple(spans), reward=0.0, reward_parts=(), finish_reason=FinishReason.EOS,
+    )  # fmt: skip
+    whole = dataclasses.replace(group_of([]), rollouts=(member,), oldest_version=0)
+    masked = without_stale(whole, oldest=1)
+    ratios = np.linspace(0.1, 0.5, masked.rollouts[0].num_drawn, dtype=np.float32)
+    reader = NoteReader(Prompts(BYTES), TASK)
+
+    (told,) = reader.note(masked, {0: ratios}, limit_bytes=1 << 20).rollouts
+
+    (expected,) = reader.note(whole, {}, limit_bytes=1 << 20).rollouts
+    assert (told.completion, told.token_ends.tolist()) == (expected.completion, expected.token_ends.tolist())
+    assert told.log_ratios.size == member.num_drawn
+    is_trained = ~np.isnan(told.log_ratios)
+    assert np.flatnonzero(is_trained).tolist() == list(range(member.num_drawn - ratios.size, member.num_drawn))
+    shown = SampleRollout(log_ratios=told.log_ratios, reward=0.0, reward_parts=(), finish_reason=FinishReason.EOS)
+    assert shown.log_ratio_mean == pytest.approx(float(ratios.mean()))
 
 
 def test_turns_of_which_one_does_not_come_out_even_have_no_ends():

@@ -2,14 +2,15 @@
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "groups": [...], ...}; blobs of those sizes
 
-Blobs are groups in their wire form, of `heterorl.common.wire.sealed_groups`.
+Blobs are groups in their wire form, of `heterorl.common.wire.sealed_groups`. That form has no mark of stale tokens:
+`stale` has numbers of their group, rollout and span.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 
@@ -61,7 +62,12 @@ class Command:
 def command_to_bytes(command: Command) -> bytes:
     """Write a command."""
     blobs = [seal(group).data for group in command.groups]
-    plain = {"do": command.do.value, "directory": str(command.directory), "groups": [len(blob) for blob in blobs]}
+    plain = {
+        "do": command.do.value,
+        "directory": str(command.directory),
+        "groups": [len(blob) for blob in blobs],
+        "stale": [place for number, group in enumerate(command.groups) for place in _stale_of(number, group)],
+    }
     text = json.dumps({field.name: getattr(command, field.name) for field in fields(command)} | plain).encode()
     return len(text).to_bytes(4, "little") + text + b"".join(blobs)
 
@@ -71,8 +77,10 @@ def command_from_bytes(data: bytes) -> Command:
     start = 4 + int.from_bytes(data[:4], "little")
     header = json.loads(data[4:start])
     groups = []
-    for size in header["groups"]:
-        groups.append(open_group(read_sealed(data[start : start + size])))
+    stale = {tuple(place) for place in header.pop("stale")}
+    for number, size in enumerate(header["groups"]):
+        group = open_group(read_sealed(data[start : start + size]))
+        groups.append(_with_stale(number, group, stale) if stale else group)
         start += size
     read = {
         "do": Do(header["do"]),
@@ -81,3 +89,21 @@ def command_from_bytes(data: bytes) -> Command:
         "kept": tuple(header["kept"]),
     }
     return Command(**header | read)
+
+
+def _stale_of(number: int, group: Group) -> Iterator[tuple[int, int, int]]:
+    for member, rollout in enumerate(group.rollouts):
+        yield from ((number, member, place) for place, span in enumerate(rollout.spans) if span.is_stale)
+
+
+def _with_stale(number: int, group: Group, stale: Container[object]) -> Group:
+    rollouts = tuple(
+        replace(
+            rollout,
+            spans=tuple(
+                replace(span, is_stale=(number, member, place) in stale) for place, span in enumerate(rollout.spans)
+            ),
+        )
+        for member, rollout in enumerate(group.rollouts)
+    )
+    return replace(group, rollouts=rollouts)

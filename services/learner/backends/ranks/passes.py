@@ -173,7 +173,8 @@ class Passes:
                 total = 0.0 * logprobs_N.double().sum()
             if is_last:
                 everyone = _exchange(self.ranks, samples if self.ranks.rank % self.sharing == 0 else [])
-                if self.ranks.world_size > 1 and not math.isfinite(sum(entry.loss for entry in everyone)):
+                # DeepSpeed looks at the gradient only, also on one rank.
+                if not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
         self.note_pass(shares.num_passes, shares.num_passes)

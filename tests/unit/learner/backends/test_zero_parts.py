@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.config_file import load
+from heterorl.common.types.rollout import Span, turn_numbers, without_stale
 from heterorl.learner import learner_parts
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.local_ranks import LocalRanks
@@ -16,7 +18,7 @@ from heterorl.learner.backends.zero import engine_config, import_deepspeed
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.limits import WAIT_S
-from tests.support.training import random_groups
+from tests.support.training import random_groups, random_trajectories
 
 
 def test_command_survives_its_way(tmp_path):
@@ -32,6 +34,27 @@ def test_command_survives_its_way(tmp_path):
         for one, other in zip(mine.rollouts, yours.rollouts, strict=True)
     )
     assert command_from_bytes(command_to_bytes(Command(do=Do.RESTORE, directory=tmp_path))).directory == tmp_path
+
+
+def test_all_ranks_number_the_turns_of_a_masked_group_alike():
+    groups = []
+    for queued in random_trajectories(3):
+        rollouts = tuple(replace(one, spans=_aged(one.spans)) for one in queued.group.rollouts)
+        groups.append(without_stale(replace(queued.group, rollouts=rollouts), oldest=2))
+    groups.insert(1, random_groups(1)[0].group)
+
+    read = command_from_bytes(command_to_bytes(Command(do=Do.TRAIN, groups=groups)))
+
+    for mine, yours in zip(groups, read.groups, strict=True):
+        for one, other in zip(mine.rollouts, yours.rollouts, strict=True):
+            assert other.spans == one.spans
+            assert turn_numbers(other.spans) == turn_numbers(one.spans)
+    assert any(span.is_stale for span in read.groups[0].rollouts[0].spans)
+
+
+def _aged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The same spans, of which version 1 drew the first and version 2 the others."""
+    return tuple(replace(span, version=2) if number and span.is_drawn else span for number, span in enumerate(spans))
 
 
 def test_backend_without_a_kind_is_torch_and_errors_name_the_key(tmp_path):

@@ -70,6 +70,14 @@ def test_advantages_are_exactly_zero_when_nothing_differs(kind, size):
     assert advantages.tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize("kind", ["mean", "mean_std"])
+def test_a_reward_that_is_the_mean_has_no_advantage(kind):
+    # In double precision the mean is 0.20000000000000004.
+    low, middle, high = group_advantages(torch.tensor([0.1, 0.2, 0.3], dtype=F64), kind=kind).tolist()
+
+    assert low < middle == 0.0 < high
+
+
 @pytest.mark.parametrize("means", [[0.5], [0.4, 0.4, 0.4], []])
 def test_beta_weights_are_one_where_prompts_determine_no_density(means):
     assert beta_weights(torch.tensor(means, dtype=F64)).tolist() == [1.0] * len(means)

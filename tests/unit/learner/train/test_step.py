@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks.passes import alone
-from heterorl.learner.loss.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import check_forward, prepare
 from heterorl.learner.train.step import apply_gradients
@@ -187,6 +187,19 @@ def test_step_changes_nothing_when_a_number_is_not_finite(loss, gradient):
     assert is_identical(weights(model), before)
     assert is_identical(_moments(optimizer), moments)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [60, 9999])
+def test_gradient_of_a_loss_that_is_not_finite_is_not_finite_either(micro_batch_tokens):
+    """Engines that look at the gradient alone skip the step too."""
+    loss = CustomLossConfig(function="tests.support.custom_losses:endless")
+
+    value, gradients, _ = _gradients(
+        tiny_model(dtype=torch.float64), random_groups(4, seed=2), loss, micro_batch_tokens=micro_batch_tokens
+    )
+
+    assert value == float("inf")
+    assert not any(gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_step_is_not_applied_without_any_gradient():

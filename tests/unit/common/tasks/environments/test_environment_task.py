@@ -307,6 +307,16 @@ def test_the_directory_is_that_of_the_configuration_file(place):
     assert load(LearnerConfig, file, ["task.environment="]).task.environment_path == ""
 
 
+def test_a_turn_that_no_rollout_may_hold_is_refused_at_the_start():
+    keys = ["use_chat_template=true", "task.name=seeds", "task.environment=games:Game", "sampling.max_new_tokens=8193"]
+
+    with pytest.raises(ConfigError, match="max_new_tokens 8193 is above max_trajectory_tokens 8192"):
+        load(LearnerConfig, None, keys)
+    # One turn is no trajectory.
+    for right in ("sampling.max_trajectory_tokens=8193", "task.max_turns=1", "task.environment="):
+        assert load(LearnerConfig, None, [*keys, right]).sampling.max_new_tokens == 8193
+
+
 def test_a_prompt_is_one_of_this_task(made):
     task = made()
 

@@ -68,9 +68,10 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         handles=[
             Patch(color=_MADE, label="generated"), Patch(color=_TRAINED, label="trained on"),
             Line2D([], [], color="black", linestyle=":", label="goal"),
-            Line2D([], [], color=_OTHERS, linestyle="--", label="its engines alone"),
+            Line2D([], [], color=_OTHERS, linestyle="--", label="speed of its engines"),
+            Line2D([], [], color="black", linewidth=1.2, label="least to most of the repeats"),
         ],
-        loc="outside upper center", ncols=4, frameon=False, fontsize=9,
+        loc="outside upper center", ncols=5, frameon=False, fontsize=9,
     )  # fmt: skip
     sizes.set_xscale("log")
     sizes.xaxis.set_major_formatter("{x:g}")

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from docs import generate, house, reference
-from docs.repository import LINK
+from docs.repository import LINK, on_page_content
 from heterorl.cli.main import app
 
 pytestmark = pytest.mark.process
@@ -283,3 +283,20 @@ def test_site_builds_without_a_broken_link(tmp_path):
     # Offline: a page loads scripts, styles and fonts from its own site alone.
     loaded = re.findall(r"""<(?:script|link|img)[^>]+(?:src|href)=["']?(https?:[^"'\s>]+)""", page)
     assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("<td><code>a.b_c</code></td>", "<td><code>a.<wbr>b_<wbr>c</code></td>"),
+        (r"<td><code>a \| b</code></td>", "<td><code>a | b</code></td>"),
+        ("<td>0.75 GB/s, 12 %</td>", "<td>0.75&nbsp;GB/s, 12&nbsp;%</td>"),
+        ("<td>3 sites</td><p><code>a.b</code></p>", "<td>3 sites</td><p><code>a.b</code></p>"),
+        (
+            '<p><img alt="b" src="a.png" /></p>',
+            '<p><a class="picture" href="a.png"><img alt="b" src="a.png" /></a></p>',
+        ),
+    ],
+)
+def test_the_site_breaks_keys_keeps_units_and_links_pictures(written, shown):
+    assert on_page_content(written, page=None, config=None, files=None) == shown

@@ -39,7 +39,7 @@ _OF_A_CARD = (
     "hf, 513 M: pause of a swap",
     "arrays of 8 B weights: pause of a swap",
     "hf, 513 M: speed, 256 rows",
-    "hf, 513 M: canary beside fp32, median",
+    "hf, 513 M: canary against fp32, median",
     "round masters into the host's memory",
     "code a delta of 8 B, digests included",
     "apply and verify it on 8 B",
@@ -310,11 +310,12 @@ def _gpu() -> str:
         ["what", *(card["card"] for card in cards), "plan"],
         [
             [
-                f"{what}, {unit}" if (unit := _first(found, what, "unit")) else what,
+                f"{shown}, {unit}" if (unit := _first(found, what, "unit")) else shown,
                 *(_cell(rows.get(what, {}).get("value")) for rows in found),
                 _cell(_first(found, what, "forecast")),
             ]
             for what in _OF_A_CARD
+            for shown in [what.replace(" beside ", " against ")]
         ],
     )
 

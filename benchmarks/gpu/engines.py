@@ -71,7 +71,7 @@ def _engine(rows: Rows, place: Place, model_dir: str, parameters: int) -> None:
     truth = np.concatenate(truths)
     rows.add(f"{title}: recorded log-probs beside fp32, mean", float(np.abs(recorded - truth).mean()), "nats")
     rows.add(f"{title}: recorded log-probs beside fp32, bias", float((recorded - truth).mean()), "nats")
-    rows.add(f"{title}: canary beside fp32, median", float(np.median(np.abs(np.concatenate(canary) - truth))), "nats")
+    rows.add(f"{title}: canary against fp32, median", float(np.median(np.abs(np.concatenate(canary) - truth))), "nats")
 
 
 def _large_swap(rows: Rows, place: Place) -> None:

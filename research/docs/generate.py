@@ -36,13 +36,13 @@ _CLAIMS_HEAD = f"""# Claims
 
 What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
 about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
-[claims.json](../results/claims.json) from the results beside it, `make docs` this page from that. The
+[claims.json](../results/claims.json) from the results next to it, `make docs` this page from that. The
 claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
 
 - *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
   claim about a share of the seeds has Wilson's interval instead.
 - *p, Holm*: the p of the paired t-test against the border of the claim, or of an exact binomial test of a share. It is
-  corrected by Holm over all tests of one question, whatever experiment they are of. Tests on exploratory evidence are
+  corrected by Holm over all tests of one question, in all experiments. Tests on exploratory evidence are
   corrected apart.
 - *Shown* and *contradicted* need a corrected p below {LEVEL:g} on evidence that is not exploratory. *Suggested* and
   *doubted* are the same on exploratory evidence: a reason for a test, not a result.
@@ -54,7 +54,7 @@ The evidence of a row is one of three kinds:
   weaker form: fewer seeds, fewer steps for the delay, fewer prompts, or one learning rate for all rules (*one rate*, or
   the rate of another rule) in place of one that was chosen for each. A verdict on relaxed evidence is weaker
   than its p.
-- *Confirmation*: the runs are on seeds that are kept for that and chose nothing.
+- *Confirmation*: the runs are on seeds that are held out for that.
 - *Exploratory*: the runs kept no protocol, or are of fewer seeds than their protocol asks for or than five, or the very
   seeds of the test suggested the claim.
 

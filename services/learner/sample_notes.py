@@ -93,7 +93,7 @@ class NoteReader:
 
 
 def _with_stale(ratios_N: Float32Array, spans: Sequence[Span]) -> Float32Array:
-    """The numbers of all tokens that a policy drew; NaN at stale ones."""
+    """Numbers of all tokens that a policy drew; NaN at stale ones."""
     said = [span for span in spans if span.is_drawn or span.is_stale]
     is_drawn = np.repeat([span.is_drawn for span in said], [span.end - span.start for span in said])
     if not ratios_N.size or is_drawn.all():

@@ -48,7 +48,7 @@ def against_gspo() -> Iterator[Claim]:
             experiment, side("gepo", delay), side("gspo", delay), direction="above",
             source="project" if delay == FARTHEST else "paper",
         )  # fmt: skip
-    for experiment, seeds in (("candidates", ""), ("confirm", "On seeds that chose nothing, ")):
+    for experiment, seeds in (("candidates", ""), ("confirm", "On held-out seeds, ")):
         yield declare(
             GSPO, f"{seeds}{WHEN[FAR]}, GEPO ends above GSPO {_MEAN}",
             experiment, side("gepo", variant=None), side("gspo", variant=None), direction="above",
@@ -169,7 +169,7 @@ def others() -> Iterator[Claim]:
             experiment, side("gepo", delay), side("topr", delay), direction="above",
             source="project" if delay == FARTHEST else "paper",
         )  # fmt: skip
-    for experiment, seeds in (("candidates", ""), ("confirm", "On seeds that chose nothing, ")):
+    for experiment, seeds in (("candidates", ""), ("confirm", "On held-out seeds, ")):
         yield declare(
             OTHERS, f"{seeds}{WHEN[FAR]}, GEPO ends above TOPR {_MEAN}",
             experiment, side("gepo", variant=None), side("topr", variant=None), direction="above",

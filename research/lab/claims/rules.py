@@ -81,7 +81,7 @@ def better() -> Iterator[Claim]:
     )  # fmt: skip
     for baseline in ("gepo", "topr", "gspo", "gspo-opsm"):
         yield declare(
-            BETTER, f"On seeds that chose nothing, {WHEN[FAR]}, {CONFIRMED} ends above {_name(baseline)} in the mean"
+            BETTER, f"On held-out seeds, {WHEN[FAR]}, {CONFIRMED} ends above {_name(baseline)} in the mean"
             " over three learning rates",
             "confirm", side(CONFIRMED, variant=None), side(baseline, variant=None), direction="above",
             source="project", suggested_by=("candidates",),
@@ -97,7 +97,7 @@ def better() -> Iterator[Claim]:
         )  # fmt: skip
     for rate in _RATES:
         yield declare(
-            BETTER, f"On seeds that chose nothing, {WHEN[FAR]}, {CONFIRMED} ends above GEPO at a rate of {rate}",
+            BETTER, f"On held-out seeds, {WHEN[FAR]}, {CONFIRMED} ends above GEPO at a rate of {rate}",
             "confirm", side(CONFIRMED, variant=f"lr={rate}"), side("gepo", variant=f"lr={rate}"), direction="above",
             source="project", suggested_by=("candidates",),
         )  # fmt: skip

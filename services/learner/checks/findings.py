@@ -56,7 +56,7 @@ class VerificationConfig(Config):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """The result of a check.
-    `reason` and `detail` are of a failure, which rejects the group and counts against its site. `detail` alone is of
+    `reason` and `detail` are of a failure, which rejects the group and counts against its site. Only `detail` is of
     a group that is abandoned, because it cannot be trained on or checked. A sound group has neither.
 
     Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")

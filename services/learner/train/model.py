@@ -144,7 +144,7 @@ def _its_own(model: nn.Module) -> torch.Tensor:
 
 
 def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, difference: float) -> ConfigError:
-    """Why log-probs of sequences laid out together differ from each alone."""
+    """Why log-probs of sequences laid out together differ from single ones."""
     name = type(model).__name__
     if not alone.isfinite().all():
         # Only tensors in memory: streamed blocks have none.

@@ -120,7 +120,7 @@ class _Tail:
 
 
 class ProgramEnvironment(EndpointEpisode):
-    """One run of a program, alone in its worker; implements Environment."""
+    """One run of a program, in its own worker; implements Environment."""
 
     def __init__(self, command: Sequence[str], directory: str) -> None:
         self._command, self._directory = command, directory

@@ -206,7 +206,7 @@ class Played:
 
 
 class VerifiersEpisode(EndpointEpisode):
-    """One episode, alone in its worker; implements Environment."""
+    """One episode, in its own worker; implements Environment."""
 
     def __init__(self, played: Played) -> None:
         self._played = played

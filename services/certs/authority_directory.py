@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import parse_serials
 from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identity
-from heterorl.common.process.files import replacing
+from heterorl.common.process.files import opened_directory, replacing
 
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""
@@ -281,9 +280,6 @@ def write_file(path: Path, data: bytes, *, mode: int) -> None:
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Lock an authority's directory against other processes."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with opened_directory(directory) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)

@@ -200,8 +200,7 @@ def counted(task: Any, prompter: Any) -> str:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.model_loading import token_limits_at
-    from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
+    from heterorl.common.text.conversation import try_answers, try_reward, try_task
     from heterorl.learner.checks.reward_checks import check_trust, tried_here
 
     if service == "learner":
@@ -209,11 +208,7 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
-        try_prompts(
-            task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens
-        )
-    try_answers(task)
-    if prompter is not None:
-        ends = config.sampling.end_token_ids or prompter.end_token_ids
-        open_conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser)
-    try_reward(task, prompter)
+        try_task(config, task, prompter)
+    else:
+        try_answers(task)
+        try_reward(task, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,35 +70,30 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
 
+    state_key = {"coordinator": "data_dir", "relay": "cache_dir"}.get(role, "state_dir")
+    target = DoctorTarget(
+        role=Role(role),
+        address=_dialled(config) if role == "coordinator" else addresses(config.coordinator)[0],
+        tls=config.tls,
+        state_dir=getattr(config, state_key),
+        state_key=state_key,
+        max_message_bytes=MESSAGE_BYTES if role == "sampler" else config.max_message_bytes,
+        num_calls=num_calls,
+    )
     if role in ("coordinator", "relay"):
-        state_key = "data_dir" if role == "coordinator" else "cache_dir"
-        return DoctorTarget(
-            role=Role(role),
-            address=_dialled(config) if role == "coordinator" else addresses(config.coordinator)[0],
-            tls=config.tls,
-            state_dir=getattr(config, state_key),
-            state_key=state_key,
-            max_message_bytes=config.max_message_bytes,
-            num_calls=num_calls,
-        )
+        return target
     engine = config.engine if role == "sampler" else config.backend
     has_gpu = getattr(engine, "kind", "") == "vllm" and Path("/dev/nvidiactl").exists()
     device = getattr(engine, "device", "cuda" if has_gpu else "cpu")
-    return DoctorTarget(
-        role=Role(role),
-        address=addresses(config.coordinator)[0],
-        tls=config.tls,
-        state_dir=config.state_dir,
-        state_key="state_dir",
+    return dataclasses.replace(
+        target,
         site=config.site if role == "sampler" else "",
         device=device,
         engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
-        max_message_bytes=config.max_message_bytes if role == "learner" else MESSAGE_BYTES,
         model_config=config if config.model_dir else None,
         loss=config.loss if role == "learner" else None,
         max_new_tokens=config.drawn_semantics().max_new_tokens if role == "learner" else 0,
-        num_calls=num_calls,
     )
 
 

@@ -118,15 +118,14 @@ def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Sc
     from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.text.conversation import Conversations
 
-    ends = config.sampling.end_token_ids or prompter.end_token_ids
-    conversation = Conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser).of(asked)
+    conversation = Conversations(task, prompter, tool_parser=config.task.tool_parser).of(asked)
     assert conversation is not None, "the prompt has an environment"
     ids, room = conversation.encode(asked), token_limits_at(config.model_dir)
     room.check(ids, config.sampling.max_new_tokens)
     engine = HfEngine(
         model_dir=config.model_dir, published_dtype=config.backend.published_dtype,
         compute_dtype=config.backend.compute_dtype, device=config.backend.device,
-        sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=ends,
+        sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=prompter.end_token_ids,
     )  # fmt: skip
     screen.begin(asked, conversation.spec, num_tokens=ids.size)
     player = ModelPlayer(engine, conversation, ids, room=room, config=config)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 
 from heterorl.common.process import metrics, notify, tracing
-from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import announce
 from heterorl.common.rpc import server_limits
 from heterorl.coordinator import run_metrics
@@ -56,22 +55,19 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     metrics until it gets the store.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stop = asyncio.Event()
-    clock = SystemClock()
-    notifier = notify.from_environment()
-    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock) as watch:
-        page = MetricsPage(config, NodeMetrics(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock))
+    async with notify.running() as process:
+        nodes = NodeMetrics(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=process.clock)
+        page = MetricsPage(config, nodes)
         engine = None
         if is_standby or config.store.url:
-            engine = await _take_store(config, stop, notifier, page if is_standby else None)
+            engine = await _take_store(config, process, page if is_standby else None)
             if engine is None:
                 return 0
-        return await _serve(config, clock, stop, notifier, engine, page, watch)
+        return await _serve(config, process, engine, page)
 
 
 async def _take_store(
-    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
+    config: CoordinatorConfig, process: notify.Process, page: MetricsPage | None
 ) -> DatabaseEngine | None:
     """Wait for the store in a database; None after a signal.
     A standby serves a page while it waits."""
@@ -79,16 +75,16 @@ async def _take_store(
     standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
     if page is not None:
         _LOG.info("the coordinator of run %s stands by, metrics on port %d", config.run_id, page.stand_by())
-        notifier.ready(f"run {config.run_id}, standing by")
+        process.notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(process.stop.wait())
     try:
         await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
         standby.give_up()
         stopping.cancel()
         engine = await waiting
-    if engine is None or stop.is_set():
+    if engine is None or process.stop.is_set():
         if engine is not None:
             engine.close()
         return None
@@ -98,18 +94,12 @@ async def _take_store(
 
 
 async def _serve(
-    config: CoordinatorConfig,
-    clock: Clock,
-    stop: asyncio.Event,
-    notifier: notify.Notifier,
-    engine: DatabaseEngine | None,
-    page: MetricsPage,
-    watch: notify.Watch,
+    config: CoordinatorConfig, process: notify.Process, engine: DatabaseEngine | None, page: MetricsPage
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
-    core = await Coordinator.open(config, clock, engine=engine)
+    core = await Coordinator.open(config, process.clock, engine=engine)
     # A session or disk that hangs keeps the store from a standby.
-    watch.silent_s = core.database.silent_s
+    process.watch.silent_s = core.database.silent_s
     server = Server(config.model_copy(update={"max_concurrent_rpcs": calls}))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollouts = RolloutServicer(core.rollout, max_prompt_tokens=config.max_prompt_tokens)
@@ -129,19 +119,19 @@ async def _serve(
         metrics_port = page.serve()
         await asyncio.to_thread(announce, config.data_dir, config.listen, port, service="coordinator")
         _LOG.info("the coordinator of run %s listens on port %d, metrics on port %d", config.run_id, port, metrics_port)
-        notifier.ready(f"run {config.run_id}, port {port}")
+        process.notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
-            gauges = tasks.create_task(_gauges(core, server, clock))
+            gauges = tasks.create_task(_gauges(core, server, process.clock))
             merger = tasks.create_task(core.merger.run())
             collector = tasks.create_task(core.collector.run())
             direct_uploads = tasks.create_task(core.context.direct_uploads.run())
-            core.on_fatal.add_done_callback(lambda _: stop.set())
-            await stop.wait()
+            core.on_fatal.add_done_callback(lambda _: process.stop.set())
+            await process.stop.wait()
             for loop in (gauges, merger, collector, direct_uploads):
                 loop.cancel()
     finally:
         _LOG.info("the coordinator of run %s stops", config.run_id)
-        notifier.stopping()
+        process.notifier.stopping()
         await core.end_streams()
         await server.stop(config.stop_grace_s)
         await core.close()

@@ -150,10 +150,9 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
     With adapters the digest of the base weights stays empty, because it needs all weights.
     """
     from heterorl.common.model.contract import build_contract
-    from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task_config import build_task
-    from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
+    from heterorl.common.text.conversation import try_task
     from heterorl.common.text.prompter import Prompter
 
     try:
@@ -162,20 +161,14 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
         )
         task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
-        try_prompts(
-            task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens
-        )
-        try_answers(task)
-        end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
-        open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
-        try_reward(task, prompter)
+        try_task(config, task, prompter)
         return build_contract(
             config,
             text=prompter.digests,
             task=task,
             layout_id=layout_id,
             vocab_size=vocab_size,
-            end_token_ids=end_token_ids,
+            end_token_ids=prompter.end_token_ids,
             lora=config.lora.settings(Digest("")),
             routed_token_bytes=routed_token_bytes,
         )

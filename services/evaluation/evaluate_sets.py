@@ -139,7 +139,7 @@ def evaluate_all(
     prompt of a set can be drawn; EngineError."""
     for number, subject in enumerate(subjects):
         if not number:
-            sets = [one.played(subject.prompter, subject.end_token_ids) for one in sets]
+            sets = [one.played(subject.prompter) for one in sets]
             for one in sets:
                 try_reward(one.task, subject.prompter)
         for one in sets:

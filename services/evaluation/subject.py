@@ -121,7 +121,6 @@ class Subject:
     version: int
     engine: Engine
     prompter: Prompter
-    end_token_ids: tuple[int, ...]
     max_trajectory_tokens: int
     """Limit of a completion of several turns."""
 
@@ -158,14 +157,13 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     prompter = Prompter.of(config)
-    ends = config.sampling.end_token_ids or prompter.end_token_ids
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})
-        engines = build_engines(own, config.sampling.semantics(), end_token_ids=ends)
+        engines = build_engines(own, config.sampling.semantics(), end_token_ids=prompter.end_token_ids)
         taken = take_variant(engines, config.variant)
         try:
             subject = Subject(
-                name="", version=NO_VERSION, engine=taken.engine, prompter=prompter, end_token_ids=ends,
+                name="", version=NO_VERSION, engine=taken.engine, prompter=prompter,
                 max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             )  # fmt: skip
             yield subject, taken.base

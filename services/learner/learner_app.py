@@ -16,12 +16,10 @@ published, then the run drains.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import random
 import secrets
-import signal
 from collections.abc import Callable
 
 from heterorl.common.api import LearnerApi
@@ -29,9 +27,8 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.identity.spiffe import site_of
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.process.threads import in_thread, num_threads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
@@ -58,19 +55,13 @@ async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv |
 
     `rank_env` is rank 0's, where a launcher has started the processes.
     """
-    stop = asyncio.Event()
-    clock = SystemClock()
-    notifier = notify.from_environment()
-    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock):
+    async with notify.running() as process:
         parts = await in_thread(assemble, config, num_ranks=num_ranks, rank_env=rank_env)
-        await _train(config, parts, clock, stop, notifier)
+        await _train(config, parts, process)
     return 0
 
 
-async def _train(
-    config: LearnerConfig, parts: Parts, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier
-) -> None:
+async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -> None:
     make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()
@@ -84,24 +75,20 @@ async def _train(
     )
     if parts.signer is not None:
         _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
+    site = site_of(config.tls.cert) or config.holder
     async with (
         CoordinatorClient.of(config, max_message_bytes=config.max_message_bytes) as client,
-        pushing(
-            lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),
-            registry=metrics.registry_of("learner"),
-            interval_s=config.metrics_push_s,
-            clock=clock,
-        ),
+        client.pushing("learner", site=site, interval_s=config.metrics_push_s),
     ):
-        learner = join(config, parts, api=client, clock=clock, rng=random.Random())
+        learner = join(config, parts, api=client, clock=process.clock, rng=random.Random())
 
         def begin() -> None:
             # Only now does this learner hold the directory.
             write_run_file(config)
-            notifier.ready(f"run {config.run_id}, holder {config.holder}")
+            process.notifier.ready(f"run {config.run_id}, holder {config.holder}")
 
-        result = await learner.run(stop, on_ready=begin)
-    notifier.stopping()
+        result = await learner.run(process.stop, on_ready=begin)
+    process.notifier.stopping()
     await in_thread(parts.close)
     _LOG.info("the learner %s", result)
 
@@ -118,6 +105,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
     progress = new_step_timer(clock, parts.passes)
+    known = parts.verification
     return TrainingRun(
         config=config,
         api=api,
@@ -128,15 +116,10 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         evaluator=parts.evaluator,
         verifier=_verifier(config, parts, api=api, backoff=backoff(), trust=trust, busy=progress.checks),
         begin=functools.partial(_begin_term, config, parts, api=api, backoff=backoff, trust=trust),
-        reader=_note_reader(parts),
+        reader=None if known is None else NoteReader(known.prompter, known.task, known.conversations),
         progress=progress,
         statement=parts.statement,
     )
-
-
-def _note_reader(parts: Parts) -> NoteReader | None:
-    known = parts.verification
-    return None if known is None else NoteReader(known.prompter, known.task, known.conversations)
 
 
 def _verifier(

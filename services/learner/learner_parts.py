@@ -78,10 +78,9 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task
     )
     try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
-    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
     conversations = None
     if environments_of(task):
-        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
+        conversations = Conversations(task, prompter, tool_parser=config.task.tool_parser)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
@@ -100,7 +99,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=token_limits_of(model.config).vocab_size,
-        end_token_ids=end_token_ids,
+        end_token_ids=prompter.end_token_ids,
         lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
@@ -267,7 +266,7 @@ def _build_evaluator(
         device=config.backend.device,
         sampling=sampling,
         batch_rows=options.batch_rows,
-        end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
+        end_token_ids=prompter.end_token_ids,
         lora=config.lora,
     )
     return Evaluator(

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -26,24 +24,19 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
 from heterorl.common.identity.spiffe import Identity, Role, site_of
 from heterorl.common.process import metrics, notify
-from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import announce
 from heterorl.common.process.metrics import RELAY_BYTES
-from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc import server_limits
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
-from heterorl.common.types.common import Series
-from heterorl.common.wire.common_messages import series_to_pb
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.node_admission import NodeAdmission
 from heterorl.relay.payloads import FROM_BUCKET, FROM_COORDINATOR, TO_NODES
 from heterorl.relay.relay_config import RelayConfig
 from heterorl.relay.router import Forwarder, Router
-from heterorl.v1 import metrics_pb2
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8
@@ -54,16 +47,12 @@ BRIEF = RetryPolicy(budget_s=5.0)
 
 async def main(config: RelayConfig) -> int:
     """Serve until a signal; returns the exit code."""
-    stop = asyncio.Event()
-    clock = SystemClock()
-    notifier = notify.from_environment()
-    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock):
-        await _serve(config, clock, stop, notifier)
+    async with notify.running() as process:
+        await _serve(config, process)
     return 0
 
 
-async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
+async def _serve(config: RelayConfig, process: notify.Process) -> None:
     server_limits.raise_limit(calls=config.max_concurrent_rpcs)
     cache = await asyncio.to_thread(CacheDirectory, config.cache_dir, max_bytes=config.cache_bytes)
     metrics.watch_disk(config.cache_dir)
@@ -72,7 +61,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
         metrics.RELAY_BYTES.labels(way)
     upstream = Upstream.of(config, max_message_bytes=config.max_message_bytes, policy=BRIEF)
     try:
-        weights = CachedWeights(api=upstream, cache=cache, clock=clock)
+        weights = CachedWeights(api=upstream, cache=cache, clock=process.clock)
         server = RelayServer(config, weights)
         port = await server.start()
         head = asyncio.ensure_future(weights.head.run())
@@ -83,17 +72,13 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
                 "the relay of %s listens on port %d, metrics on port %d; %d bytes are cached",
                 config.coordinator, port, metrics_port, cache.num_bytes,
             )  # fmt: skip
-            notifier.ready(f"relay of {config.coordinator}, port {port}")
-            async with pushing(
-                lambda series: upstream.push_relay_metrics(site=site_of(config.tls.cert) or "relay", series=series),
-                registry=metrics.registry_of("relay"),
-                interval_s=config.metrics_push_s,
-                clock=clock,
-            ):
-                await stop.wait()
+            process.notifier.ready(f"relay of {config.coordinator}, port {port}")
+            site = site_of(config.tls.cert) or "relay"
+            async with upstream.pushing("relay", site=site, interval_s=config.metrics_push_s):
+                await process.stop.wait()
         finally:
             _LOG.info("the relay of %s stops", config.coordinator)
-            notifier.stopping()
+            process.notifier.stopping()
             head.cancel()
             await asyncio.gather(head, return_exceptions=True)
             await weights.close()
@@ -155,8 +140,3 @@ class Upstream(CoordinatorClient):
 
     def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
         RELAY_BYTES.labels(FROM_BUCKET if is_direct else FROM_COORDINATOR).inc(len(frame))
-
-    async def push_relay_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
-        """Hand out this relay's numbers, once; returns whether the coordinator keeps them."""
-        request = metrics_pb2.PushRelayMetricsRequest(site=site, series=series_to_pb(series))
-        return bool((await self._once("PushRelayMetrics", request)).is_kept)

@@ -60,11 +60,6 @@ class PastRun:
     """Evaluations by samplers, by version and set."""
 
 
-def newer_facts(known: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The directory's facts, if any, with the changes that the coordinator knows."""
-    return with_changes(known, own or known, words="", step=0)
-
-
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
 """Names of the learner's files; the learner's own module would import torch."""
 _ALL = 1 << 40
@@ -176,7 +171,8 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
         versions=own.versions if run.is_live else run.versions,
         evaluations=own.evaluations,
         config=own.config,
-        facts=newer_facts(run.facts, own.facts),
+        # The directory's, if any, with the changes that the coordinator knows.
+        facts=with_changes(run.facts, own.facts or run.facts, words="", step=0),
     )
 
 

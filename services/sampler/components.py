@@ -10,11 +10,10 @@ import torch
 from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.model_directory import check_model_dir
-from heterorl.common.model.model_loading import token_limits_at
 from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.tasks.task_config import build_task, score_in_workers
-from heterorl.common.text.conversation import Conversations, open_conversations, try_answers, try_prompts, try_reward
+from heterorl.common.text.conversation import Conversations, try_reward, try_task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
@@ -58,20 +57,15 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else score_in_workers(task, settings)
     # Before the model is loaded and before the coordinator counts on this site.
-    try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
-    try_answers(task)
-    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
-    tool_parser = config.task.tool_parser
-    conversations = open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
-    try_reward(task, prompter)
+    conversations = try_task(config, task, prompter)
     sets = tuple(
-        open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter, end_token_ids)
+        open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter)
         for each in config.evaluation
     )
     for each in sets:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
-    engines = build_engines(config, sampling, end_token_ids=end_token_ids)
+    engines = build_engines(config, sampling, end_token_ids=prompter.end_token_ids)
     # The contract states the trained weights; a variant is another form of them.
     taken = take_variant(engines, config.variant)
     contract = build_contract(
@@ -80,7 +74,7 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
         task=task,
         layout_id=engines.engine.layout.layout_id,
         vocab_size=engines.vocab_size,
-        end_token_ids=end_token_ids,
+        end_token_ids=prompter.end_token_ids,
         lora=engines.lora,
         routed_token_bytes=engines.routed_token_bytes,
     )

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,15 +49,12 @@ class SiteSet:
     conversations: Conversations | None = None
     """Environments of the task; None if no prompt has one."""
 
-    def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
+    def played(self, prompter: Prompter) -> Self:
         """The set with its environments, after a trial.
 
         Raises ConfigError: an environment fails, or the template does not write what it says.
         """
-        conversations = open_conversations(
-            self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
-        )
-        return replace(self, conversations=conversations)
+        return replace(self, conversations=open_conversations(self.task, prompter, tool_parser=self.tool_parser))
 
     @property
     def stated(self) -> EvaluationSet:

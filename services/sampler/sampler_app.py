@@ -27,11 +27,9 @@ process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +39,7 @@ from heterorl.common.api import SamplerApi
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
-from heterorl.common.process.pushed_metrics import pushing
+from heterorl.common.process.clock import Bell, Clock, steady
 from heterorl.common.process.threads import cause_of, num_threads
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
@@ -67,16 +64,12 @@ _LOG = logging.getLogger(__name__)
 
 async def main(config: SamplerConfig) -> int:
     """Sample until a signal or the run's end; returns the exit code."""
-    stop = asyncio.Event()
-    clock = SystemClock()
-    notifier = notify.from_environment()
-    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock):
-        await _sample(config, clock, stop, notifier)
+    async with notify.running() as process:
+        await _sample(config, process)
     return 0
 
 
-async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
+async def _sample(config: SamplerConfig, process: notify.Process) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir, site=config.site)
     try:
         # From zero: a counter that appears with its first failure shows no increase.
@@ -86,20 +79,23 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         tracing.start(config.tracing, service="sampler", name=config.site)
         port = metrics.serve_by(config, service="sampler")
         _LOG.info("site %s calls coordinator %s, metrics on port %d", config.site, config.coordinator, port)
-        async with linked(config, clock) as api:
+        async with (
+            CoordinatorClient.of(config) as api,
+            api.pushing("sampler", site=config.site, interval_s=config.metrics_push_s),
+        ):
             joined = None
             if config.join is not None:
-                notifier.ready("asking what the run states")
-                joined = await adopted(config, clock, stop)
+                process.notifier.ready("asking what the run states")
+                joined = await adopted(config, process.clock, process.stop)
                 if joined is None:
                     return
                 config = joined.config
-            sampler = await asyncio.to_thread(build, config, api, outbox, clock)
+            sampler = await asyncio.to_thread(build, config, api, outbox, process.clock)
             try:
                 if joined is not None:
                     joined.check(sampler.session.registration.contract)
-                await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
-                notifier.stopping()
+                await sampler.run(process.stop, on_ready=lambda: process.notifier.ready(f"site {config.site}"))
+                process.notifier.stopping()
             finally:
                 await asyncio.to_thread(sampler.close)
     finally:
@@ -270,19 +266,3 @@ class Sampler:
             await self.generation.empty()
             for task in loops:
                 task.cancel()
-
-
-@contextlib.asynccontextmanager
-async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[CoordinatorClient]:
-    """A coordinator's client, through which this process pushes its metrics."""
-    site = SiteId(config.site)
-    async with (
-        CoordinatorClient.of(config) as api,
-        pushing(
-            lambda series: api.push_sampler_metrics(site=site, series=series),
-            registry=metrics.registry_of("sampler"),
-            interval_s=config.metrics_push_s,
-            clock=clock,
-        ),
-    ):
-        yield api

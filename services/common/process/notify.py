@@ -18,13 +18,14 @@ import contextlib
 import faulthandler
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Clock, SystemClock
 
 _LOG = logging.getLogger(__name__)
 TICK_S, HUNG_S = 5.0, 60.0
@@ -169,3 +170,22 @@ def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], No
 
     for number in signals:
         asyncio.get_running_loop().add_signal_handler(number, begin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A running service; SIGTERM and SIGINT set `stop`."""
+
+    stop: asyncio.Event
+    notifier: Notifier
+    clock: Clock
+    watch: Watch
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[Process]:
+    """Run the body as a service, with its signals and watchdogs."""
+    clock, notifier, stop = SystemClock(), from_environment(), asyncio.Event()
+    on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with supervised(notifier, clock) as watch:
+        yield Process(stop=stop, notifier=notifier, clock=clock, watch=watch)

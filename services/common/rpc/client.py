@@ -11,7 +11,8 @@ import grpc.aio
 
 from heterorl.common.api import PieceFrames
 from heterorl.common.errors import Unreachable
-from heterorl.common.process.metrics import BYTES
+from heterorl.common.process.metrics import BYTES, Service, registry_of
+from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
 from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.rpc.presigned import PresignedWrites
@@ -74,6 +75,12 @@ ASSIGNMENTS_AT_ONCE = 4096
 """The coordinator's limit of one call."""
 MIN_UP_BYTES_PER_S = 4096.0
 """Slowest link whose pushes meet their deadline; pings notice a dead link in seconds."""
+_METRICS: Mapping[Service, Any] = {
+    "learner": metrics_pb2.PushLearnerMetricsRequest,
+    "sampler": metrics_pb2.PushSamplerMetricsRequest,
+    "relay": metrics_pb2.PushRelayMetricsRequest,
+}
+"""Each service pushes by an rpc of its own, which a certificate of its role allows."""
 
 
 class CoordinatorClient(WeightCalls):
@@ -130,10 +137,6 @@ class CoordinatorClient(WeightCalls):
 
     async def release_lease(self, *, epoch: int) -> None:
         await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
-
-    async def push_learner_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
-        request = metrics_pb2.PushLearnerMetricsRequest(site=site, series=series_to_pb(series))
-        return bool((await self._once("PushLearnerMetrics", request)).is_kept)
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
@@ -324,10 +327,17 @@ class CoordinatorClient(WeightCalls):
         request = to_message(run_pb2.ReportCanaryRequest, report)
         return to_value(CanaryVerdict, await self._call("ReportCanary", request))
 
-    async def push_sampler_metrics(self, *, site: SiteId, series: Sequence[Series]) -> bool:
-        """Send this sampler's metrics once; returns whether the coordinator keeps them."""
-        request = metrics_pb2.PushSamplerMetricsRequest(site=site, series=series_to_pb(series))
-        return bool((await self._once("PushSamplerMetrics", request)).is_kept)
+    def pushing(
+        self, service: Service, *, site: str, interval_s: float
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Send this node's metrics while the body runs."""
+        kind = _METRICS[service]
+
+        async def push(series: Sequence[Series]) -> bool:
+            request = kind(site=site, series=series_to_pb(series))
+            return bool((await self._once(kind.DESCRIPTOR.name.removesuffix("Request"), request)).is_kept)
+
+        return pushing(push, registry=registry_of(service), interval_s=interval_s, clock=self._clock)
 
     async def get_status(self) -> RunStatus:
         return status_from_pb(await self._call("GetStatus", run_pb2.GetStatusRequest()))

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
-from heterorl.common.model.model_loading import TokenLimits
+from heterorl.common.model.contract import ContractConfig
+from heterorl.common.model.model_loading import TokenLimits, token_limits_at
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentSpec,
@@ -84,16 +85,9 @@ def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: boo
 class Conversations:
     """The environments of a task with the run's template."""
 
-    def __init__(
-        self,
-        task: Task,
-        prompter: Prompter,
-        *,
-        end_token_ids: Collection[int],
-        tool_parser: Parser | Literal["auto"] = "auto",
-    ) -> None:
+    def __init__(self, task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"] = "auto") -> None:
         """Check that the template writes turns and tools."""
-        self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(end_token_ids)
+        self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(prompter.end_token_ids)
         environments = environments_of(task)
         # By object: sources of a mixture may have one name in two directories.
         self._parsers = {each: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments}
@@ -136,12 +130,12 @@ class Conversations:
 
 
 def open_conversations(
-    task: Task, prompter: Prompter, *, end_token_ids: Collection[int], tool_parser: Parser | Literal["auto"]
+    task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"]
 ) -> Conversations | None:
     """A task's environments, each tried by an episode; None without any."""
     if not environments_of(task):
         return None
-    found = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
+    found = Conversations(task, prompter, tool_parser=tool_parser)
     found.try_episodes()
     return found
 
@@ -178,6 +172,21 @@ def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_to
     problem = refused.args[0].removeprefix(f"{refused.key}: ")
     words = f"all of {num_tried} prompts that were tried are refused: {problem}"
     raise ConfigError(refused.key, words, action=refused.action)
+
+
+def try_task(config: ContractConfig, task: Task, prompter: Prompter) -> Conversations | None:
+    """Try a node's task before its start; returns the environments.
+
+    Raises:
+        ConfigError: the prompts, the answers, an environment or the reward fail.
+        DependencyMissing: what verifies answers is not installed.
+    """
+    room = token_limits_at(config.model_dir)
+    try_prompts(task, prompter, room=room, max_new_tokens=config.sampling.max_new_tokens)
+    try_answers(task)
+    conversations = open_conversations(task, prompter, tool_parser=config.task.tool_parser)
+    try_reward(task, prompter)
+    return conversations
 
 
 def try_turns(

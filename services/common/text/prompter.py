@@ -49,15 +49,22 @@ class Prompter:
             config.model_dir,
             use_chat_template=config.use_chat_template,
             template_arguments=config.chat_template_arguments,
+            end_token_ids=config.sampling.end_token_ids,
         )
 
     def __init__(
-        self, model_dir: str, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
+        self,
+        model_dir: str,
+        *,
+        use_chat_template: bool,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        end_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Load the tokenizer.
 
-        `template_arguments` are further variables of the template, such as enable_thinking. Raises ConfigError without
-        a tokenizer or a usable template, or if the template takes no such arguments.
+        `template_arguments` are further variables of the template, such as enable_thinking. `end_token_ids` are taken
+        in place of the model's own. Raises ConfigError without a tokenizer or a usable template, or if the template
+        takes no such arguments.
         """
         check_model_dir(model_dir)
         from transformers import AutoTokenizer
@@ -90,8 +97,9 @@ class Prompter:
             ),
         )
         """Digests of tokenizer and template; equal digests mean equal ids of equal messages."""
-        self.end_token_ids = self._ends(model_dir)
-        """Ids that end a completion, ascending, from the model's files and its template."""
+        own = self._ends(model_dir)
+        self.end_token_ids = end_token_ids or own
+        """Ids that end a completion: stated ones, else, ascending, of the model's files and its template."""
 
     def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
         source = source_of(self.tokenizer)

@@ -264,7 +264,7 @@ def test_a_template_that_cannot_write_what_is_said_is_told(tmp_path):
     task = build_task(TaskConfig(name="seeds", environment="talk:Talk", environment_path=str(tmp_path)))
     try:
         with pytest.raises(ConfigError, match="system"):
-            Conversations(task, prompter, end_token_ids=prompter.end_token_ids).try_episodes()
+            Conversations(task, prompter).try_episodes()
     finally:
         close_task(task)
 

@@ -136,7 +136,7 @@ def test_a_model_plays_what_a_learner_would_step_again(config, chat):
     task = build_task(TaskConfig(name="seeds", environment="games:Guess", environment_path=str(config.parent)))
     try:
         prompt = task.prompt(0)
-        conversation = Conversations(task, prompter, end_token_ids=prompter.end_token_ids).of(prompt)
+        conversation = Conversations(task, prompter).of(prompt)
         assert found["prompt"]["token_ids"] == conversation.encode(prompt).tolist()
         with conversation.spec.open() as episode:
             for turn in found["turns"]:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from pydantic import TypeAdapter
 
+from heterorl.cli.doctor import target_of
 from heterorl.common.identity.spiffe import Identity, Role
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import LoraSettings
@@ -13,6 +14,7 @@ from heterorl.doctor.check import Check, Failure, Level, checks_json, checks_tab
 from heterorl.doctor.link_checks import Connected, Handshake, MessageTrial, Reached
 from heterorl.doctor.machine_checks import Device, Disk, Versions
 from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.relay.relay_config import RelayConfig
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -292,3 +294,9 @@ def test_failure_without_a_remedy_cannot_be_made():
         Check(name="a", level=Level.FAIL, finding="x")
     with pytest.raises(AssertionError):
         Check(name="a", level=Level.OK, finding="x", remedy="y")
+
+
+def test_relay_of_two_coordinators_is_checked_against_the_first():
+    target = target_of("relay", RelayConfig(coordinator="run.example:50051,standby.example:50051"))
+
+    assert (target.host, target.port) == ("run.example", 50051)

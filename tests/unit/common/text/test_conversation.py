@@ -54,7 +54,7 @@ def prompter(tmp_path_factory):
 
 
 def conversations(task, prompter):
-    return Conversations(task, prompter, end_token_ids=prompter.end_token_ids)
+    return Conversations(task, prompter)
 
 
 def turn(prompter, text, *, is_cut=False):

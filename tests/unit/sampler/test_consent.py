@@ -50,6 +50,13 @@ def test_files_elsewhere_are_refused(data, path, key):
         check_consent(task, join)
 
 
+def test_a_path_in_a_home_is_refused_although_a_directory_of_its_name_is_accepted(data, monkeypatch):
+    monkeypatch.chdir(data)
+
+    with pytest.raises(ConfigError, match="a home is another one at each site"):
+        check_consent({"name": "jsonl:~/deep"}, JoinConfig(accept=("jsonl:.",)))
+
+
 def test_a_file_of_another_kind_is_refused(data):
     with pytest.raises(ConfigError, match="join.accept"):
         check_consent({"name": f"parquet:{data}/a"}, JoinConfig(accept=(f"jsonl:{data}",)))

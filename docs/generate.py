@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "services"
 _MAP_HEAD = """# Map of the code
 
 For someone who reads or changes the code: which folder holds what, and which file to open first. The package `heterorl`
-is the folder `services`. `make docs` makes this page from the folders' docstrings. A folder imports only folders below
-it in [this picture](../ARCHITECTURE.md#the-map).
+is the folder `services`. `make docs` makes this page from the folders' docstrings. [A picture of
+imports](../ARCHITECTURE.md#the-map) has these folders on floors; a folder imports only folders of lower floors.
 
 ## Start here
 

@@ -21,6 +21,7 @@ times until a group of that site is taken. While several sites want work, two mu
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -57,6 +58,8 @@ MAX_HOLDERS = 3
 """Sites that may answer an assignment: the holder and the two before it."""
 MAX_EVALUATORS = 64
 """The same of a held-out prompt: a refusal would end the evaluation of a slow site, and the first answer counts."""
+REOPENED_AT_ONCE = 256
+"""Rows of one statement. SQLite takes longer for each one the more pages its operation has changed before."""
 
 
 def hand_out(
@@ -185,11 +188,17 @@ def reopen(connection: Connection, assignments: Sequence[int]) -> None:
     """Hand the assignments of dropped groups out again.
     Prompts and seeds follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
-    connection.executemany(
-        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
-        " VALUES (?, ?, ?, '', '', 0, '[]') ON CONFLICT DO NOTHING",
-        [(each, prompt_of(each, num_prompts=num_prompts, seed=seed), seed_of(each, seed=seed)) for each in assignments],
-    )
+    for first in range(0, len(assignments), REOPENED_AT_ONCE):
+        some = [
+            (each, prompt_of(each, num_prompts=num_prompts, seed=seed), seed_of(each, seed=seed))
+            for each in assignments[first : first + REOPENED_AT_ONCE]
+        ]
+        marks = ", ".join(["(?, ?, ?, '', '', 0, '[]')"] * len(some))
+        connection.execute(
+            "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+            f" VALUES {marks} ON CONFLICT DO NOTHING",
+            list(itertools.chain.from_iterable(some)),
+        )
 
 
 def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:

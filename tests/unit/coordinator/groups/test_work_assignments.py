@@ -9,7 +9,7 @@ from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out
+from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out, reopen
 from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.sampler.outbox.outbox import empty_group
 from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
@@ -125,6 +125,29 @@ async def test_however_much_is_opened_at_once_takes_three_statements(config, cor
         return counted.num_calls, connection.execute("SELECT count(*), sum(is_leased) FROM work").fetchone()
 
     assert await core.database.run(given_back) == (3, (2 * count, 0))
+
+
+@pytest.mark.sqlite
+async def test_prompts_of_many_dropped_groups_are_opened_by_few_statements(core, run):
+    numbers = [*range(5000, 5600), 5000]
+    statements = []
+
+    def reopened(connection):
+        # A statement that runs once a row is told with the values of each.
+        connection.set_trace_callback(statements.append)
+        reopen(connection, numbers)
+        reopen(connection, numbers[:2])
+        connection.set_trace_callback(None)
+        return connection.execute("SELECT assignment, prompt_index, seed FROM work WHERE is_leased = 0").fetchall()
+
+    rows = await core.database.run(reopened)
+
+    assert sorted(map(tuple, rows)) == [
+        (number, prompt_of(number, num_prompts=CONTRACT.num_prompts, seed=7), seed_of(number, seed=7))
+        for number in range(5000, 5600)
+    ]
+    # A trigger names the statement that fired it once more for each row.
+    assert len({text for text in statements if "INSERT INTO work" in text}) == 4
 
 
 def _handed(connection, config, count):

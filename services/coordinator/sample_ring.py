@@ -15,7 +15,7 @@ the ring takes no group. Pages are read along an index; other filters look at RO
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterorl.common.errors import UnknownSample
 from heterorl.common.types.common import SiteId
@@ -83,17 +83,25 @@ class SampleRing:
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
         self._keep_group(connection, group, reason, detail=detail, version=head)
 
-    def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
+    def keep_evaluation(
+        self,
+        connection: Connection,
+        sample: EvaluationSample,
+        data: bytes | None = None,
+        *,
+        num_tokens: int | None = None,
+    ) -> None:
         """Keep a held-out prompt with its completions.
-        `data` is its message, if it was serialized already."""
+        `data` is its message, if it was serialized already; `num_tokens` counts tokens of a sample without ids."""
         # A repeat after a lost answer is kept once, under the key of a group that cannot exist.
         name, number = f"{sample.version}/{one_line(sample.task_set)}", sample.prompt_index + 1
         if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
             return
+        found = outline_of_evaluation(sample)
         self._keep(
             connection,
             evaluation_to_bytes(sample) if data is None else data,
-            outline_of_evaluation(sample),
+            found if num_tokens is None else replace(found, num_tokens=num_tokens),
             kind=SampleKind.EVALUATION,
             values=(EVALUATED, one_line(sample.task_set), sample.site, name, number, sample.version, sample.version),
             prompt_index=sample.prompt_index,

@@ -6,6 +6,7 @@ Values that a learner did not state are left out.
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -70,8 +71,10 @@ def drawings(
 
     def series(name: str, label: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
-            values = [getattr(report, name) for report in reports]
-            axes.plot(steps, values, color=STRONG)
+            stated = [getattr(report, name) for report in reports]
+            axes.plot(steps, stated, color=STRONG)
+            # An own loss may give weights that are not finite.
+            values = _finite(stated) or [0.0]
             if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
                 axes.set_yscale("log")
             else:
@@ -104,6 +107,10 @@ def drawings(
         "ess": ess,
         "bytes": size,
     }
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _from_zero(axes: Any, values: Sequence[float]) -> None:
@@ -245,8 +252,8 @@ def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
-    """Values as a line of characters, low to high, or Unicode blocks."""
-    bars = _BLOCKS if is_unicode else _BARS
+    """Finite values as characters, low to high, or as Unicode blocks."""
+    bars, values = _BLOCKS if is_unicode else _BARS, _finite(values)
     if not values:
         return ""
     step = max(1, len(values) // width)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -190,6 +191,8 @@ class _Slot:
         self._open, self._api, self._pace = open_, api, pace
         self._was_open = False
         self._tracker: Tracker | None = None
+        self._busy = threading.Lock()
+        """Held by each call of the tracker, which goes on in its thread when the command is ended."""
         self._feeds: tuple[StepFeed, EvaluationFeed] | None = None
         self._table = -1
 
@@ -200,13 +203,13 @@ class _Slot:
         reports = await steps.read(status.head_version)
         for start in range(0, len(reports), _AT_ONCE):
             part = reports[start : start + _AT_ONCE]
-            await _call(self._tracker.write, part)
+            await self._call(self._tracker.write, part)
             self.sent.steps += len(part)
             self.sent.mark = mark_of(part[-1])
         ended = await evaluations.read()
         self.is_waiting = evaluations.is_waiting
         if ended:
-            await _call(self._tracker.write_evaluations, ended)
+            await self._call(self._tracker.write_evaluations, ended)
             self.sent.evaluations += len(ended)
         await self._write_table(self._tracker, status.head_version)
         self.sent.problem = ""
@@ -220,14 +223,35 @@ class _Slot:
             _LOG.info("%s took the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
 
     async def close(self) -> None:
-        tracker, self._tracker, self._feeds = self._tracker, None, None
-        if tracker is not None:
-            await asyncio.to_thread(tracker.close)
+        """Close the tracker behind the call that is under way."""
+        self._feeds = None
+        await asyncio.to_thread(self._closed)
+
+    def _closed(self) -> None:
+        with self._busy:
+            tracker, self._tracker = self._tracker, None
+            if tracker is not None:
+                tracker.close()
+
+    def _opened(self, status: RunStatus) -> Tracker:
+        with self._busy:
+            self._tracker = self._open(status)
+            return self._tracker
+
+    async def _call(self, call: Callable[[ValueT], None], value: ValueT) -> None:
+        def called() -> None:
+            with self._busy:
+                call(value)
+
+        try:
+            await asyncio.to_thread(called)
+        except Unreachable as error:
+            raise _TrackerFailed(str(error)) from error
 
     async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[StepFeed, EvaluationFeed]]:
         # Packages of trackers block, and their imports take seconds.
         try:
-            tracker = self._tracker = await asyncio.to_thread(self._open, status)
+            tracker = await asyncio.to_thread(self._opened, status)
         except Unreachable as error:
             if not self._was_open:
                 raise _First(Exception.__str__(error), action=error.action) from error
@@ -256,16 +280,9 @@ class _Slot:
             _LOG.debug("the coordinator keeps no samples: %s", error)
             return
         if table is not None:
-            await _call(tracker.write_table, table)
+            await self._call(tracker.write_table, table)
             self._table = head
             self.sent.tables += 1
-
-
-async def _call(call: Callable[[ValueT], None], value: ValueT) -> None:
-    try:
-        await asyncio.to_thread(call, value)
-    except Unreachable as error:
-        raise _TrackerFailed(str(error)) from error
 
 
 async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:

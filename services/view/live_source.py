@@ -135,8 +135,8 @@ class LiveSamples:
             sample = await api.get_sample(sample_id=sample_id)
         except UnknownSample:
             # The coordinator dropped it: remove it from the index unless it was read.
-            if not isinstance(self._index.get(sample_id), Sample):
-                await asyncio.to_thread(self._index.forget, sample_id)
+            was_read = isinstance(self._index.get(sample_id), Sample)
+            await asyncio.to_thread(self._index.keep if was_read else self._index.forget, sample_id)
             return None
         if is_added:
             await asyncio.to_thread(self._index.add_samples, [sample])

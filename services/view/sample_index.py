@@ -197,6 +197,12 @@ class SampleIndex:
         with self._transaction() as connection:
             self._drop(connection, sample_id)
 
+    def keep(self, sample_id: int) -> None:
+        """Count a sample as read though its newest texts are gone."""
+        with self._transaction() as connection:
+            found = connection.execute("UPDATE samples SET is_read = 1 WHERE id = ? AND is_read = 0", (sample_id,))
+            self._num_read += found.rowcount
+
     def unread(self, limit: int) -> tuple[int, ...]:
         """The newest samples with only a summary."""
         with self._reading() as connection:

@@ -223,6 +223,9 @@ def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
                 f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content",
                 action="change the row's message",
             )
+        if entry.get("tool_calls"):
+            problem = f"{place}: a message has tool_calls, which a prompt does not show"
+            raise ConfigError(key, problem, action="write them into its content, or remove the row")
         messages.append(Message(role=role, content=content))
     if messages[-1].role != "user":
         raise ConfigError(key, f"{place}: the last message is not the user's", action="remove the answer")
@@ -258,13 +261,15 @@ class SystemPromptTask(TaskWrapper):
         self.close = partial(close_task, task)
 
     def prompt(self, index: int) -> Prompt:
-        return self._with_system(self.inner.prompt(index))
+        return with_system(self.inner.prompt(index), self._first)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        return self._with_system(self.inner.evaluation_prompt(index))
+        return with_system(self.inner.evaluation_prompt(index), self._first)
 
-    def _with_system(self, prompt: Prompt) -> Prompt:
-        messages = messages_of(prompt)
-        if messages[0].role in SYSTEM_ROLES:
-            return prompt
-        return dataclasses.replace(prompt, messages=(self._first, *messages))
+
+def with_system(prompt: Prompt, first: Message) -> Prompt:
+    """The prompt behind a system message, unless it has one."""
+    messages = messages_of(prompt)
+    if messages[0].role in SYSTEM_ROLES:
+        return prompt
+    return dataclasses.replace(prompt, messages=(first, *messages))

@@ -14,7 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
 from heterorl.common.tasks.reward_config import HttpRewardConfig
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.task import Measure, Prompt, SystemPromptTask, Task
+from heterorl.common.tasks.task import Measure, Message, Prompt, SystemPromptTask, Task, with_system
 
 _KINDS = (
     "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
@@ -107,6 +107,7 @@ def _completed(task: Task, config: SourceConfig) -> Task:
 
 def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False) -> Task:
     kind, _, argument = config.name.partition(":")
+    measure = _with_system(measure, config.system_prompt) if measure and config.system_prompt else measure
     num_held_out = None if every_row else config.evaluation_size
     task: Task
     if kind == "arithmetic" and not argument:
@@ -149,6 +150,12 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
             action="docs/recipes.md lists the sources of prompts",
         )
     return task
+
+
+def _with_system(measure: Measure, text: str) -> Measure:
+    """Counts the tokens of rows as the policy reads them."""
+    first = Message(role="system", content=text)
+    return lambda prompts: measure([with_system(prompt, first) for prompt in prompts])
 
 
 def _with_environment(task: Task, config: SourceConfig) -> Task:

@@ -163,6 +163,8 @@ async def test_texts_that_come_with_scores_are_kept_once_as_samples(world):
     assert [(each.kept_because, each.detail, each.site) for each in listed.samples] == [
         ("evaluation", "math", SITE)
     ] * 2
+    # The site states counts, not ids.
+    assert [each.num_tokens for each in listed.samples] == [32 * 3] * 2
     sample = await world.core.get_sample(sample_id=listed.samples[0].id)
     assert (sample.prompt, [rollout.completion for rollout in sample.rollouts]) == ("1+1=", ["x"] * 32)
 

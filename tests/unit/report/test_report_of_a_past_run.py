@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -175,11 +176,32 @@ def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
     assert set(figures.TITLES) == set(figures.NOTES)
 
 
+def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
+    """An own loss may give weights that overflow, with a loss that is finite."""
+    odd = dataclasses.replace(REPORT, step=5, version=5, ess_fraction=math.nan, iw_variance=math.inf, kl=math.nan)
+    journal(tmp_path / "learner", steps=0, extra=[dataclasses.asdict(odd)])
+    alone = render(read_run(tmp_path / "learner"))[1]
+    journal(tmp_path / "more", extra=[dataclasses.asdict(odd)])
+
+    assert set(render(read_run(tmp_path / "more"))[1]) == set(alone) == set(figures.PICTURES)
+
+
 def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):
-    again = dataclasses.asdict(dataclasses.replace(REPORT, step=2, version=9, reward_mean=0.75))
+    again = dataclasses.asdict(dataclasses.replace(REPORT, step=4, version=9, reward_mean=0.75))
     journal(tmp_path / "learner", extra=[again])
 
-    assert [(r.step, r.version) for r in read_run(tmp_path).reports] == [(1, 1), (2, 9), (3, 3), (4, 4)]
+    assert [(r.step, r.version) for r in read_run(tmp_path).reports] == [(1, 1), (2, 2), (3, 3), (4, 9)]
+
+
+def test_steps_of_abandoned_versions_that_were_not_repeated_are_left_out(tmp_path):
+    """The learner went on from an older checkpoint, and ended before it came as far again."""
+    later = dataclasses.replace(REPORT, step=2, version=5), dataclasses.replace(REPORT, step=3, is_applied=False)
+    journal(tmp_path / "learner", extra=map(dataclasses.asdict, later))
+
+    run = read_run(tmp_path)
+
+    assert [(report.step, report.is_applied) for report in run.reports] == [(1, True), (2, True), (3, False)]
+    assert dict(page_of._numbers(run, run.reports[:2]))["optimizer steps"] == "2"
 
 
 def test_foreign_text_is_text(tmp_path):

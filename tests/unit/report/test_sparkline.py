@@ -1,6 +1,7 @@
 """What a screen of text shows of a run's numbers."""
 
 import dataclasses
+import math
 
 from heterorl.report.figures import newest_accuracy, sparkline
 from tests.support.run import REPORT
@@ -16,3 +17,8 @@ def test_sparkline_goes_from_low_to_high():
     assert sparkline([0, 1, 2, 3, 4, 5, 6]) == "_.-=+*#"
     assert len(sparkline(list(range(300)))) <= 50
     assert set(sparkline([1, 1])) == {"_"}
+
+
+def test_sparkline_leaves_out_numbers_that_are_not_finite():
+    assert sparkline([math.nan, 0, math.inf, 6, -math.inf]) == "_#"
+    assert sparkline([math.nan]) == ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from heterorl.common.types.sample import SampleList
 from heterorl.track.follow import LINGER_S, Pace, follow
 from heterorl.track.tracker import Had, mark_of
 from tests.support.evaluations import evaluation
+from tests.support.limits import WAIT_S
 from tests.support.run import REPORT
 from tests.support.samples import make_sample
 
@@ -185,3 +187,43 @@ async def test_a_run_that_drains_is_followed_while_its_learner_is_there():
     await run(Api(draining, draining, ENDED), kept)
 
     assert kept.reports == list(REPORTS)
+
+
+class Slow(Kept):
+    """A tracker that opens or writes until it may go on."""
+
+    def __init__(self, *, at):
+        super().__init__()
+        self.at, self.began, self.may_go, self.seen_at_close = at, threading.Event(), threading.Event(), None
+
+    def open(self, status):
+        self._wait("open")
+        return super().open(status)
+
+    def write(self, reports):
+        self._wait("write")
+        super().write(reports)
+
+    def close(self):
+        self.seen_at_close = (self.opened, len(self.reports))
+
+    def _wait(self, what):
+        if what == self.at:
+            self.began.set()
+            assert self.may_go.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("at", "seen"), [("open", (1, 0)), ("write", (1, 3))])
+async def test_an_end_of_the_command_waits_for_the_call_of_a_tracker(at, seen):
+    """SIGTERM closed a tracker while rows that had been read were written to it."""
+    slow = Slow(at=at)
+    following = asyncio.create_task(run(Api(STATUS), slow))
+    assert await asyncio.to_thread(slow.began.wait, WAIT_S)
+
+    following.cancel()
+    await asyncio.wait([following], timeout=0.1)
+    slow.may_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+    assert slow.seen_at_close == seen

@@ -11,6 +11,7 @@ from heterorl.common.types.sample import SampleList
 from heterorl.view.live_source import LiveSamples
 from heterorl.view.sample_index import SampleIndex
 from heterorl.view.sample_query import Query
+from tests.support.limits import WAIT_S
 from tests.support.samples import make_sample
 
 COUNT = 450
@@ -187,6 +188,29 @@ async def test_texts_that_the_learner_sends_later_are_read(world):
     await world.next_turn()
 
     assert world.index.get(COUNT + 1).prompt == bare.prompt
+
+
+async def test_what_was_read_before_its_texts_came_and_is_gone_since_is_not_asked_for_again(world):
+    full = make_sample(COUNT + 1)
+    bare = dataclasses.replace(full, summary=dataclasses.replace(full.summary, has_texts=False))
+    world.coordinator.samples[COUNT + 1] = bare
+    await world.turn()
+    world.coordinator.samples[COUNT + 1] = full
+    num_reads, ask = world.coordinator.num_reads, world.coordinator.get_sample
+
+    async def gone(*, sample_id):
+        # The ring makes room between the list and this call.
+        world.coordinator.samples.pop(sample_id, None)
+        return await ask(sample_id=sample_id)
+
+    world.coordinator.get_sample = gone
+    async with asyncio.timeout(WAIT_S):
+        await world.next_turn()
+
+    assert world.coordinator.num_reads == num_reads + 1
+    assert world.index.get(COUNT + 1).prompt == full.prompt
+    assert world.index.held().num_read == COUNT + 1
+    assert world.index.unread(1) == ()
 
 
 async def test_a_ring_of_no_size_is_said(tmp_path):

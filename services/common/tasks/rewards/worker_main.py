@@ -31,7 +31,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -225,7 +225,7 @@ class Calling:
         self._function = function
         named, self.takes_all, num_in_order = _parameters(function)
         self._is_batch = "completions" in named
-        self._num_in_order = 0 if self._is_batch or "completion" in named else num_in_order
+        self._num_in_order = num_in_order if _is_in_order(list(named), num_in_order) else 0
         own: tuple[str, ...] = _OF_TRL if self._is_batch else _NAMES
         # Columns of the same names as parameters in order stay out, also where the function takes all others.
         self._taken = (*_NAMES, *list(named)[: self._num_in_order])
@@ -281,6 +281,17 @@ def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise ValueError(f"it returned the text {value!r:.80}, and no number")
     return float(value)
+
+
+def _is_in_order(names: Sequence[str], count: int) -> bool:
+    """Whether the first parameters are meant by place, not by name.
+    Three are prompt, completion and answer; two only where the first is `prompt`. None is a known name elsewhere."""
+    first = names[:count]
+    if "completion" in names or "completions" in names:
+        return False
+    if any(name in _NAMES and _NAMES.index(name) != place for place, name in enumerate(first)):
+        return False
+    return count == _IN_ORDER or (len(first) == _IN_ORDER - 1 and first[0] == _NAMES[0])
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, int]:

@@ -301,6 +301,9 @@ class Columns:
             roles = values.field("role").cast(pa.string())
             known = _mask(pc.is_in(roles, value_set=pa.array(ROLES)))
             known &= _mask(pc.is_valid(values.field("content")))
+            if values.type.get_field_index("tool_calls") >= 0:
+                # A prompt does not show them.
+                known &= ~_filled(values.field("tool_calls"))
             is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
             # Cumulative counts of bad messages; a difference is the count of a row.
             bad = np.concatenate(([0], np.cumsum(~known)))
@@ -363,6 +366,16 @@ def _is_messages(kind: Any) -> bool:
         return False
     fields = {field.name: field.type for field in kind.value_type}
     return all(name in fields and _is_text(fields[name]) for name in ("role", "content"))
+
+
+def _filled(values: Any) -> Mask:
+    """Cells that are neither null nor empty."""
+    kind = values.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _mask(pc.fill_null(pc.greater(pc.list_value_length(values), 0), False))
+    if _is_text(kind):
+        return _mask(pc.fill_null(pc.greater(pc.binary_length(values), 0), False))
+    return _mask(pc.is_valid(values))
 
 
 def _mask(values: Any) -> Mask:

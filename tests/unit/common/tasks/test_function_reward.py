@@ -379,6 +379,21 @@ def thinking(completion, whole, messages):
     return {"rest": float(completion == "seven"), "whole": float(whole == "<think>six</think>seven"),
             "asked": float(messages[-1]["content"] == "q1")}
 
+def whole_and_answer(whole, answer):
+    return float((whole, answer) == ("<think>six</think>seven", "1"))
+
+def whole_between(prompt, whole, answer):
+    return float((prompt, whole, answer) == ("q1", "<think>six</think>seven", "1"))
+
+def whole_and_columns(whole, **columns):
+    return float((whole, columns["level"]) == ("<think>six</think>seven", 1))
+
+def response(prompt, response, answer):
+    return float((prompt, response, answer) == ("q1", "seven", "1"))
+
+def no_column(response, answer):
+    return 1.0
+
 def trl(prompts, completions, answer, **columns):
     assert sorted(columns) == ["level", "note", "tags"], columns
     assert prompts == ["q1"] and completions == ["<think>six</think>seven"], (prompts, completions)
@@ -433,6 +448,10 @@ def q1(task):
         ("named_as_columns", {"reward": 2.0}),
         ("two", {"reward": 1.0}),
         ("thinking", {"rest": 1.0, "whole": 1.0, "asked": 1.0}),
+        ("whole_and_answer", {"reward": 1.0}),
+        ("whole_between", {"reward": 1.0}),
+        ("whole_and_columns", {"reward": 1.0}),
+        ("response", {"reward": 1.0}),
         ("trl", {"reward": 2.0}),
         ("trl_short", {"reward": 23.0}),
     ],
@@ -464,6 +483,8 @@ def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_p
         ConfigError, match="task.reward: forms:missing asks for difficulty; the rows have answer, level"
     ):
         formed(tmp_path, "missing")
+    with pytest.raises(ConfigError, match="task.reward: forms:no_column asks for response; the rows have answer"):
+        formed(tmp_path, "no_column")
     for reward, words in (
         ("trl_none", "returned None"),
         ("trl_number", "a list of one number, and returned 1.0"),

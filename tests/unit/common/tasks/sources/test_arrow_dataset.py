@@ -200,6 +200,26 @@ def test_jsonl_takes_message_lists_and_names_the_line_of_a_bad_one(tmp_path):
             build_task(config)
 
 
+def test_messages_with_tool_calls_are_no_prompts(place, tmp_path):
+    """They were left out of the prompt, which then showed the model an empty turn and a result of no call."""
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    asked, result = {"role": "user", "content": "2+1="}, {"role": "tool", "content": "3"}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result, asked], "answer": "3"},
+        *({"messages": [{"role": "user", "content": f"{n}?", "tool_calls": []}], "answer": str(n)} for n in range(4)),
+    ]
+    place.write("chats.parquet", rows)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+
+    found = texts(place.build(f"parquet:{place.path}/chats.parquet"))
+    assert sorted(itertools.chain(*found)) == ["0?", "1?", "2?", "3?"]
+    assert sorted(itertools.chain(*texts(place.build(f"jsonl:{path}")))) == ["0?", "1?", "2?", "3?"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="line 1: a message has tool_calls"):
+        place.build(f"jsonl:{path}")
+
+
 def test_columns_by_name_in_jsonl(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"question": f"q{number}", "solution": number}) for number in range(4)))
@@ -223,6 +243,20 @@ def test_prompts_longer_than_the_bound_are_left_out(place):
     assert sorted(map(len, itertools.chain(*texts(task)))) == [1, 2, 3, 4, 5]
     with pytest.raises(ConfigError, match="task.data.max_prompt_tokens"):
         place.build(name, data={"max_prompt_tokens": 5})
+
+
+def test_the_system_prompt_counts_in_the_bound_of_a_prompt(place, tmp_path):
+    rows = [{"prompt": "x" * number, "answer": 1} for number in range(1, 9)]
+    place.write("rows.parquet", rows)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def measure(prompts):
+        return [sum(len(each.content) for each in prompt.messages) or len(prompt.text) for prompt in prompts]
+
+    for name in (f"parquet:{place.path}/rows.parquet", f"jsonl:{path}"):
+        task = place.build(name, measure=measure, system_prompt="Add", data={"max_prompt_tokens": 5})
+        assert sorted(map(len, itertools.chain(*texts(task)))) == [1, 2]
 
 
 def test_digest_is_of_content_and_not_of_places(place):

@@ -18,6 +18,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.coordinator.store import sqlite as sqlite_engine
+from heterorl.coordinator.store.database import Database
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
@@ -55,8 +56,17 @@ async def _settle(core):
 
 
 async def _cancel_while_it_runs(awaitable):
-    task = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(0)
+    """Cancel a call whose operation is on the store's thread."""
+    begun, submit = asyncio.Event(), Database.submit
+
+    def noted(self, operation):
+        begun.set()
+        return submit(self, operation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "submit", noted)
+        task = asyncio.ensure_future(awaitable)
+        await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

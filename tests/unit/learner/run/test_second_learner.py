@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.notify import Notifier
+from heterorl.common.process.notify import Notifier, Process, Watch
 from heterorl.learner import learner_app
 from heterorl.learner.run.state_directory import RUN_FILE, hold_directory
 from heterorl.learner.run.training_run import TrainingRun
@@ -31,7 +31,8 @@ async def _start(config, monkeypatch):
     stop = asyncio.Event()
     stop.set()
     parts = SimpleNamespace(signer=None, close=lambda: None)
-    await learner_app._train(config, parts, ManualClock(), stop, Notifier())
+    process = Process(stop=stop, notifier=Notifier(), clock=ManualClock(), watch=Watch())
+    await learner_app._train(config, parts, process)
 
 
 async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ done
 names=()
 for role in "${roles[@]}"; do
   name=${role#*:}
-  [[ $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*$ ]] || fail "'$name' is not a name of letters, digits, '_', '.', '-'"
+  [[ $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.]*(-+[A-Za-z0-9_.]+)*$ ]] || fail "'$name' is not a name of letters, digits, '_', '.', '-'"
   [[ $role == coordinator || $name != coordinator ]] || fail "the name 'coordinator' is the coordinator's"
   for known in "${names[@]}"; do
     [[ $known != "$name" ]] || fail "two roles are named '$name'; every instance needs a name of its own"

@@ -67,9 +67,9 @@ class Device:
 def measure_disk(directory: Path) -> Disk | Failure:
     """Write and sync a few blocks at the directory's place."""
     place = directory
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         free = shutil.disk_usage(place).free
         handle, name = tempfile.mkstemp(prefix=".heterorl-doctor-", dir=place)
     except OSError as error:
@@ -140,8 +140,11 @@ def measure_device(device: str) -> Device | Failure:
 
 
 def model_bytes(model_dir: str) -> int:
-    """Bytes of a local model's weight files; 0 if there are none."""
-    return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
+    """Bytes of a local model's weight files; 0 if there are none, or one cannot be found."""
+    try:
+        return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
+    except OSError:
+        return 0
 
 
 def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
@@ -156,6 +159,9 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
     from heterorl.common.text.prompter import Prompter
 
     try:
+        for path in Path(config.model_dir).glob("*.safetensors"):
+            # A link may lead nowhere.
+            path.stat()
         prompter = Prompter.of(config)
         layout_id, vocab_size, routed_token_bytes = _shape(
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"

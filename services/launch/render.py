@@ -200,7 +200,14 @@ def _slurm(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa:
 
 def _toml(run: RunFile, node: Node, config: dict[str, Any]) -> str:
     head = f"# {node.name} of run {run.run.id}. `heterorl print-config {node.kind}` shows every key.\n"
-    return head + tomli_w.dumps(config)
+    # YAML readers break a ConfigMap's lines at U+0085 and U+2028, which TOML allows in a text.
+    text = tomli_w.dumps(config)
+    return head + "".join(each if each.isprintable() or each == "\n" else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _in_container(node: Node) -> dict[str, Any]:
@@ -272,7 +279,9 @@ def _unit(run: RunFile, node: Node) -> str:
         text = text.replace("[Service]\n", "[Service]\nEnvironment=PGPASSFILE=%d/tls_pgpass\n")
     if run.tls.insecure:
         text = text.replace(_NO_TLS, "")
-        text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("LoadCredential="))
+        # The directory also has the password of the store.
+        if "store" not in node.config:
+            text = re.sub(r"^LoadCredential=.*\n", "", text, flags=re.MULTILINE)
     return text
 
 

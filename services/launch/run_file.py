@@ -262,6 +262,12 @@ class RunFile(Config):
             raise ValueError(
                 f"coordinator.postgres.standby: {twice[0]} has a coordinator on that port already; name another host"
             )
+        machines = [self.learner.host or table.host, *self.learner.other_hosts]
+        again = [host for index, host in enumerate(machines) if host in machines[:index]]
+        if again:
+            raise ValueError(
+                f"learner.other_hosts: {again[0]} is one of the learner's machines already; name another host"
+            )
         serving = [*((host, table.port) for host in coordinators), *((each.host, each.port) for each in self.relays)]
         if len(set(serving)) != len(serving):
             raise ValueError("relays: two services share a host and port; give one of them another port")

@@ -138,6 +138,11 @@ def test_role_with_an_engine_gets_its_configuration_its_unit_and_its_processes(t
     assert "+" not in install("--dry-run", "--destdir", str(tmp_path), *roles).stdout
 
 
+def test_every_name_of_a_run_file_is_a_name_here():
+    # run.toml and certificates have sites such as a--b.
+    assert install("--dry-run", "sampler:sampler-a--b").returncode == 0
+
+
 def test_vllm_has_an_environment_of_its_own_under_the_name_that_its_unit_knows():
     lines = install("--dry-run", "coordinator", "learner-deepspeed:learner", "sampler:a", "sampler-vllm:b").stdout
     environments = [part.splitlines() for part in lines.split("rm -rf ")[1:]]

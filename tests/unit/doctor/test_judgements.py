@@ -1,6 +1,7 @@
-"""Each fact leads to its own finding and remedy; nothing here touches a network or a disk."""
+"""Each fact leads to its own finding and remedy; nothing here touches a network."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -300,3 +301,20 @@ def test_relay_of_two_coordinators_is_checked_against_the_first():
     target = target_of("relay", RelayConfig(coordinator="run.example:50051,standby.example:50051"))
 
     assert (target.host, target.port) == ("run.example", 50051)
+
+
+def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    # No user may look behind such a name, as behind a directory without the right to search it.
+    hidden = tmp_path / ("a" * 300) / "state"
+
+    disk = machine_checks.judge_disk(machine_checks.measure_disk(hidden), key="state_dir", state_bytes=0)
+    config = SimpleNamespace(model_dir=str(tmp_path))
+    contract = machine_checks.judge_contract(
+        machine_checks.measure_contract(config, published_dtype="bf16"), diagnosis=None
+    )
+
+    assert (disk.level, disk.finding) == (Level.FAIL, f"{hidden}: File name too long")
+    assert contract.level is Level.FAIL
+    assert "model.safetensors" in contract.finding
+    assert [machine_checks.model_bytes(str(place)) for place in (tmp_path, hidden)] == [0, 0]

@@ -20,14 +20,22 @@ ROOT = Path(__file__).parents[3]
 LAUNCHERS = ("compose", "systemd", "slurm", "k8s")
 
 
-def configurations(launcher):
+def configurations(launcher, run=None):
     """Name of each node to its TOML."""
-    tree = render(launcher, run_file())
+    tree = render(launcher, run or run_file())
     if launcher != "k8s":
         return {Path(path).stem: tomllib.loads(text) for path, text in tree.items() if path.endswith(".toml")}
     documents = [document for text in tree.values() if text.startswith("# ") for document in manifests(text)]
     maps = [document for document in documents if document["kind"] == "ConfigMap"]
     return {each["metadata"]["name"]: tomllib.loads(each["data"]["node.toml"]) for each in maps}
+
+
+def test_odd_characters_of_a_text_reach_every_service():
+    odd = "a\u2028b\u0085c\u2029d\x9fe\ufefff\U000e0001g\th\ni\rj\x0bk\u00e9"
+    run = run_file(run={**run_table()["run"], "task": {"name": "jsonl:/data/train.jsonl", "prompt": odd}})
+
+    for launcher in LAUNCHERS:
+        assert configurations(launcher, run)["learner"]["task"]["prompt"] == odd, launcher
 
 
 def manifests(text):
@@ -156,6 +164,29 @@ def test_a_copy_to_a_host_leaves_its_list_of_revoked_certificates():
     assert [path for path in tree if path.endswith("revoked")] == []
 
 
+@pytest.mark.process
+def test_a_copy_to_a_host_leaves_the_nodes_of_another_run(tmp_path):
+    def copy(run_id):
+        run = run_file(run={**run_table()["run"], "id": run_id}, coordinator={"host": "gpu.example"})
+        tree = render("systemd", run)
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_tree(tree, place)
+        (line,) = (line for line in tree["README.md"].splitlines() if "cp -rT gpu.example/etc /etc" in line)
+        line = line.replace("sudo deploy/install.sh", "true").replace("sudo ", "").replace("/etc/h", f"{etc}/h")
+        line = line.replace(" /etc ", f" {etc} ")
+        return subprocess.run(["bash", "-c", line], cwd=place, capture_output=True, text=True)
+
+    etc = tmp_path / "host"
+    (etc / "heterorl").mkdir(parents=True)
+    (etc / "heterorl" / "coordinator.toml").write_text("# The coordinator of one run.\n")
+
+    assert [copy(run_id).returncode for run_id in ("one.run", "one.run", "one-run")] == [0, 0, 1]
+    assert [line.partition(". ")[0] for line in copy("one-run").stdout.splitlines()] == [
+        "# coordinator of run one.run", "# learner of run one.run",
+    ]  # fmt: skip
+    assert "one.run" in (etc / "heterorl" / "learner.toml").read_text()
+
+
 def test_learner_on_several_machines_is_an_agent_on_each():
     table = run_table()
     learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"]}
@@ -197,6 +228,21 @@ def test_coordinator_with_postgres_finds_its_directory_and_password():
     assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator-2\n" in unit
     with pytest.raises(ConfigError, match="coordinator.data_dir"):
         render("k8s", run)
+
+
+def test_coordinator_over_plaintext_reads_the_password_of_its_store():
+    table = run_table()
+    postgres = {"url": "postgresql://heterorl@db.example/run"}
+    coordinator = {"host": "127.0.0.1", "postgres": postgres}
+    table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": coordinator}
+
+    tree = render("systemd", run_file(**table, tls={"insecure": True}))
+
+    unit = tree["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]
+    assert "`/etc/heterorl/credentials/coordinator/pgpass`" in tree["README.md"]
+    assert "PGPASSFILE=%d/tls_pgpass\n" in unit
+    assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator\n" in unit
+    assert "tls.ca" not in unit
 
 
 PLACES = {"learner": "state_dir", "relay-eu": "cache_dir", "sampler-us": "state_dir"}

@@ -13,7 +13,7 @@ from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.process.config_file import load
 from heterorl.launch.nodes import InvalidNodes, check_nodes, nodes_of
 from heterorl.launch.run_file import RunFile
-from tests.support.launches import NODES, RUN, run_file
+from tests.support.launches import NODES, RUN, run_file, run_table
 
 
 def test_nodes_start_in_order_and_dial_what_the_run_says():
@@ -73,6 +73,18 @@ def test_coordinators_have_hosts_of_their_own(standby):
 
     with pytest.raises(ValueError, match=r"coordinator\.postgres\.standby: \w\.example has a coordinator on that port"):
         run_file(coordinator={"host": "a.example", "data_dir": "/shared", "postgres": postgres})
+
+
+@pytest.mark.parametrize("others", [["gpu.example", "b.example"], ["b.example", "b.example"]])
+def test_a_learner_has_each_of_its_machines_once(others):
+    learner = {**run_table()["learner"], "nnodes": 3, "other_hosts": others}
+
+    with pytest.raises(
+        ValueError, match=r"learner\.other_hosts: \w+\.example is one of the learner's machines already"
+    ):
+        run_file(learner=learner)
+    with pytest.raises(ValueError, match=r"learner\.other_hosts: coord\.example is"):
+        run_file(learner={**learner, "host": "", "other_hosts": ["a.example", "coord.example"]})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def measure_device(device: str) -> Device | Failure:
 
 
 def model_bytes(model_dir: str) -> int:
-    """Bytes of a local model's weight files; 0 if there are none, or one cannot be found."""
+    """Bytes of a local model's weight files; 0 if any is missing."""
     try:
         return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
     except OSError:

@@ -173,6 +173,7 @@ class Head:
         self._bell = Bell()
         self._update: HeadUpdate | None = None
         self._told_at = 0.0
+        self._is_heard = False
         self._is_closing = False
 
     @property
@@ -192,6 +193,8 @@ class Head:
                 error = HeterorlError("the coordinator ended the watch")
             except HeterorlError as caught:
                 error = caught
+            # A sampler that saw newer versions elsewhere would take an older head for a run that went back.
+            self._is_heard = False
             wait_s = backoff.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
             _LOG.debug("the head is watched again in %.1f s: %s", wait_s, error)
             await self._clock.sleep(wait_s)
@@ -206,17 +209,20 @@ class Head:
         self._update, self._told_at = update, self._clock.monotonic()
         if is_new:
             self._on_change(went_back)
+        if is_new or not self._is_heard:
+            self._is_heard = True
             self._bell.ring()
 
     async def watch(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield every head that passes the cursor, until the relay stops.
+        Yields nothing while the coordinator is away.
         Raises Unreachable: the head went back below one that was yielded, so the caller must watch from the start."""
         yielded = NO_VERSION
         while not self._is_closing:
             ticket, update = self._bell.ticket(), self._update
             if update is not None and update.version < yielded:
                 raise Unreachable(f"the run went back to version {update.version}", retry_after_s=1.0)
-            if update is not None and update.version > after_version:
+            if self._is_heard and update is not None and update.version > after_version:
                 after_version = yielded = update.version
                 yield HeadUpdate(version=update.version, age_s=update.age_s + self._clock.monotonic() - self._told_at)
             else:

@@ -1,5 +1,8 @@
 """Every typed refusal crosses the wire as itself."""
 
+import base64
+from urllib.parse import quote
+
 import grpc
 import grpc.aio
 import pytest
@@ -10,6 +13,7 @@ from heterorl.common import errors
 from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.process.backoff import is_transient
 from heterorl.common.rpc.error_status import TABLE, from_rpc_error, reason_of, to_status
+from heterorl.common.rpc.transport_options import link_options
 from heterorl.v1 import errors_pb2
 
 LOCAL = {errors.Unreachable}
@@ -45,6 +49,18 @@ def test_refusal_keeps_type_message_action_and_delay_across_the_wire(error_class
     assert str(received) == f"the text ({error_class.action})"
     assert received.retry_after_s == 2.5
     assert reason_of(received) != "internal"
+
+
+@pytest.mark.parametrize("character", ["a", "%", "\n", "\u00e9", "\U0001f600"])
+def test_refusal_of_any_length_fits_what_grpc_carries(character):
+    limit = dict(link_options(1 << 20))["grpc.max_metadata_size"]
+    text = "begin" + character * 10_000
+    _, message, trailers = to_status(errors.InvalidRequest(text, action=text))
+    escaped = quote(message, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")
+    binary = sum(len(base64.b64encode(value)) for _, value in trailers)
+
+    assert len(escaped) + binary + 512 < limit
+    assert str(_received(errors.InvalidRequest(text))).startswith("begin")
 
 
 def test_unknown_error_is_internal_and_a_broken_link_is_not_typed():

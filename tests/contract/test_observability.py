@@ -229,8 +229,11 @@ def test_alertmanager_names_alerts_that_exist():
 
 def test_targets_are_coordinators_with_the_labels_that_rules_and_dashboards_need():
     for name in ("compose.yml", "systemd.example"):
-        (entry,) = yaml.safe_load((DEPLOY / "prometheus" / "targets" / name).read_text())
+        text = (DEPLOY / "prometheus" / "targets" / name).read_text()
+        (entry,) = yaml.safe_load(text)
 
+        # The nodes' metrics have the run's own name, and rules join by it.
+        assert f"Put your run_id in place of {entry['labels']['run']}:" in text
         assert entry["labels"].keys() == {"run", "service"}
         assert entry["labels"]["service"] == "coordinator"
     of_nodes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]

@@ -70,9 +70,12 @@ def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
         if isinstance(error, RemoteError)
         else (_R.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL)
     )
-    message = Exception.__str__(error)
+    # gRPC drops a refusal whose metadata exceed 8 KiB. They hold the text twice; its reader keeps no more than this.
+    message = peer_words(Exception.__str__(error))
     detail = errors_pb2.ErrorDetail(
-        reason=reason, action=error.action, retry_after_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0
+        reason=reason,
+        action=peer_words(error.action),
+        retry_after_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0,
     )
     packed = any_pb2.Any()
     packed.Pack(detail)

@@ -158,13 +158,14 @@ def tried_prompts(task: Task) -> Iterator[Prompt]:
 
 
 def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_tokens: int) -> None:
-    """Encode some prompts; raise ConfigError where all of them are refused."""
+    """Encode some prompts with their tools; raise ConfigError where all are refused."""
     room.check_length(max_new_tokens)
     num_tried = 0
     for prompt in tried_prompts(task):
         num_tried += 1
+        spec = environment_of(task, prompt)
         try:
-            room.check(prompter.encode_prompt(prompt), max_new_tokens)
+            room.check(prompter.encode_prompt(prompt, tools=spec.tools if spec else ()), max_new_tokens)
         except PromptRefused as error:
             refused = error
         else:

@@ -54,16 +54,19 @@ class Rollback:
             self._refused = None
         return version >= 0 and self._refused is None
 
-    async def resume(self, *, is_start: bool) -> int:
+    async def resume(self, *, is_start: bool, step_of_head: int | None = None) -> int:
         """Resume at the head or at an ordered version.
 
-        Returns the number of optimizer steps in the weights. Unless `is_start`, the masters may hold steps of no
-        version. These are undone, or replaced by the ordered version: an older checkpoint would abandon versions.
+        Returns the number of optimizer steps in the weights. Unless `is_start`, the masters hold steps of no version,
+        or they are the head's, with `step_of_head` steps. Others are undone, or replaced by the ordered version: an
+        older checkpoint would abandon versions.
         """
         step = await self.resumption.run() if is_start else None
         rolled = await self.run()
         if rolled is not None:
             return rolled
+        step = step_of_head if step is None else step
+        # The head's masters stay: published weights lack what the rounding left.
         return await undo(self.resumption) if step is None else step
 
     async def run(self) -> int | None:

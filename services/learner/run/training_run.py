@@ -196,9 +196,10 @@ class TrainingRun:
             api=self.api, epoch=grant.epoch, reader=self.reader, limit_bytes=self.config.max_message_bytes // 2
         )
         outcome = None
+        step_of_head: int | None = None
         while outcome is not Outcome.FINISHED:
             try:
-                step = await rollback.resume(is_start=outcome is None)
+                step = await rollback.resume(is_start=outcome is None, step_of_head=step_of_head)
             except RunFinished as error:
                 # A restart, variant or order that needs one more version.
                 _LOG.warning("no further version is published: %s", error)
@@ -233,6 +234,7 @@ class TrainingRun:
             notes.begin()
             try:
                 outcome = await self._run_loop(loop)
+                step_of_head = None if loop.num_unpublished else loop.step
             finally:
                 self._note(term.publisher, loop)
         if loop.inbox.is_over:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
+from heterorl.common.model.adapters import PARTS
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
@@ -202,12 +203,17 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
 
 
 def check_reference(model_dir: str, reference: Mapping[str, torch.Tensor], *, learner: nn.Module) -> None:
-    """Refuse a reference whose tensors have other shapes than the learner's."""
-    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
-    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in reference.items()):
+    """Refuse a reference whose tensors have other names or shapes."""
+    own, other = (
+        {name: tensor.shape for name, tensor in state.items() if tensor.is_floating_point()}
+        for state in (learner.state_dict(keep_vars=True), reference)
+    )
+    missing = {name for name in own.keys() - other.keys() if name.rpartition(".")[2] not in PARTS}
+    wrong = sorted(missing | {name for name, shape in other.items() if own.get(name) != shape})
+    if wrong:
         raise ConfigError(
             REFERENCE_KEY,
-            f"{model_dir} has other shapes than the learner's model",
+            f"{model_dir} has other shapes than the learner's model: tensor {wrong[0]} differs",
             action="name a copy of the model in model_dir, or one of the same configuration",
         )
 

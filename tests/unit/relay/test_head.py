@@ -16,9 +16,12 @@ class Run:
     def __init__(self, version):
         self.version = version
         self.restarted = asyncio.Event()
+        self.is_away = False
 
     async def watch_head(self, *, after_version):
         restarted = self.restarted
+        if self.is_away:
+            raise Unreachable("the line is down")
         if self.version > after_version:
             yield HeadUpdate(version=self.version, age_s=0.0)
         await restarted.wait()
@@ -72,3 +75,30 @@ async def test_a_coordinator_that_only_starts_again_ends_no_watch(head, run):
     run.restart(13)
 
     assert (await anext(watch)).version == 13
+
+
+async def test_a_head_from_before_an_outage_is_told_to_no_new_sampler(head, run):
+    assert (await anext(head.watch(after_version=NO_VERSION))).version == 12
+    run.is_away = True
+    run.restart(14)
+    watch = head.watch(after_version=NO_VERSION)
+    first = asyncio.ensure_future(anext(watch))
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+    # This sampler has seen version 14 at the coordinator: at version 12 it would end, as at a run that went back.
+    assert not first.done()
+    run.is_away = False
+    assert (await first).version == 14
+
+
+async def test_a_coordinator_that_comes_back_with_the_same_head_is_heard(head, run):
+    await anext(head.watch(after_version=NO_VERSION))
+    run.is_away = True
+    run.restart(12)
+    first = asyncio.ensure_future(anext(head.watch(after_version=NO_VERSION)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    run.is_away = False
+
+    assert (await asyncio.wait_for(first, timeout=5.0)).version == 12

@@ -2,13 +2,15 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.conversation import try_turns
+from heterorl.common.text.conversation import try_prompts, try_turns
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.templates import THINKING
 from tests.support.tokenizers import sentencepiece, words
@@ -215,6 +217,23 @@ def test_templates_that_do_not_are_refused_by_name(tmp_path, template, tools, ke
         try_turns(prompter, tools=tools)
     assert found.value.key == key
     assert found.value.action
+
+
+def test_a_start_measures_prompts_with_the_tools_that_they_show(tmp_path):
+    prompter = prompter_of(tmp_path / "model", QWEN3, words_of(eos="<|im_end|>"))
+    prompt = Prompt(index=0, text="x", answer="")
+    plain, whole = (prompter.encode_prompt(prompt, tools=tools).size for tools in ((), TOOLS))
+    task = SimpleNamespace(num_prompts=1, prompt=lambda index: prompt, environment_of=lambda _: environment)
+    environment = SimpleNamespace(tools=TOOLS)
+
+    def tried(positions):
+        try_prompts(task, prompter, room=TokenLimits(vocab_size=1 << 20, positions=positions), max_new_tokens=4)
+
+    tried(whole + 4)
+    with pytest.raises(ConfigError, match=f"{whole + 3} tokens hold no prompt of {whole} and 4 new ones"):
+        tried(whole + 3)
+    environment = None
+    tried(plain + 4)
 
 
 def test_a_tokenizer_that_joins_across_the_end_token_is_refused(tmp_path):

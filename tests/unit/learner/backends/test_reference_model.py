@@ -116,6 +116,16 @@ def test_reference_of_another_shape_is_refused(model_dir, tmp_path, lora):
         _backend(model_dir, GrpoConfig(reference_kl=1.0), lora=lora, reference_model_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2, target_modules=("q_proj",))], ids=["all", "lora"])
+def test_reference_of_another_architecture_is_refused(model_dir, tmp_path, family, lora):
+    # Tensors of the same names have the same shapes.
+    tiny_model(family=family).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"backend\.reference_model_dir: .* other shapes .*: tensor model\.layers\."):
+        _backend(model_dir, GrpoConfig(reference_kl=1.0), lora=lora, reference_model_dir=str(tmp_path))
+
+
 def test_reference_that_is_not_there_is_named_by_its_own_key(model_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"backend\.reference_model_dir: .*no-such-model"):
         _backend(model_dir, GrpoConfig(reference_kl=1.0), reference_model_dir=str(tmp_path / "no-such-model"))

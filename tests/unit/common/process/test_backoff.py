@@ -82,3 +82,10 @@ def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
 def test_wait_that_a_peer_asks_for_has_an_end(asked, waited):
     assert peer_seconds(asked) == waited
     assert waited <= Backoff(clock=ManualClock(), rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0
+
+
+def test_delays_stay_below_the_cap_through_an_outage_of_days():
+    backoff = Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=15.0)
+
+    # 2^1024 is no float: 15 s a failure reach it after four hours.
+    assert max(backoff.delay_s() for _ in range(20_000)) <= 15.0

@@ -117,7 +117,9 @@ class PolicyColumn:
         payloads: Sequence[PayloadRef],
     ) -> int:
         for payload in payloads:
-            if not await self._context.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
+            if not await self._context.blobs.ensure(
+                digest=payload.digest, num_bytes=payload.num_bytes, on_failed=self._context.database.fail
+            ):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
         steps = [status_report.encode(report) for report in request.reports]
         now = self._context.clock.wall()

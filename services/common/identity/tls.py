@@ -47,7 +47,7 @@ def files_in(directory: Path) -> dict[str, str]:
 def noted_address(directory: Path) -> str:
     """host:port of the coordinator that `heterorl join` noted, or empty."""
     try:
-        return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:300].strip()
+        return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:4096].strip()
     except (OSError, UnicodeDecodeError):
         return ""
 

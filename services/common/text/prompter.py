@@ -97,8 +97,7 @@ class Prompter:
             ),
         )
         """Digests of tokenizer and template; equal digests mean equal ids of equal messages."""
-        own = self._ends(model_dir)
-        self.end_token_ids = end_token_ids or own
+        self.end_token_ids = self._ends(model_dir, end_token_ids)
         """Ids that end a completion: stated ones, else, ascending, of the model's files and its template."""
 
     def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
@@ -121,8 +120,9 @@ class Prompter:
             _LOG.info("the chat template may write the date, which is %s (chat_template_arguments.%s)", told, CLOCK)
         return ChatTemplate(self.tokenizer, arguments=arguments)
 
-    def _ends(self, model_dir: str) -> tuple[int, ...]:
-        named = end_token_ids(model_dir, self.tokenizer)
+    def _ends(self, model_dir: str, stated: tuple[int, ...]) -> tuple[int, ...]:
+        # Files that name none are no problem where the run states them.
+        named = stated or end_token_ids(model_dir, self.tokenizer)
         if self._template is None:
             return named
         try:
@@ -132,7 +132,7 @@ class Prompter:
         ids = self.tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1]
         if ids and ids[0] in self.tokenizer.added_tokens_decoder:
             self._given = GivenTokens(self._template, self.tokenizer, end_token_id=ids[0])
-            return tuple(sorted({*named, *ids}))
+            return stated or tuple(sorted({*named, *ids}))
         _LOG.warning(
             "the template ends an answer by %r, which is not a special token: a completion ends by the tokens %s, or by"
             " sampling.max_new_tokens (set sampling.end_token_ids)", behind, ", ".join(map(str, named)),

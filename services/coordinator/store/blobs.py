@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
+from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.process.threads import in_thread, opened_in_thread
@@ -147,13 +147,21 @@ class BlobStore:
                 await self._storage.keep(digest, self.path(digest))
             return written
 
-    async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
+    async def ensure(
+        self, *, digest: Digest, num_bytes: int, on_failed: Callable[[str], object] = lambda _: None
+    ) -> bool:
         """Whether the payload is complete.
-        Completes an upload that was cut before its rename. Raises DigestMismatch: wrong content, start again."""
+        Completes an upload that was cut before its rename. `on_failed` hears of a failed disk, also without a caller.
+        Raises DigestMismatch: wrong content, start again; CorruptStore: the disk failed, the process must end."""
+
+        def ended(done: asyncio.Future[bool]) -> None:
+            if not done.cancelled() and isinstance(error := done.exception(), CorruptStore):
+                on_failed(str(error))
+
         # Goes on without its caller: a large payload takes longer into the bucket than a publication has time. The
         # next call waits for the lock, and finds it there.
         ensuring = asyncio.ensure_future(self._ensure(digest, num_bytes))
-        ensuring.add_done_callback(lambda done: done.cancelled() or done.exception())
+        ensuring.add_done_callback(ended)
         return await asyncio.shield(ensuring)
 
     async def _ensure(self, digest: Digest, num_bytes: int) -> bool:

@@ -509,7 +509,11 @@ def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tm
     assert Link(address="127.0.0.1:2", insecure=True).find()[1].insecure
     mine = Link(address="said.example:3", ca="a", cert="b", key="c").find()
     assert (mine[0], mine[1].ca) == ("said.example:3", "a")
-    (tmp_path / "coordinator").write_text("no address")
     monkeypatch.delenv("HETERORL_ADDRESS")
+    # certs.sh notes the standbys too, and a host's name has up to 253 characters.
+    several = ",".join(f"{name * 60}.example:50051" for name in "abcdef")
+    (tmp_path / "coordinator").write_text(f"{several}\n")
+    assert Link().find()[0] == several
+    (tmp_path / "coordinator").write_text("no address")
     with pytest.raises(ConfigError, match="is not host:port"):
         Link().find()

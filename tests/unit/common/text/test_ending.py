@@ -47,6 +47,15 @@ def test_what_is_no_list_of_ids_is_named(tmp_path, named):
         read(tmp_path, generation_config={"eos_token_id": named})
 
 
+def test_ends_that_the_run_states_take_the_place_of_a_file_that_names_none(tmp_path):
+    model_dir = write_tiny_model(tmp_path / "model", seed=0, hidden_size=32)
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": "<eos>"}))
+    with pytest.raises(ConfigError, match=r"set sampling.end_token_ids"):
+        Prompter(str(model_dir), use_chat_template=False)
+
+    assert Prompter(str(model_dir), use_chat_template=False, end_token_ids=(7,)).end_token_ids == (7,)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"generation_config.json of .* is not JSON"):
         read(tmp_path, generation_config="{")

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import blake3
 import pytest
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION, PayloadKind, PayloadRef
 from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.policy_column import PolicyColumn
 from heterorl.coordinator.store import blobs as blobs_module
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.payload_storage import PayloadStorage
@@ -350,6 +353,33 @@ async def test_file_reaches_its_home_although_each_publication_that_needs_it_run
     assert await blobs.ensure(digest=digest_of(data), num_bytes=len(data))
     # By the upload, and by all publications together.
     assert home.num_begun == 2
+
+
+async def test_disk_that_fails_after_a_publication_ran_out_of_time_still_ends_the_process(tmp_path, monkeypatch):
+    data, failed, may_go = b"a snapshot", [], threading.Event()
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / digest_of(data)).write_bytes(data)
+    blobs = store(tmp_path)
+
+    def fails(*paths):
+        may_go.wait(WAIT_S)
+        raise CorruptStore("the disk of the payloads failed")
+
+    monkeypatch.setattr(blobs_module, "name_file", fails)
+    column = object.__new__(PolicyColumn)
+    column._context = SimpleNamespace(blobs=blobs, database=SimpleNamespace(fail=failed.append))
+    payload = PayloadRef(
+        kind=PayloadKind.SNAPSHOT, from_version=NO_VERSION, to_version=0, digest=digest_of(data), num_bytes=len(data)
+    )
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await column._publish(None, None, {}, [payload])
+    may_go.set()
+    async with asyncio.timeout(WAIT_S):
+        while not failed:  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.01)
+
+    assert "the disk of the payloads failed" in failed[0]
 
 
 class Held:

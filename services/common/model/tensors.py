@@ -116,7 +116,8 @@ def _store(
         spec, master = owned[number][0], part_of(masters[number], part)
         before = None
         if published is not None and dead_band_ulp:
-            before = part_of(_values(published, spec), part).to(master.device)
+            # In double precision, for which a full GPU may have no room.
+            before, master = part_of(_values(published, spec), part), master.cpu()
         rounded = round_to(master, TORCH_DTYPE[spec.dtype], published=before, dead_band_ulp=dead_band_ulp)
         if not rounded.to(torch.float32).isfinite().all():
             raise ConfigError(

@@ -20,7 +20,10 @@ IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0
 
 
 def check_address(key: str, address: str, *, is_listening: bool = False) -> None:
-    """Raise ConfigError unless `key` is host:port, or to dial a list of them; only listeners take port 0."""
+    """Raise ConfigError unless `key` is host:port.
+
+    To dial, it may be a list of them; only listeners take port 0.
+    """
     try:
         for each in [address] if is_listening else address.split(","):
             (_listening if is_listening else _dialled)(each)

@@ -1,6 +1,7 @@
 """The private authority: files, modes, lifetimes, and its command line."""
 
 import datetime
+import os
 import shutil
 import stat
 
@@ -165,7 +166,7 @@ def test_mistakes_are_named(tmp_path, issued, arguments, message):
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "key"
     book.write_file(path, b"old", mode=book.SECRET)
-    monkeypatch.setattr(book.os, "fsync", _fail)
+    monkeypatch.setattr(os, "fsync", _fail)
 
     with pytest.raises(OSError, match="no space"):
         book.write_file(path, b"new", mode=book.SECRET)

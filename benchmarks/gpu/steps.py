@@ -37,7 +37,7 @@ def run(rows: Rows, place: Place) -> None:
             shape = _shape(hidden_size, layers)
             for option, systems, package in VARIANTS:
                 if package and (find_spec(package) is None or place.device == "cpu"):
-                    rows.note(f"{parameters / 1e6:.0f} M, {option[2:]}", f"skipped: {package} needs a card, installed")
+                    rows.note(f"{parameters / 1e6:.0f} M, {option[2:]}", f"skipped: needs a card and {package}")
                     continue
                 for system in systems:
                     title = f"{parameters / 1e6:.0f} M, {system}{', ' * bool(option)}{option[2:]}"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.rows import Place, Rows, seconds
-from heterorl.common.model.tensors import store_tensor
+from heterorl.common.model.tensors import store_tensors
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload, write_delta
 from heterorl.plan.assumptions import Assumptions
@@ -63,6 +63,6 @@ def _rounding(rows: Rows, place: Place, given: Assumptions) -> None:
     masters = torch.randn(place.pick(1 << 30, 1 << 20), device=place.device)
     spec = TensorSpec(name="weight", dtype="bf16", shape=tuple(masters.shape), alias_of="")
     arena = Arena(Layout.build([spec]))
-    taken = seconds(lambda: store_tensor(spec, masters, arena), device=place.device)
+    taken = seconds(lambda: store_tensors([(spec, masters)], arena), device=place.device)
     speed = 2 * masters.numel() / taken / 1e9
     rows.add("round masters into the host's memory", speed, "GB/s of bf16", forecast=given.pcie_gb_s)

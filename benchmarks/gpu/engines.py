@@ -85,8 +85,7 @@ def _large_swap(rows: Rows, place: Place) -> None:
         to_device(part_of(host[number], part), part_of(held[number], part))
 
     def swap() -> None:
-        for _ in each_part(copy_part, held):
-            pass
+        each_part(copy_part, held)
 
     forecast = 2 * count * size / Assumptions().pcie_gb_s / 1e9
     pause = seconds(swap, device=place.device, repeats=2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +20,17 @@ PART_ELEMENTS = 8 << 20
 THREADS = 4
 
 Part = slice | EllipsisType
-ResultT = TypeVar("ResultT")
 
 
-def each_part(work: Callable[[int, Part], ResultT], tensors: Sequence[torch.Tensor]) -> Iterator[ResultT]:
-    """Results of `work` for each part, in order.
+def each_part(work: Callable[[int, Part], None], tensors: Sequence[torch.Tensor]) -> None:
+    """Call `work` for each part, with the index of its tensor.
 
-    It gets the index of the tensor and the part.
+    Raises the first error in their order.
     """
     parts = [(number, part) for number, tensor in enumerate(tensors) for part in _parts_of(tensor)]
     threads = THREADS if any(tensor.is_cuda for tensor in tensors) else 1
-    return in_order(lambda entry: work(*entry), parts, threads=threads)
+    for _ in in_order(lambda entry: work(*entry), parts, threads=threads):
+        pass
 
 
 def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:

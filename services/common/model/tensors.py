@@ -87,7 +87,6 @@ def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return owners
 
 
-@torch.no_grad()
 def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
     """Round a model's masters to the published type into an arena.
 
@@ -97,19 +96,17 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     """
     tensors = published_tensors(model)
     owned = [(spec, tensors[spec.name]) for spec in arena.layout.specs if not spec.alias_of]
-    _store(owned, arena, published=published, dead_band_ulp=dead_band_ulp)
+    store_tensors(owned, arena, published=published, dead_band_ulp=dead_band_ulp)
 
 
-def store_tensor(
-    spec: TensorSpec, tensor: torch.Tensor, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0
+def store_tensors(
+    owned: Sequence[tuple[TensorSpec, torch.Tensor]],
+    arena: Arena,
+    *,
+    published: Arena | None = None,
+    dead_band_ulp: float = 0.0,
 ) -> None:
-    """`store` of one tensor that owns its storage."""
-    _store([(spec, tensor)], arena, published=published, dead_band_ulp=dead_band_ulp)
-
-
-def _store(
-    owned: Sequence[tuple[TensorSpec, torch.Tensor]], arena: Arena, *, published: Arena | None, dead_band_ulp: float
-) -> None:
+    """`store` of tensors that own their storage."""
     masters = [tensor.detach() for _, tensor in owned]
 
     def store_part(number: int, part: Part) -> None:
@@ -125,8 +122,7 @@ def _store(
             )
         to_host(rounded.contiguous(), part_of(_values(arena, spec), part))
 
-    for _ in each_part(store_part, masters):
-        pass
+    each_part(store_part, masters)
 
 
 def _values(arena: Arena, spec: TensorSpec) -> torch.Tensor:
@@ -156,7 +152,6 @@ def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: flo
     return (master.detach().double() - wide).abs() <= dead_band_ulp * ulp
 
 
-@torch.no_grad()
 def load(arena: Arena, model: nn.Module) -> None:
     """Copy an arena's values into a model of any floating type.
 
@@ -183,5 +178,4 @@ def load(arena: Arena, model: nn.Module) -> None:
         spec, tensor = copied[number]
         to_device(part_of(_values(arena, spec), part), part_of(tensor, part))
 
-    for _ in each_part(load_part, [tensor for _, tensor in copied]):
-        pass
+    each_part(load_part, [tensor for _, tensor in copied])

@@ -118,11 +118,13 @@ class ShardedBackend:
             assert tensor is not None, "rank 0 receives"
             try:
                 # A name may be an alias in the layout: ties are sorted by the name in the state dict.
-                tensors.store_tensor(self.layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+                tensors.store_tensors(
+                    [(self.layout.spec(name), tensor)], arena, published=published, dead_band_ulp=band
+                )
             except HeterorlError as error:
                 problem = problem or error
-        for name, buffer in self._buffers.items():
-            tensors.store_tensor(self.layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
+        buffers = [(self.layout.spec(name), buffer) for name, buffer in self._buffers.items()]
+        tensors.store_tensors(buffers, arena, published=published, dead_band_ulp=band)
         if problem is not None:
             raise problem
 

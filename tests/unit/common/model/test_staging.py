@@ -19,7 +19,7 @@ def in_parts(monkeypatch):
 
     def each_part(work, cut):
         parts = [(number, part) for number, tensor in enumerate(cut) for part in parts_of(tensor)]
-        return staging.in_order(lambda entry: work(*entry), parts, threads=staging.THREADS)
+        list(staging.in_order(lambda entry: work(*entry), parts, threads=staging.THREADS))
 
     return lambda: monkeypatch.setattr(tensors, "each_part", each_part)
 

@@ -58,7 +58,7 @@ def _layout(dtype):
 def _arena(layout, values, *, published=None, band=0.0):
     arena = Arena(layout)
     for name, tensor in values.items():
-        tensors.store_tensor(layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+        tensors.store_tensors([(layout.spec(name), tensor)], arena, published=published, dead_band_ulp=band)
     return arena
 
 

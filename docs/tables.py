@@ -310,12 +310,11 @@ def _gpu() -> str:
         ["what", *(card["card"] for card in cards), "plan"],
         [
             [
-                f"{shown}, {unit}" if (unit := _first(found, what, "unit")) else shown,
+                f"{what}, {unit}" if (unit := _first(found, what, "unit")) else what,
                 *(_cell(rows.get(what, {}).get("value")) for rows in found),
                 _cell(_first(found, what, "forecast")),
             ]
             for what in _OF_A_CARD
-            for shown in [what.replace(" beside ", " against ")]
         ],
     )
 

@@ -69,8 +69,8 @@ def _engine(rows: Rows, place: Place, model_dir: str, parameters: int) -> None:
     truths, canary = exact.score(texts), drawing.score(texts)
     recorded = np.concatenate([row.logprobs for _, row in pairs])
     truth = np.concatenate(truths)
-    rows.add(f"{title}: recorded log-probs beside fp32, mean", float(np.abs(recorded - truth).mean()), "nats")
-    rows.add(f"{title}: recorded log-probs beside fp32, bias", float((recorded - truth).mean()), "nats")
+    rows.add(f"{title}: recorded log-probs against fp32, mean", float(np.abs(recorded - truth).mean()), "nats")
+    rows.add(f"{title}: recorded log-probs against fp32, bias", float((recorded - truth).mean()), "nats")
     rows.add(f"{title}: canary against fp32, median", float(np.median(np.abs(np.concatenate(canary) - truth))), "nats")
 
 

@@ -205,7 +205,7 @@ def _from_journal(directory: Path) -> PastRun:
 
 def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
     """Each step's last applied and last unapplied report, in order.
-    Steps of abandoned versions, which lie behind the newest version's step, are left out."""
+    Steps above the newest version's belong to abandoned versions; they are left out."""
     found = {(report.step, report.is_applied): report for report in reports}
     _, last = max(((one.version, one.step) for one in found.values() if one.is_applied), default=(0, 0))
     return tuple(found[key] for key in sorted(found) if found[key].step <= last or not found[key].is_applied)

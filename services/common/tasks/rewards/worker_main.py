@@ -284,8 +284,8 @@ def _number(value: Any) -> float:
 
 
 def _is_in_order(names: Sequence[str], count: int) -> bool:
-    """Whether the first parameters are meant by place, not by name.
-    Three are prompt, completion and answer; two only where the first is `prompt`. None is a known name elsewhere."""
+    """Whether the first parameters get prompt, completion and answer by their place.
+    Two do so only where the first is `prompt`. A known name at another place makes all go by name."""
     first = names[:count]
     if "completion" in names or "completions" in names:
         return False

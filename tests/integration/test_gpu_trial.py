@@ -26,17 +26,3 @@ def test_a_late_part_ends_alone_and_a_second_call_repeats_only_what_is_not_done(
 
     monkeypatch.setattr(trial, "_run", lambda *_, **__: pytest.fail("a part that is done ran once more"))
     assert _call(monkeypatch, tmp_path) == [done]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_every_part_ends_on_a_cpu_within_its_limit(tmp_path, monkeypatch):
-    names = [part.name for part in trial.PARTS]
-
-    parts = _call(monkeypatch, tmp_path, "--minutes", "60", parts=names)
-
-    assert [(part["name"], part["status"]) for part in parts] == [(name, "done") for name in names]
-    assert all(part["rows"] for part in parts)
-    unwanted = ("failed", "problem", "not ended")
-    assert [row for part in parts for row in part["rows"] if row["what"] in unwanted] == []
-    assert [row for part in parts for row in part["rows"] if row.get("note", "").startswith("failed")] == []

@@ -165,7 +165,8 @@ async def test_fetches_side_by_side_wait_for_their_cap_without_a_stall(tmp_path)
         seconds = await all_done(fetches, clock)
 
     assert [fetch.result().read_bytes() for fetch in fetches] == list(payloads)
-    assert seconds == pytest.approx(len(fetches) * FRAME_S, abs=5.0)
+    # Threads write meanwhile; a stall costs STALL_S.
+    assert len(fetches) * FRAME_S - 5 < seconds < len(fetches) * FRAME_S + STALL_S
 
 
 async def test_fetch_of_a_relay_waits_for_payloads_that_it_passes_on_without_a_stall(tmp_path):
@@ -185,7 +186,6 @@ async def test_fetch_of_a_relay_waits_for_payloads_that_it_passes_on_without_a_s
     cache.close()
 
     assert [each.result() for each in reads] == list(payloads)
-    # Threads write meanwhile; a stall costs STALL_S.
     assert seconds < len(reads) * FRAME_S + STALL_S
 
 

@@ -67,8 +67,10 @@ MAX_SHARD_SIZE = "50GB"
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
-    "*.tiktoken",
+    "*.tiktoken", "tekken.json",
 )  # fmt: skip
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files without which engines refuse a model that also reads images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +325,7 @@ def export_model(
                 _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
                 _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
             _copy_tokenizer(str(model_dir), directory)
+            _copy_processors(str(model_dir), directory)
 
 
 def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
@@ -390,6 +393,10 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, mode
         network.generation_config = GenerationConfig.from_pretrained(model_dir)
     network.config.dtype = str(dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
+    for config in (network.config, network.config.get_text_config()):
+        # Of the start model, which transformers dequantised.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
     network.config.save_pretrained(directory)
     network.generation_config.save_pretrained(directory)
 
@@ -473,3 +480,15 @@ def _copy_tokenizer(model_dir: str, out_dir: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(out_dir)
+
+
+def _copy_processors(model_dir: str, out_dir: Path) -> None:
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSOR_FILES:
+        path = None
+        with suppress(OSError):
+            # Most models have none.
+            path = cached_file(model_dir, name)
+        if path is not None:
+            shutil.copyfile(path, out_dir / name)

@@ -49,10 +49,24 @@ def _check_readable(path: Path) -> None:
         closed = [each for each in (sorted(path.iterdir()) if path.is_dir() else []) if not os.access(each, os.R_OK)]
     except PermissionError:
         closed = [path]
+    if lost := [each for each in closed if _leads_nowhere(each)]:
+        problem = f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist"
+        raise ConfigError("model_dir", problem, action="copy the directory again with what its links name (cp -rL)")
     if closed:
         user = f"the user of this process ({os.geteuid()})"
         action = f"chmod -R a+rX {path}, and a+x for the directories above it"
         raise ConfigError("model_dir", f"{user} may not read {closed[0]}", action=action)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether it is a link to a file that is not there."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path.is_symlink()
+    except OSError:
+        return False
+    return False
 
 
 def _check_shards(path: Path) -> None:

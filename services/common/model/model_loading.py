@@ -192,9 +192,23 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
             f"cannot load {model_dir}: {first_line(error)}",
             action="name a directory with config.json and safetensors of a causal language model, or copy it again",
         ) from error
+    _check_quantised(model_dir, model, found)
     _check_found(model_dir, found)
     hold_positions(model)
     return model
+
+
+def _check_quantised(model_dir: str, model: Any, found: Mapping[str, Any]) -> None:
+    """Refuse quantised weights, whose numbers mean nothing without their scales.
+
+    transformers removes `quantization_config` where it dequantises. It reads over scales of a form that it does not
+    know.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    has_scales = any(name.rpartition("_scale")[0] in names for name in found["unexpected_keys"])
+    if has_scales or getattr(model.config, "quantization_config", None) is not None:
+        problem = f"the weights of {model_dir} are quantised, and neither trained nor published"
+        raise ConfigError("model_dir", problem, action="name a directory of the same model in bf16, fp16 or fp32")
 
 
 def _check_found(model_dir: str, found: Mapping[str, Any]) -> None:

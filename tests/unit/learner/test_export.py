@@ -136,6 +136,30 @@ def test_export_keeps_the_tokenizer_as_it_is(tmp_path):
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
+def test_export_copies_what_engines_read_with_the_weights(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _checkpoint(tmp_path / "state", base)
+    names = ["preprocessor_config.json", "processor_config.json", "tekken.json"]
+    for name in names:
+        (base / name).write_text(f'{{"name": "{name}"}}')
+
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+    assert [(tmp_path / "out" / name).read_text() for name in names] == [(base / name).read_text() for name in names]
+
+
+def test_exported_weights_of_a_model_that_was_dequantised_are_not_called_quantised(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _checkpoint(tmp_path / "state", base)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (base / "config.json").write_text(json.dumps(config))
+
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 def test_export_refuses_a_directory_in_use(tmp_path):
     base = _write_base(tmp_path / "base")
 

@@ -71,6 +71,14 @@ def test_a_file_of_weights_that_did_not_arrive_is_named(tmp_path, whole):
         check_model_dir(str(tmp_path))
 
 
+def test_a_link_of_the_cache_that_was_copied_without_its_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to("../../blobs/abc")
+
+    assert f"{link} is a link to ../../blobs/abc, which does not exist (copy the directory" in problem_of(tmp_path)
+
+
 def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')

@@ -1,12 +1,17 @@
 """Threads that build models leave torch as it was."""
 
+import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.model_loading import load_pretrained
@@ -105,3 +110,23 @@ def test_products_in_fp32_are_fp32_and_attention_is_not_planned_by_length(model_
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
+@pytest.mark.parametrize("stated", ["fp8", "modelopt", None])
+def test_quantised_weights_are_not_taken_for_weights(model_dir, tmp_path, monkeypatch, stated):
+    # As on a GPU that computes in fp8: elsewhere transformers dequantises this form.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    weights = load_file(f"{model_dir}/model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv" if stated == "fp8" else f"{name}_scale"] = scale.reshape(1, 1)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(Path(model_dir, "config.json").read_text())
+    if stated:
+        config["quantization_config"] = {"quant_method": stated, "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match="are quantised") as caught:
+        load_pretrained(str(tmp_path), dtype=torch.float32)
+    assert caught.value.key == "model_dir"

@@ -106,7 +106,7 @@ class LearnerLease:
             self._expires = now + self._context.config.learner_lease_s
             self._context.standing.note(progress, epoch=epoch, now=now)
             grant = self._grant(epoch, get_meta(connection, "holder") or "", lineage.head_version(connection))
-            return dataclasses.replace(grant, rollback_to=stated_version(rollback_order.ordered(connection)))
+            return dataclasses.replace(grant, rollback_to=stated_version(rollback_order.told(connection)))
 
         return await self._context.database.run(operation)
 

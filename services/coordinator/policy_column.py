@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -121,8 +122,8 @@ class PolicyColumn:
                 digest=payload.digest, num_bytes=payload.num_bytes, on_failed=self._context.database.fail
             ):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
-        steps = [status_report.encode(report) for report in request.reports]
         now = self._context.clock.wall()
+        steps = [status_report.encode(dataclasses.replace(report, published_time=now)) for report in request.reports]
 
         def operation(connection: Connection) -> tuple[int | None, str]:
             version = lineage.check_publication(connection, request, manifest, self._context.config.run_id)

@@ -101,13 +101,21 @@ _LEASED = (
 )
 
 
-def oldest_pending(connection: Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
-    """Up to `count` pending groups from `first_version` on, oldest policy first.
-    With a site named, its groups only."""
+def oldest_pending(connection: Connection, count: int, *, first_version: int) -> list[tuple[Any, ...]]:
+    """Up to `count` pending groups from `first_version` on, oldest policy first."""
     return connection.execute(
-        f"{_LEASED} AND ? IN ('', site) AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
-        (site, first_version, count),
+        f"{_LEASED} AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?", (first_version, count)
     ).fetchall()
+
+
+def first_pending(connection: Connection, site: str, *, behind: tuple[int, int]) -> tuple[int, int] | None:
+    """Version and arrival of a site's first pending group behind another."""
+    row = connection.execute(
+        "SELECT oldest_version, arrival FROM groups WHERE state = 'pending' AND site = ?"
+        " AND (oldest_version, arrival) > (?, ?) ORDER BY oldest_version, arrival LIMIT 1",
+        (site, *behind),
+    ).fetchone()
+    return None if row is None else (int(row[0]), int(row[1]))
 
 
 def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:

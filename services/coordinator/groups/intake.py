@@ -183,6 +183,8 @@ def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> 
     ).fetchone()
     version_of_age = counted_version(group, mask_stale=config.mask_stale)
     age_s = horizon.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
+    # Not of versions that do not exist: a hostile site may state as many as its group has tokens.
+    is_known = max(group.versions) <= around.head
     return Facts(
         head_version=around.head,
         policy_age_s=age_s,
@@ -190,7 +192,7 @@ def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> 
         assignment_prompt=None,
         is_answered=False,
         quarantine=quarantine.conviction_of(connection, group.id.site),
-        abandoned_version=horizon.abandoned_span(connection, group.versions),
+        abandoned_version=horizon.abandoned_span(connection, group.versions) if is_known else None,
     )
 
 

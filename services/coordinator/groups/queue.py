@@ -127,6 +127,36 @@ _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)
 
 
+class _Firsts:
+    """The first waiting group of each site, read once for a lease.
+
+    Read again for each of its 128 groups, 2048 waiting groups took the store's thread a quarter of a second.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._first_version: int | None = None
+        self._of: dict[str, tuple[int, int]] = {}
+        self._taken = ""
+
+    def read(self, first_version: int) -> Mapping[str, tuple[int, int]]:
+        """Version and arrival of each site's first group from a version on."""
+        if first_version != self._first_version:
+            rows = self.connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
+            self._of = {site: (version, arrival) for site, version, arrival in rows}
+            self._first_version = first_version
+        elif self._taken:
+            following = horizon.first_pending(self.connection, self._taken, behind=self._of.pop(self._taken))
+            self._of |= {} if following is None else {self._taken: following}
+        self._taken = ""
+        return self._of
+
+    def take(self, site: str) -> list[tuple[Any, ...]]:
+        """A site's first group, as a row of `horizon.oldest_pending`."""
+        self._taken = site
+        return horizon.pending_at(self.connection, self._of[site][1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
     """Store operations under the run's bounds; `quotas` and `turns` live in memory."""
@@ -158,9 +188,10 @@ class Queue:
         self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
         leased: list[LeasedGroup] = []
         num_bytes = 0
+        firsts = _Firsts(connection)
         # Go on while damaged groups leave room: only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
-            rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head, oldest)
+            rows := self._next(firsts, min(LEASE_STEP, count - len(leased)), head, oldest)
         ):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
@@ -198,8 +229,8 @@ class Queue:
         oldest = self._oldest_usable(connection, head=head, now=now)
         return connection.execute(f"{_STALE} LIMIT 1", (oldest,)).fetchone() is not None
 
-    def _next(self, connection: Connection, count: int, head: int, oldest: int) -> list[tuple[Any, ...]]:
-        bound = self.config.max_staleness_versions
+    def _next(self, firsts: _Firsts, count: int, head: int, oldest: int) -> list[tuple[Any, ...]]:
+        connection, bound = firsts.connection, self.config.max_staleness_versions
         # A group that would be too old at its step waits: its step may come sooner if groups before it are dropped.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
@@ -207,13 +238,8 @@ class Queue:
             return horizon.oldest_pending(connection, count, first_version=first_version)
         if self.turns.order == "newest":
             return self._newest(connection, first_version)
-        heads = {
-            site: (version, arrival)
-            for site, version, arrival in connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
-        }
-        if not heads:
-            return []
-        return horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(heads))
+        waiting = firsts.read(first_version)
+        return firsts.take(self.turns.next(waiting)) if waiting else []
 
     def _newest(self, connection: Connection, first_version: int) -> list[tuple[Any, ...]]:
         taken = horizon.newest_taken(connection)

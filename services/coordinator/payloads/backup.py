@@ -4,7 +4,7 @@
     backups/<name>               complete and durable: a data_dir from which a coordinator starts, payloads as files
 
 The store's thread copies SQLite between two transactions. PostgreSQL is read from one snapshot in a session of its own,
-into a SQLite file with the same tables. Deletion waits until the payloads are linked, or copied to another disk. A link
+into a SQLite file with the same tables. Its payloads stay until they are linked, or copied to another disk. A link
 shares its bytes with the payload: copy the directory elsewhere against the loss of the disk. Uploads in progress and
 merged deltas are not included; a bucket's prefix stays with its run.
 """
@@ -95,12 +95,15 @@ class Backups:
         partial = self.directory / f".{self.run_id}{_PARTIAL}"
         await asyncio.to_thread(_begin, self.directory, partial)
         try:
-            async with self.collector.undisturbed():
-                copy = partial / STORE_FILE
-                if self.store_url:
-                    digests, head, audit_digest = await asyncio.to_thread(_read_out, self.store_url, copy)
-                else:
-                    digests, head, audit_digest = await self.database.run_alone(lambda c: _copy(c, copy))
+            copy = partial / STORE_FILE
+            with contextlib.ExitStack() as kept:
+                async with self.collector.undisturbed():
+                    if self.store_url:
+                        digests, head, audit_digest = await asyncio.to_thread(_read_out, self.store_url, copy)
+                    else:
+                        digests, head, audit_digest = await self.database.run_alone(lambda c: _copy(c, copy))
+                    for digest in digests:
+                        kept.enter_context(self.collector.leases.reading(digest))
                 made_s = self.clock.wall()
                 num_bytes = await asyncio.to_thread(_take_store, copy)
                 for digest in digests:

@@ -29,11 +29,25 @@ from heterorl.coordinator.versions import lineage, pull_plans
 from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
+_TOLD, _AGAIN = "rollback_told", "again"
+"""Key of meta: the order that the learner heard last; AGAIN if the same one was given since."""
 
 
 def ordered(connection: Connection) -> int | None:
     """The version to go back to, or None without an order."""
     return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
+
+
+def told(connection: Connection) -> int | None:
+    """The order for the learner's next renewal; none once between equal orders.
+
+    A learner that refused a version ignores it until it hears another order, or none.
+    """
+    heard = get_meta(connection, _TOLD)
+    version = None if heard == _AGAIN else ordered(connection)
+    if heard != str(stated_version(version)):
+        set_meta(connection, _TOLD, str(stated_version(version)))
+    return version
 
 
 def is_known(connection: Connection, request_id: str) -> bool:
@@ -50,6 +64,8 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
         return
     if to_version is not None:
         _ways(connection, to_version)
+        if get_meta(connection, _TOLD) == str(to_version):
+            set_meta(connection, _TOLD, _AGAIN)
     set_meta(connection, _ORDER, str(stated_version(to_version)))
     remember_order(connection, _KIND, request_id, "")
 

@@ -357,6 +357,44 @@ async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path
     assert roots[4:] == [roots[2], roots[1]]
 
 
+@pytest.mark.parametrize("is_taken_back", [False, True])
+async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, caplog, is_taken_back):
+    await trained(core, tmp_path, GentleBackend())
+    config = learner_config(tmp_path, max_steps=4)
+
+    class Repaired:
+        """Finds no way to version 1 until the operator repairs it."""
+
+        is_lost, refused = True, asyncio.Event()
+
+        def __getattr__(self, name):
+            return getattr(core, name)
+
+        async def plan_pull(self, *, have_version, want_version, **options):
+            if self.is_lost and 1 in (have_version, want_version):
+                if want_version == 1:
+                    # The last way that the learner tries.
+                    self.refused.set()
+                raise UnknownVersion("deleted")
+            return await core.plan_pull(have_version=have_version, want_version=want_version, **options)
+
+    api = Repaired()
+    learning = asyncio.create_task(learn(config, api, GentleBackend()))
+    await core.rollback(to_version=1, request_id="one")
+    await api.refused.wait()
+    api.is_lost = False
+    if is_taken_back:
+        # Before a renewal could see it.
+        await core.rollback(to_version=-1, request_id="none")
+    await core.rollback(to_version=1, request_id="two")
+    await asyncio.wait_for(until_head(core, 4), 60)
+    await fill(core, 2, incarnation="c1946ac9")
+    await learning
+
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
+    assert caplog.text.count("cannot go back to version 1") == 1
+
+
 async def test_orders_are_checked_replaced_taken_back_and_given_once(core, tmp_path):
     await trained(core, tmp_path, GentleBackend())
     for version in (4, 99):

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.address import check_address
+from heterorl.common.process.address import addresses, check_address
 from heterorl.common.process.config_file import quoted
 
 app = typer.Typer(
@@ -314,13 +314,15 @@ def join(
     from heterorl.certs.enrolment_client import join as get
     from heterorl.certs.join_tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
-    from heterorl.common.rpc.channel import check_health
+    from heterorl.common.rpc.channel import Answer, check_health
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
     run, site, role = parsed.node
     target = out or Path(f"{role}-{site}")
-    address = authority or parsed.address or f"{coordinator.rpartition(':')[0]}:{DESK_PORT}"
+    # A run with a standby has several; they have one authority.
+    coordinators = addresses(coordinator)
+    address = authority or parsed.address or f"{coordinators[0].rpartition(':')[0]}:{DESK_PORT}"
     check_address("--authority", address)
     asyncio.run(get(parsed, address=address, out=target))
     # Operator commands read the address from here.
@@ -329,9 +331,14 @@ def join(
     paths = files_in(target.resolve())
     for line in first_lines(run=run, site=site, role=role, coordinator=coordinator, paths=paths):
         console.print(line, soft_wrap=True)
+
+    async def ask_all() -> list[Answer]:
+        tls = TlsConfig(**paths)
+        return await asyncio.gather(*(check_health(each, tls=tls, timeout_s=5.0) for each in coordinators))
+
     try:
-        answer = asyncio.run(check_health(coordinator, tls=TlsConfig(**paths), timeout_s=5.0))
-        problem = "" if answer.is_serving else answer.reason
+        answers = asyncio.run(ask_all())
+        problem = "" if any(each.is_serving for each in answers) else "; ".join(each.reason for each in answers)
     except ConfigError as error:
         problem = str(error)
     if problem:

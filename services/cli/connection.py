@@ -197,9 +197,13 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
 
 async def _explain_one(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
+    from heterorl.common.rpc.transport_options import proxy_variable
     from heterorl.doctor import link_checks
     from heterorl.doctor.check import Failure, Level
 
+    if not tls.insecure and proxy_variable(address):
+        # A handshake without the proxy would explain another way.
+        return None
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     found = await link_checks.resolve(host, int(port), timeout_s=EXPLAIN_S)

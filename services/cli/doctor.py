@@ -15,6 +15,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import flatten, quoted, read_tables
+from heterorl.common.process.files import EVERY_HOST
 from heterorl.common.types.common import strict_json
 
 
@@ -40,14 +41,23 @@ def doctor(
     Example: `heterorl doctor --config sampler.toml`
     """
     from heterorl.common.identity.spiffe import Role
-    from heterorl.doctor.check import checks_json, checks_table, exit_code
+    from heterorl.common.rpc.channel import listening_one
+    from heterorl.doctor.check import Check, checks_json, checks_table, exit_code
     from heterorl.doctor.examine import examine
 
     overrides = list(set_ or ())
     if credentials is not None:
         overrides += [f"tls.{key}={quoted(path)}" for key, path in files_in(credentials).items()]
     chosen = role or guess_role(config, overrides)
-    checks = asyncio.run(examine(target_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
+    loaded = load_service(chosen, config, overrides)
+    target = target_of(chosen, loaded, num_calls=calls)
+
+    async def look() -> list[Check]:
+        # Of several coordinators one serves; the others stand by and listen on no port.
+        address = target.address if chosen == "coordinator" else await listening_one(loaded.coordinator)
+        return await examine(dataclasses.replace(target, address=address))
+
+    checks = asyncio.run(look())
     if json_:
         typer.echo(strict_json(checks_json(checks), indent=2))
     else:
@@ -105,4 +115,4 @@ def _dialled(config: Any) -> str:
         announced = config.listen
     listen = announced if config.listen.endswith(":0") else config.listen
     host, _, port = listen.rpartition(":")
-    return f"{'127.0.0.1' if host in {'0.0.0.0', '[::]'} else host}:{port}"
+    return f"{'127.0.0.1' if host in EVERY_HOST else host}:{port}"

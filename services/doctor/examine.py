@@ -21,6 +21,7 @@ from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identi
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.maintenance import Diagnosis, DiagnosisClient
+from heterorl.common.rpc.transport_options import proxy_variable
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.doctor import link_checks as link
@@ -135,21 +136,32 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
             add(link.judge_expiry(own, now=wall_time()))
         return checks + [skip(name, why) for name in waiting]
 
-    addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
-    add(link.judge_dns(host, addresses))
-    if isinstance(addresses, Failure):
-        return rest("the name has no address"), None
-    connected = await link.connect(addresses, port, timeout_s=limits.port_s)
-    is_own = target.role is Role.COORDINATOR
-    add(link.judge_port(target.address, connected, is_own=is_own))
-    if isinstance(connected, Failure):
-        return rest("the port was not reached"), None
+    proxy = "" if own is None else proxy_variable(target.address)
+    connected: link.Connected | Failure = Failure(kind="proxy", detail=f"calls go through the proxy of {proxy}")
+    if proxy:
+        # This machine may know neither the name nor a route.
+        for name in ("dns", "port"):
+            add(skip(name, connected.detail))
+    else:
+        addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
+        add(link.judge_dns(host, addresses))
+        if isinstance(addresses, Failure):
+            return rest("the name has no address"), None
+        connected = await link.connect(addresses, port, timeout_s=limits.port_s)
+        is_own = target.role is Role.COORDINATOR
+        add(link.judge_port(target.address, connected, is_own=is_own))
+        if isinstance(connected, Failure):
+            return rest("the port was not reached"), None
     server = None
     if own is None:
         for name in ("tls", "certificate", "expiry"):
             add(skip(name, "plaintext over loopback"))
     elif isinstance(own, Failure):
         return rest("this node has no usable certificate"), None
+    elif isinstance(connected, Failure):
+        add(skip("tls", connected.detail))
+        add(link.judge_certificate(own, role=target.role, site=target.site, server=None))
+        add(link.judge_expiry(own, now=wall_time()))
     else:
         shaken = await link.tls_handshake(connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s)
         add(link.judge_handshake(host, shaken))
@@ -177,7 +189,10 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         trials = await link.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
         add(link.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
     # After large messages: from them the kernel may have learned a smaller MTU.
-    add(link.judge_mtu(await link.path_mtu(connected.address, port, timeout_s=limits.port_s)))
+    if isinstance(connected, Failure):
+        add(link.judge_mtu(connected))
+    else:
+        add(link.judge_mtu(await link.path_mtu(connected.address, port, timeout_s=limits.port_s)))
     return checks, reached.diagnosis
 
 

@@ -1,6 +1,7 @@
 """Fills the templates of one launcher with the nodes of a run.
 
-Templates quote values by format: `quoted` in YAML, `shell` in scripts. An unknown name in a template is an error.
+Templates quote values by format: `quoted` in YAML, `literal` in a Compose file, `shell` in scripts. An unknown name in
+a template is an error.
 """
 
 from __future__ import annotations
@@ -304,6 +305,8 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.filters |= {
     "quoted": json.dumps,
+    # Compose puts a variable of the environment in place of $NAME.
+    "literal": lambda text: json.dumps(text).replace("$", "$$"),
     "shell": shlex.quote,
     "job": lambda name: f"${{{name.replace('-', '_')}%%;*}}",
     "memory": memory_limit,

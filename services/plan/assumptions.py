@@ -59,6 +59,11 @@ class Assumptions:
         6.9, "bytes", "that a site sends for a token it drew", "benchmarks/results/groups.json, 4096 tokens"
     )
 
+    @property
+    def pass_tokens(self) -> float:
+        """Tokens of one pass: a sequence longer than `micro_batch_tokens` has its own."""
+        return max(self.micro_batch_tokens, self.sequence_tokens)
+
 
 def facts(assumptions: Assumptions) -> list[dict[str, Any]]:
     """Name, value, unit, meaning and source (`set` if changed) of each assumption."""

@@ -150,7 +150,7 @@ def sharding_s(
 ) -> float:
     """Seconds to move weights and gradients between ranks in a step."""
     width = 2 if products == "bf16" else 4
-    passes = math.ceil(tokens / cluster.gpus / given.micro_batch_tokens)
+    passes = math.ceil(tokens / cluster.gpus / given.pass_tokens)
     if backend in ("fsdp2", "zero-3"):
         moved = passes * (2 * width + 4)
     else:

@@ -154,7 +154,7 @@ def plan(asked: Question) -> Plan:
         parameters,
         backend=asked.backend,
         ranks=asked.gpus,
-        micro_batch_tokens=min(given.micro_batch_tokens, asked.tokens_per_step / asked.gpus),
+        micro_batch_tokens=min(given.pass_tokens, asked.tokens_per_step / asked.gpus),
         products=asked.products,
     )
     compute = costs.compute_s(shape, parameters, tokens=asked.tokens_per_step, cluster=cluster, given=given)

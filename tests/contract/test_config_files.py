@@ -31,6 +31,14 @@ def test_example_is_valid(name):
     load(SCHEMAS[name], FILES / f"{name}.toml")
 
 
+def test_ports_of_nodes_that_a_machine_may_have_twice_are_their_own():
+    # `deploy/install.sh sampler:site-1 sampler:site-2` copies one file twice; a port that is set does not move.
+    set_ports = {name for name in SCHEMAS if "metrics_port" in tomllib.loads((FILES / f"{name}.toml").read_text())}
+
+    # Prometheus looks for the coordinator's alone.
+    assert set_ports == {"coordinator"}
+
+
 def test_examples_agree_on_what_every_node_must_share():
     names = set(SCHEMAS) - {"coordinator", "relay"}
     first, *others = (tomllib.loads((FILES / f"{name}.toml").read_text()) for name in sorted(names))

@@ -18,6 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
 from heterorl.cli.check_config import check_link
+from heterorl.cli.connection import explain_link
 from heterorl.cli.doctor import target_of
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, InvalidRequest
@@ -126,6 +127,54 @@ async def test_wrong_host_and_its_remedy(tmp_path):
 
     assert checks["dns"].level is Level.FAIL
     assert checks["port"].level is Level.SKIP
+
+
+@contextlib.asynccontextmanager
+async def proxy_to(port):
+    """A proxy that leads every CONNECT to a port of this machine, and the requests that it got."""
+    asked = []
+
+    async def carry(source, drain):
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                drain.write(data)
+                await drain.drain()
+        drain.close()
+
+    async def serve(reader, writer):
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1].decode())
+        inner = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        await asyncio.gather(carry(reader, inner[1]), carry(inner[0], writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    server.close()
+
+
+async def test_site_that_reaches_the_coordinator_by_a_proxy_only_is_well(tmp_path, monkeypatch):
+    run = SecureRun(tmp_path)
+    run.certificates.authority.issue(
+        role=Role.COORDINATOR, site="main", hosts=("no-such-host.invalid",), out=None, now=datetime.datetime.now(datetime.UTC),
+        lifetime=datetime.timedelta(days=1),
+    )  # fmt: skip
+    for name in ("grpc_proxy", "http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with run, proxy_to(run.port) as (proxy, asked):
+        monkeypatch.setenv("https_proxy", proxy)
+        address = f"no-such-host.invalid:{run.port}"
+        checks = await diagnose(address, run.certificates.tls("sampler"), tmp_path)
+        closed = f"no-such-host.invalid:{free_port()}"
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
+        explained = await explain_link(closed, tls=run.certificates.tls("sampler"))
+
+    assert asked[0] == address
+    assert {checks[name].level for name in ("dns", "port", "tls", "mtu")} == {Level.SKIP}
+    assert "proxy of https_proxy" in checks["port"].finding
+    assert Level.FAIL not in {checks[name].level for name in ("certificate", "coordinator", "messages")}
+    assert "run run, version 0" in checks["coordinator"].finding
+    # A lookup without the proxy would blame a name that only the proxy has to know.
+    assert explained is None
 
 
 @contextlib.contextmanager
@@ -424,6 +473,27 @@ def test_coordinator_that_is_not_started_is_no_failure(tmp_path):
 
     port = next(row for row in json.loads(result.output)["checks"] if row["name"] == "port")
     assert port["level"] == "warn"
+
+
+def test_node_of_two_coordinators_is_checked_against_the_one_that_listens(tmp_path, monkeypatch):
+    asked = []
+
+    async def look(target):
+        asked.append(target.address)
+        return []
+
+    monkeypatch.setattr("heterorl.doctor.examine.examine", look)
+    path = tmp_path / "relay.toml"
+    with socket.create_server(("127.0.0.1", 0)) as active, socket.socket() as standing_by:
+        # Bound, but not listening: a connection is refused.
+        standing_by.bind(("127.0.0.1", 0))
+        first, second = (f"127.0.0.1:{each.getsockname()[1]}" for each in (standing_by, active))
+        for pair in ([first, second], [first, first]):
+            path.write_text(f"coordinator = {json.dumps(pair)}\ncache_dir = 'c'\n[tls]\ninsecure = true\n")
+            result = CliRunner().invoke(app, ["doctor", "--config", str(path), "--role", "relay"])
+            assert result.exit_code == 0, result.exception
+
+    assert asked == [second, first]
 
 
 def test_relay_of_two_coordinators_asks_the_first(tmp_path):

@@ -84,12 +84,21 @@ def room(directory: Path) -> Iterator[None]:
         raise
 
 
+EVERY_HOST = ("0.0.0.0", "[::]")
+"""Hosts of `listen` that stand for every address of a machine."""
+
+
 def announce(directory: Path, listen: str, port: int, *, service: str) -> None:
-    """Write host:port to the file `address` of a directory, for port 0."""
+    """Write host:port to the file `address` of a directory.
+
+    The port is the one in place of 0, and the host one that a certificate can name.
+    """
     path = directory / "address"
+    host = listen.rpartition(":")[0]
+    host = "127.0.0.1" if host in EVERY_HOST else host
     try:
         with replacing(path, is_durable=False) as file:
-            file.write(f"{listen.rpartition(':')[0]}:{port}\n".encode("ascii"))
+            file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
         # The file is a convenience: the service runs without it.
         _LOG.warning("file %s is not written, the %s serves without it: %s", path, service, error)

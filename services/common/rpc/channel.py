@@ -162,6 +162,13 @@ class CoordinatorChannel:
             await lane.channel.close()
 
 
+async def listening_one(text: str) -> str:
+    """The address of a list that accepts a connection, else its first."""
+    candidates = addresses(text)
+    found = await _listening(candidates) if len(candidates) > 1 else None
+    return found or candidates[0]
+
+
 async def _listening(candidates: Sequence[str]) -> str | None:
     """The first address to accept a connection; a standby listens on none."""
 

@@ -59,11 +59,17 @@ def channel_options(
     if insecure or is_loopback(address):
         # Plaintext stays on this machine, and a proxy's loopback is another machine.
         return [*options, ("grpc.enable_http_proxy", 0)]
-    variable = next((name for name in _PROXIES if os.environ.get(name)), "")
-    if variable and not proxy_bypass(address.rpartition(":")[0]):
+    if variable := proxy_variable(address):
         # Its value may hold a password.
         _LOG.info("calls to %s go through the proxy of %s; no_proxy names exceptions", address, variable)
     return options
+
+
+def proxy_variable(address: str) -> str:
+    """The environment's variable whose proxy carries TLS to an address, or empty."""
+    if is_loopback(address) or proxy_bypass(address.rpartition(":")[0]):
+        return ""
+    return next((name for name in _PROXIES if os.environ.get(name)), "")
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -20,6 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import heterorl
+from heterorl.certs import enrolment_client
+from heterorl.certs.join_tokens import Token
 from heterorl.cli import main as cli
 from heterorl.cli.certs import first_lines
 from heterorl.cli.connection import Link
@@ -28,6 +30,7 @@ from heterorl.cli.main import app, main
 from heterorl.cli.models import _in_place_of_the_files
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config_file import load, parse_override
+from heterorl.common.rpc import channel
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, VariantStatus, fold_incarnations
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -494,6 +497,28 @@ def test_a_command_that_reaches_neither_coordinator_says_what_is_wrong_with_each
 
 async def _nothing(address, *, tls):
     return None
+
+
+def test_node_that_joins_a_run_with_a_standby_asks_each_coordinator_by_its_own_address(monkeypatch, tmp_path):
+    token = Token(id=bytes(8), secret=bytes(32), pin=bytes(32), uri="spiffe://run/site/eu-1/role/sampler").text()
+    asked = []
+
+    async def get(_, *, address, out):
+        out.mkdir()
+        asked.append(address)
+
+    async def check_health(address, *, tls, timeout_s):
+        asked.append(address)
+        return channel.Answer(is_serving=address == "b.example:50051", reason=f"{address}: stands by")
+
+    monkeypatch.setattr(enrolment_client, "join", get)
+    monkeypatch.setattr(channel, "check_health", check_health)
+    both = "a.example:50051,b.example:50051"
+    result = CliRunner().invoke(app, ["join", "--token", token, "--coordinator", both, "--out", str(tmp_path / "node")])
+
+    assert asked == ["a.example:50052", "a.example:50051", "b.example:50051"]
+    assert "does not answer" not in result.output
+    assert (tmp_path / "node" / "coordinator").read_text() == f"{both}\n"
 
 
 def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):

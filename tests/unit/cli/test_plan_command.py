@@ -27,6 +27,19 @@ def test_json_has_the_plan_and_what_it_assumes():
         assert found[key] > 0
 
 
+def test_sequence_longer_than_a_micro_batch_takes_the_memory_of_its_own_pass():
+    base = ["plan", "--params", "8e9", "--set", "sequence_tokens=65536", "--json"]
+    long, batch = (
+        json.loads(RUN.invoke(app, [*base, *more]).stdout) for more in ([], ["--set", "micro_batch_tokens=65536"])
+    )
+
+    # 36 layers of 4096, and one in full: 4 x 4096, twice 4096 of queries and 1024 of keys, 4 x 12288; in bf16.
+    one = 36 * 4096 + 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 12288
+    assert long["memory_per_rank"]["activations"] == pytest.approx(65536 * 2 * one)
+    assert long["memory_per_rank"] == batch["memory_per_rank"]
+    assert long["sharding_s"] == batch["sharding_s"]
+
+
 def test_table_says_what_does_not_fit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = RUN.invoke(app, ["plan", "--params", "32e9", "--gpus", "1", "--backend", "torch"])

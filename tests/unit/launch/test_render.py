@@ -38,6 +38,17 @@ def test_odd_characters_of_a_text_reach_every_service():
         assert configurations(launcher, run)["learner"]["task"]["prompt"] == odd, launcher
 
 
+def test_model_under_a_path_with_odd_characters_is_mounted_and_made_readable_from_there():
+    path = "/models/My Model $x"
+    run = run_file(run={**run_table()["run"], "model_dir": path})
+
+    mounts = yaml.safe_load(render("compose", run)["gpu.example/compose.yaml"])["services"]["learner"]["volumes"]
+    # Compose reads $$ as $, and puts a variable in place of $x.
+    assert {mount["source"].replace("$$", "$") for mount in mounts if "Model" in mount["source"]} == {path}
+    assert not any("$" in str(mount).replace("$$", "") for mount in mounts)
+    assert f"sudo chmod -R a+rX '{path}'" in render("systemd", run)["README.md"]
+
+
 def manifests(text):
     try:
         return [document for document in yaml.safe_load_all(text) if isinstance(document, dict) and "kind" in document]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import DiskFull
-from heterorl.common.process.files import appearing, replacing, try_lock, write_all
+from heterorl.common.process.files import announce, appearing, replacing, try_lock, write_all
 
 
 def names(directory):
@@ -147,3 +147,14 @@ def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
     finally:
         holder.kill()
         holder.communicate()
+
+
+@pytest.mark.parametrize(
+    ("listen", "noted"),
+    [("0.0.0.0:0", "127.0.0.1:7"), ("[::]:7", "127.0.0.1:7"), ("10.0.0.1:7", "10.0.0.1:7"), ("[::1]:0", "[::1]:7")],
+)
+def test_address_that_commands_dial_is_one_that_a_certificate_names(tmp_path, listen, noted):
+    # `heterorl report DATA_DIR` dials it over TLS; every coordinator's certificate has 127.0.0.1, none has 0.0.0.0.
+    announce(tmp_path, listen, 7, service="coordinator")
+
+    assert (tmp_path / "address").read_text() == f"{noted}\n"

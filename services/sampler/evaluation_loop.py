@@ -59,6 +59,8 @@ class EvaluationLoop:
         self._work = WorkClient(self._session, name="evaluate")
         self._backoff = Backoff(clock=self._clock, rng=self._session.rng)
         self._held: set[int] = set()
+        self._asking = asyncio.Lock()
+        self._has_stopped = False
         self._drawn: list[PromptResult] = []
         self._num_undrawn = 0
         self._pushing = asyncio.Lock()
@@ -88,9 +90,22 @@ class EvaluationLoop:
             self._evaluation_requests.is_expected = False
             self._release()
 
+    def stop(self) -> None:
+        """Ask for no more prompts."""
+        self._has_stopped = True
+
     async def hand_back(self) -> None:
-        """Hand prompts back within HAND_BACK_S; after that they expire."""
-        if not await ends_within(self._give_back(), clock=self._clock, seconds=HAND_BACK_S):
+        """Hand prompts back within HAND_BACK_S; after that they expire.
+
+        Prompts that an open question gets are among them.
+        """
+
+        async def given_back() -> None:
+            await self._give_back()
+            async with self._asking:
+                await self._give_back()
+
+        if not await ends_within(given_back(), clock=self._clock, seconds=HAND_BACK_S):
             _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
     def _may_end(self, version: int) -> bool:
@@ -135,15 +150,19 @@ class EvaluationLoop:
             return None
         wanted = max(1, self._evaluator.num_rows // self._num_samples)
         stated = [each.stated for each in self._sets.values()]
-        grant = await self._work.ask(version, wanted, num_prompts=MAX_HELD_OUT, sets=stated)
+        async with self._asking:
+            if self._has_stopped:
+                return None
+            grant = await self._work.ask(version, wanted, num_prompts=MAX_HELD_OUT, sets=stated)
+            self._held |= {each.id for each in grant.assignments} if grant is not None else set()
         self._is_over = grant is not None and not grant.assignments and not grant.retry_after_s
         if grant is None:
             self._num_failures += 1
             return None
         if not grant.assignments:
             return None
-        self._held |= {each.id for each in grant.assignments}
         spec, is_there = grant.evaluation, self._generation.swap.version == version and not self._generation.is_swapping
+        is_there = is_there and not self._has_stopped
         if spec is None or spec.task_set not in self._sets or spec.version != version or not is_there:
             await self._give_back()
             return None

@@ -223,6 +223,8 @@ class Sampler:
                 if self.generation.num_in_flight:
                     _LOG.info("the sampler stops with %d groups in flight", self.generation.num_in_flight)
                 if not ends[0].done():
+                    if self.evaluation is not None:
+                        self.evaluation.stop()
                     await self.generation.stop()
                     if self.evaluation is not None:
                         await self.evaluation.hand_back()

@@ -38,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
 LAST_REPORT_S = 3.0
 """Time for the last report of a sampler that stops."""
+MAX_HELD = 1 << 16
+"""Assignments stated at a registration; with more, the coordinator waits for their groups or their leases' ends."""
 MAX_PROBLEM = 1000
 """Characters of a stated problem; a coordinator refuses the heartbeat with a much longer one."""
 
@@ -97,6 +99,7 @@ class Session:
                 held = await asyncio.to_thread(self.outbox.assignments) if self._is_new else None
                 if held is not None:
                     await self._return_left(held)
+                    held = held if len(held) <= MAX_HELD else None
                 answer = await self.api.register(
                     dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
                 )

@@ -325,10 +325,6 @@ class World:
             self.engine.pace.release()
         self.clock.advance(seconds)
 
-    async def settle(self) -> None:
-        """Let answers that are under way arrive, in no time."""
-        await self._pass(0.0)
-
     async def passed(self, seconds: float, *, step_s: float = 0.1) -> None:
         """Let so much time pass."""
         end = self.clock.monotonic() + seconds

@@ -40,8 +40,6 @@ MAX_SEQUENCE = 2**48
 """Largest sequence that a coordinator may state; no run comes so far."""
 NO_ASSIGNMENT = (1 << 63) - 1
 """The assignment of an empty group: no run comes so far, so none is given back with it."""
-MAX_ASSIGNMENTS = 1 << 16
-"""Assignments stated at a registration."""
 
 
 class Outbox:
@@ -80,14 +78,13 @@ class Outbox:
         return following if lowest is None else min(following, int(lowest))
 
     def assignments(self) -> tuple[int, ...] | None:
-        """Assignments of its groups and turns; None if unknown or beyond MAX_ASSIGNMENTS."""
+        """Assignments of its groups and turns; None if unknown."""
         with self._reading():
             rows = self._connection.execute(
-                "SELECT assignment FROM groups UNION ALL SELECT DISTINCT assignment FROM turns LIMIT ?",
-                (MAX_ASSIGNMENTS + 1,),
+                "SELECT assignment FROM groups UNION ALL SELECT DISTINCT assignment FROM turns"
             ).fetchall()
         known = tuple(assignment for (assignment,) in rows if assignment is not None)
-        return known if len(known) == len(rows) <= MAX_ASSIGNMENTS else None
+        return known if len(known) == len(rows) else None
 
     def skip_to(self, sequence: int) -> None:
         """Use no sequence below `sequence`, which the coordinator knows.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +130,8 @@ class CompletionCollector:
         """Start the loops, which run until they are cancelled."""
         return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
 
-    async def end(self) -> None:
-        """Spool groups that ended, and hand back the others, within seconds.
+    async def end(self, late: Callable[[], Awaitable[Sequence[int]]]) -> None:
+        """Spool ended groups, hand back others and `late` ones, within seconds.
 
         Groups for the next process stay. The loops must run meanwhile.
         """
@@ -146,7 +146,7 @@ class CompletionCollector:
         for draft in list(self.drafts):
             self.drafts.give_up(draft.key)
             self._give_up(draft)
-        await self.hand_back()
+        await self.hand_back(late)
 
     def close(self) -> None:
         # A thread that waits for the engine would delay the end of the process.
@@ -159,32 +159,39 @@ class CompletionCollector:
         while True:
             ticket = self.news.ticket()
             ended: list[Finished | Lost] = []
+            was_swapping = self.swap.running.locked()
             if self.drafts.num_running or self.evaluation_requests.num_running:
-                was_swapping = self.swap.running.locked()
                 try:
                     ended = await asyncio.to_thread(self.engine.collect)
                 except EngineError as error:
                     # A failed swap reports its own error.
-                    is_by_swap = was_swapping or self.swap.running.locked() or self.swap.version < 0
-                    # One of the rows may be the cause, and would return forever.
-                    self._lose_all(None if is_by_swap else ReturnReason.ENGINE_FAILED)
-                    if not is_by_swap:
+                    reason = self._lost_by(was_swapping=was_swapping)
+                    self._lose_all(reason)
+                    if reason is not None:
                         self.swap.note_failure(error)
                     self.news.ring()
             if ended:
-                self._take_in(ended, tasks)
+                self._take_in(ended, tasks, lost_by=self._lost_by(was_swapping=was_swapping))
                 self.news.ring()
             else:
                 await ticket.wait()
 
-    def _take_in(self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup) -> None:
+    def _lost_by(self, *, was_swapping: bool) -> ReturnReason | None:
+        """Why an engine lost rows; None by a swap."""
+        # One of the rows may be the cause, and would return forever.
+        is_by_swap = was_swapping or self.swap.running.locked() or self.swap.version < 0
+        return None if is_by_swap else ReturnReason.ENGINE_FAILED
+
+    def _take_in(
+        self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup, *, lost_by: ReturnReason | None
+    ) -> None:
         now, num_tokens = self.clock.monotonic(), 0
         for one in ended:
             if self.evaluation_requests.take(one):
                 num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
                 continue
             if isinstance(one, Lost):
-                self._lose(one)
+                self._lose(one, lost_by)
                 continue
             num_tokens += one.completion.token_ids.size
             found = self.drafts.take(one, now)
@@ -211,7 +218,7 @@ class CompletionCollector:
     def _follow(self, draft: GroupDraft, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup) -> None:
         self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
 
-    def _lose(self, lost: Lost) -> None:
+    def _lose(self, lost: Lost, reason: ReturnReason | None) -> None:
         """Note a lost request: first turns end their group, later ones repeat."""
         found = self.drafts.lose(lost.key)
         if found is None:
@@ -219,7 +226,7 @@ class CompletionCollector:
         draft, member = found
         if member is None or self._runner is None:
             self.drafts.give_up(draft.key)
-            self._give_up(draft)
+            self._give_up(draft, reason)
         else:
             self._note_played(self._runner.again(draft, member))
 
@@ -356,11 +363,19 @@ class CompletionCollector:
         self._returned = [each for each in self._returned if each not in done]
         return done == set(given)
 
-    async def hand_back(self) -> None:
+    async def hand_back(self, late: Callable[[], Awaitable[Sequence[int]]] | None = None) -> None:
         """Return assignments within HAND_BACK_S; without an answer they expire."""
-        if not self._returned:
+        if not self._returned and late is None:
             return
-        await ends_within(self._abandon(), clock=self.clock, seconds=HAND_BACK_S)
+
+        async def returned() -> None:
+            if self._returned:
+                await self._abandon()
+            if late is not None and (found := await late()):
+                self.give_back(found)
+                await self._abandon()
+
+        await ends_within(returned(), clock=self.clock, seconds=HAND_BACK_S)
         if self._returned:
             _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
 

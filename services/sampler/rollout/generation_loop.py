@@ -110,7 +110,7 @@ class GenerationLoop:
         self._is_ending = True
         await asyncio.to_thread(self.engine.cancel)
         self._return_prefetched()
-        await self.collector.end()
+        await self.collector.end(self.prefetch.end)
         async with self.swap.running:
             # The thread cannot be cancelled.
             pass

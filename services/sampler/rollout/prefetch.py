@@ -137,6 +137,8 @@ class Prefetch:
         self._is_low = True
         self._skipped: set[int] = set()
         """Granted again while their groups were here, until their end is known."""
+        self._asking = asyncio.Lock()
+        self._is_over = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -189,8 +191,25 @@ class Prefetch:
 
     async def ask(self, version: int, count: int) -> int:
         """Ask once with the loaded version; returns how many assignments came."""
+        async with self._asking:
+            return await self._ask(version, count)
+
+    async def end(self) -> list[int]:
+        """Ask no more; returns what waits, and what has no group here.
+
+        An open question is answered first: what it gets would stay leased.
+        """
+        self._is_over = True
+        async with self._asking:
+            over = self._skipped - await self._elsewhere()
+        self._skipped -= over
+        return [*self.clear(), *sorted(over)]
+
+    async def _ask(self, version: int, count: int) -> int:
         before = await self._elsewhere()
         await self._hand_back(before)
+        if self._is_over:
+            return 0
         grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
         if grant is None or not grant.assignments:
             return 0

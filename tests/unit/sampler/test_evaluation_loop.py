@@ -1,6 +1,7 @@
 """A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
 nothing."""
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -182,19 +183,42 @@ async def test_a_stopped_sampler_hands_its_parts_back(world):
     world.start()
     world.engine.is_paced = True
     await world.until(lambda: of_evaluation(world.engine))
-    # Prompts whose lease is not answered yet expire at the coordinator.
-    await world.settle()
     world.stop.set()
     await world.end()
+
+    assert not await left(world)
+
+
+async def left(world):
+    """Leased assignments of an ended sampler without a group in its outbox."""
     outbox = Outbox(world.directory / "site")
     waiting = outbox.assignments()
     outbox.close()
-
     leased = await world.core.database.run(
         lambda connection: connection.execute("SELECT assignment FROM work WHERE is_leased = 1").fetchall()
     )
-    # A group that was whole before the stop waits in the outbox, and its assignment for it.
-    assert {number for (number,) in leased} <= set(waiting)
+    return {number for (number,) in leased} - set(waiting)
+
+
+async def test_a_stopped_sampler_hands_back_what_an_open_question_gets(world):
+    is_granted = asyncio.Event()
+
+    async def lease_work(**given):
+        grant = await world.core.lease_work(**given)
+        if given["sets"]:
+            is_granted.set()
+            await world.clock.sleep(1.0)
+        return grant
+
+    world.link.replaced["lease_work"] = lease_work
+    await world.run.publish()
+    world.start()
+    await world.until(is_granted.is_set)
+    world.stop.set()
+    await world.end()
+
+    assert not await left(world)
+    assert not of_evaluation(world.engine)
 
 
 async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(world):

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from heterorl.common.process.clock import Bell
 from heterorl.common.wire.common_messages import to_message
 from heterorl.coordinator.rpc import bounds
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.site_session import Reported, Session
+from heterorl.sampler.site_session import MAX_HELD, Reported, Session
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.v1 import run_pb2
 from tests.support.clock import ManualClock
@@ -58,6 +59,34 @@ def session_of(api, outbox, tmp_path):
         bell=Bell(),
         rng=random.Random(0),
     )
+
+
+class Registering:
+    """Takes every registration."""
+
+    def __init__(self):
+        self.returned = []
+
+    async def abandon_work(self, **given):
+        self.returned += given["assignments"]
+
+    async def register(self, registration):
+        self.stated = registration
+        return SimpleNamespace(run_id="run", head_version=-1, next_sequence=1, work_ahead_s=0.0)
+
+
+async def test_an_outbox_beyond_what_a_registration_states_still_accuses_the_rows_of_a_killed_process(outbox, tmp_path):
+    rows = [(number, 0.0, 0, b"", b"", number) for number in range(1, MAX_HELD + 2)]
+    outbox._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
+    api = Registering()
+    session = session_of(api, outbox, tmp_path)
+    session._left = (MAX_HELD + 1, MAX_HELD + 2)
+    await session.register()
+
+    assert api.stated.held is None
+    assert api.returned == [MAX_HELD + 2]
+    # The reserve's questions know all of them.
+    assert len(outbox.assignments()) == MAX_HELD + 1
 
 
 async def test_a_long_problem_refuses_no_heartbeat(outbox, tmp_path):

@@ -176,6 +176,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
+    _is_last = True
+    """Whether the program wants its connection closed after the answer."""
 
     def do_GET(self) -> None:
         self._answered(self._models)
@@ -189,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answered(self, handle: Callable[[], None]) -> None:
         try:
             # The unread rest of a refused body must not be read as another request.
-            self.close_connection = True
+            self._is_last, self.close_connection = self.close_connection, True
             stated = self.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
                 raise RequestRefused("the key belongs to another episode", status=401, code="invalid_api_key")
@@ -220,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         if turn.refusal is not None:
             raise turn.refusal
         made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
-        self.close_connection = False
+        self.close_connection = self._is_last
         self._send(200, completion(turn.message, request, **made))
 
     def _stream(self, turn: _Turn, request: Request) -> None:

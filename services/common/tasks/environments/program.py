@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from heterorl.common.tasks.environments.openai_endpoint import Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import reward_files
+from heterorl.common.tasks.rewards.worker_pool import kill_started
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
@@ -33,7 +34,7 @@ CALLED = Path(__file__).parent / "call_function.py"
 MAX_TAIL_BYTES = 65_536
 """Kept end of the output; the log gets all of it."""
 _PIECE = 65_536
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 
 
@@ -152,10 +153,14 @@ class ProgramEnvironment(EndpointEpisode):
             raise ValueError(f"the program's last line is {line[:80]!r}, and no reward: {error}") from None
 
     def close(self) -> None:
-        _kill_others()
+        kill_started(os.getpid())
         self._endpoint.close()
         if self._process is not None:
             self._process.wait()
+        # What lost its parent became a child of this process.
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
     def _next(self) -> tuple[Message, ...] | None:
         """Messages of the next request; None after success or past a limit."""
@@ -164,13 +169,15 @@ class ProgramEnvironment(EndpointEpisode):
             return event
         self._code = event
         # Its children would hold its pipes open.
-        _kill_others()
+        kill_started(os.getpid())
         if event and not self._is_over:
             words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
             raise RuntimeError(f"the program failed: {words}; {peer_words(self._err.last_line(), most=200)}")
         return None
 
     def _start(self, row: Mapping[str, Any], seed: int) -> None:
+        # What leaves the program's session and loses its parent stays below this process, which can end it.
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # A file in memory: the program need not read it.
         task = os.memfd_create("task")
         os.write(task, json.dumps(dict(row)).encode() + b"\n")
@@ -212,27 +219,3 @@ def _reward(line: str) -> Any:
     if any(isinstance(part, bool) or not isinstance(part, int | float) for part in parts):
         raise ValueError("it is neither a number nor an object of numbers")
     return value
-
-
-def _kill_others() -> None:
-    """Kill all others of this process's group, and those they start meanwhile."""
-    own = os.getpid()
-    assert os.getpgrp() == own, "a worker leads its group"
-    killed: set[int] = set()
-    while found := {pid for pid in _group(own) if pid != own} - killed:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-
-
-def _group(group: int) -> set[int]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            # The process may end meanwhile.
-            with suppress(OSError):
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                if int(fields[2]) == group and fields[0] != "Z":
-                    found.add(int(entry.name))
-    return found

@@ -252,7 +252,36 @@ def _signal(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         # No other process has its number before it is waited for.
         if process.returncode is None:
+            # What it started may have a session of its own. Without descriptors only its group can be ended.
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGSTOP)
+                kill_started(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_started(pid: int) -> None:
+    """Kill all processes below this one, in any group.
+
+    Also those that they start meanwhile.
+    """
+    killed: set[int] = set()
+    while found := _started(pid) - killed:
+        for each in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
+        killed |= found
+
+
+def _started(pid: int) -> set[int]:
+    found, parents = set[int](), [pid]
+    while parents:
+        for path in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            # The process may end meanwhile.
+            with suppress(OSError):
+                own = {int(each) for each in path.read_text(encoding="ascii").split()} - found
+                found |= own
+                parents += own
+    return found
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied, StaleWeights
-from heterorl.common.generation.inference_engine import ScoredText
+from heterorl.common.generation.inference_engine import Lost, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.sampler.rollout.in_flight_groups import MAX_NOTED, NAME, InFlightNote
@@ -114,6 +114,27 @@ async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rare
     loaded = len(world.engine.loaded)
     await world.passed(400.0, step_s=2.0)
     assert len(world.engine.loaded) == loaded
+
+
+async def test_a_row_that_ends_one_engine_of_several_is_closed(world):
+    await world.run.publish()
+    world.start()
+    collect, tries = world.engine.collect, []
+
+    def lossy():
+        ended = collect()
+        seed = world.engine.submitted[0].seed
+        keys = {request.key for request in world.engine.submitted if request.seed == seed}
+        lost = {one.key for one in ended} & keys
+        tries.extend(lost)
+        return [*(one for one in ended if one.key not in lost), *(Lost(key=key) for key in lost)]
+
+    world.engine.collect = lossy
+    await world.passed(60.0, step_s=0.5)
+
+    assert (await world.core.get_status()).ledger.closed == {ReturnReason.ENGINE_FAILED: 1}
+    assert len(tries) == 3
+    assert await world.ledger_acked() > 10
 
 
 async def test_assignments_that_an_engine_lost_in_an_outage_return_with_the_link(tmp_path):

@@ -206,6 +206,26 @@ async def test_assignment_that_is_being_returned_is_not_drawn(world):
     assert not sum((await world.core.get_status()).ledger.dropped.values())
 
 
+async def test_question_that_is_open_at_a_stop_leaves_nothing_leased(world):
+    is_granted = asyncio.Event()
+
+    async def lease_work(**given):
+        grant = await world.core.lease_work(**given)
+        is_granted.set()
+        await world.clock.sleep(1.0)
+        return grant
+
+    world.link.replaced["lease_work"] = lease_work
+    world.start()
+    await world.until(is_granted.is_set)
+    before = await leased(world)
+    world.stop.set()
+    await world.end()
+
+    assert before
+    assert not await leased(world)
+
+
 class Granted:
     """A WorkClient whose coordinator gives the same two assignments at each question, for 5 s."""
 
@@ -256,3 +276,14 @@ async def test_assignment_that_the_engine_refused_is_not_returned_while_it_waits
 
     assert [each.id for each in prefetch.look(9)] == [0, 1]
     assert work.returned == []
+
+
+async def test_end_gives_what_waits_and_what_was_skipped_once_its_group_is_gone():
+    begun = [0]
+    prefetch = reserve(Granted(), begun)
+    await prefetch.ask(0, 2)
+
+    assert await prefetch.end() == [1]
+    begun.clear()
+    assert await prefetch.end() == [0]
+    assert (await prefetch.ask(0, 2), await prefetch.end()) == (0, [])

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import queue
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -72,6 +73,22 @@ def test_a_request_waits_for_the_turn_and_gets_it(begun):
     assert program.told() == ["lower"]
     program.endpoint.answer(Action("49", is_cut=True))
     assert more.result().json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("head", ["HTTP/1.0", "HTTP/1.1\r\nConnection: close"])
+def test_a_connection_ends_with_the_answer_where_the_program_asks_for_it(begun, head):
+    program = begun()
+    body, key = json.dumps(BODY).encode(), program.endpoint.api_key
+    words = f"POST {CHAT} {head}\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", program.client.base_url.port), timeout=20.0) as connection:
+        connection.sendall(words.encode() + body)
+        program.requests.get()
+        program.endpoint.answer(Action("50"))
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == "50"
 
 
 def test_the_same_request_again_is_no_second_turn(begun):

@@ -66,6 +66,15 @@ def odd(row, base_url, api_key):
     if word == "start":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         ask(base_url, api_key, [user(row["first"]), message, user(str(child.pid))])
+    if word in ("detach", "orphan"):
+        # As a browser or a terminal does: a session of its own, and with "orphan" no living parent.
+        sleep = "import time; time.sleep(1000)"
+        code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True)"
+        code += "; " + ("" if word == "orphan" else sleep)
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+        pid = child.stdout.readline().decode().strip()
+        ask(base_url, api_key, [user(row["first"]), message, user(pid)])
+        time.sleep(row.get("stays_s", 0))
     return {"text": "x", "none": None, "true": True, "nan": float("nan")}.get(word, 0.5)
 
 def differs(row, base_url, api_key):
@@ -204,6 +213,25 @@ def test_nothing_that_an_episode_started_lives_longer(opened):
         assert is_alive(program)
     until_gone(program)
     assert episodes._pool.workers[-1].is_running or episodes._pool.workers[0].is_running, "its worker goes on"
+
+
+@pytest.mark.parametrize("word", ["detach", "orphan"])
+def test_a_process_of_another_session_ends_with_its_episode(opened, word):
+    episodes = opened("agent.py:odd")
+    with episodes.open({"do": word, "first": "x"}, seed=1) as episode:
+        (child,) = said(episode.step(Action("y")))
+        assert is_alive(child)
+        # The program ends, and its children hold its pipes.
+        assert episode.step(Action("z")).done
+        assert values(episode) == {"reward": 0.5}
+    until_gone(child)
+    with episodes.open({"do": word, "first": "x", "stays_s": 1000}, seed=1) as episode:
+        (child,) = said(episode.step(Action("y")))
+        for worker in episodes._pool.workers:
+            worker.timeout_s = 0.1
+        with pytest.raises(ToolLost):
+            episode.step(Action("z"))
+    until_gone(child)
 
 
 def test_a_program_that_hangs_is_killed_with_its_worker(opened):

@@ -289,13 +289,11 @@ def _is_id(number: object) -> bool:
 
 
 def _named(model_dir: str) -> Any:
-    named = _read(model_dir, "generation_config.json").get(_ENDS)
-    if named is not None:
-        return named
     config = _read(model_dir, "config.json")
     # A model with an inner text model has it there.
     inner = config.get("text_config")
-    return config.get(_ENDS, inner.get(_ENDS) if isinstance(inner, dict) else None)
+    files = (_read(model_dir, "generation_config.json"), config, inner if isinstance(inner, dict) else {})
+    return next((each[_ENDS] for each in files if each.get(_ENDS) is not None), None)
 
 
 def _read(model_dir: str, name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def read(directory, *, own=1, **files):
         ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 7}}, (7, 151645)),
         ({"config": {"eos_token_id": 151643}}, (151643, 151645)),
         ({"config": {"model_type": "outer", "text_config": {"eos_token_id": 106}}}, (106, 151645)),
+        ({"config": {"eos_token_id": None, "text_config": {"eos_token_id": 106}}}, (106, 151645)),
         ({"config": {"model_type": "qwen2"}}, (151645,)),
         ({}, (151645,)),
     ],

@@ -14,12 +14,12 @@ from google.protobuf.message import DecodeError, Message
 from campaigns.fuzz.mutate import LONG_EDGES, mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest, StepReport
-from heterorl.common.types.policy import PayloadKind, PayloadRef, PullPlan
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest, PullPlan
 from heterorl.common.types.rollout import Rejection, WorkGrant
 from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.common_messages import contract_from_pb, payload_from_pb, to_value
-from heterorl.common.wire.policy_messages import grant_from_pb, manifest_from_bytes, publish_from_pb
-from heterorl.common.wire.rollout_messages import outcomes_from_pb
+from heterorl.common.wire.policy_messages import grant_from_pb, manifest_from_bytes
+from heterorl.common.wire.rollout_messages import outcome_from_pb
 from heterorl.common.wire.run_messages import (
     commands_from_pb,
     heartbeat_from_pb,
@@ -37,11 +37,11 @@ DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
     (common_pb2.Contract, contract_from_pb),
     (policy_pb2.PayloadRef, payload_from_pb),
     (common_pb2.StepReport, partial(to_value, StepReport)),
-    (rollout_pb2.PushGroupsResponse, outcomes_from_pb),
+    (rollout_pb2.GroupOutcome, outcome_from_pb),
     (rollout_pb2.LeaseWorkResponse, partial(to_value, WorkGrant)),
     (rollout_pb2.Rejection, partial(to_value, Rejection)),
     (policy_pb2.AcquireLeaseResponse, grant_from_pb),
-    (policy_pb2.PublishVersionRequest, publish_from_pb),
+    (policy_pb2.PublishVersionRequest, partial(to_value, PublishRequest)),
     (policy_pb2.PlanPullResponse, partial(to_value, PullPlan)),
     (run_pb2.RegisterRequest, registration_from_pb),
     (run_pb2.RegisterResponse, register_answer_from_pb),

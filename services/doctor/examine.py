@@ -137,11 +137,12 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         return checks + [skip(name, why) for name in waiting]
 
     proxy = "" if own is None else proxy_variable(target.address)
-    connected: link.Connected | Failure = Failure(kind="proxy", detail=f"calls go through the proxy of {proxy}")
+    past = Failure(kind="proxy", detail=f"calls go through the proxy of {proxy}")
+    connected: link.Connected | Failure = past
     if proxy:
         # This machine may know neither the name nor a route.
         for name in ("dns", "port"):
-            add(skip(name, connected.detail))
+            add(skip(name, past.detail))
     else:
         addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
         add(link.judge_dns(host, addresses))

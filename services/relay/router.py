@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -25,7 +25,7 @@ from heterorl.common.errors import HeterorlError, InvalidRequest, RemoteError, U
 from heterorl.common.identity.spiffe import NODE_KEY
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.metrics import RPC_SECONDS
-from heterorl.common.rpc.channel import CoordinatorChannel
+from heterorl.common.rpc.channel import RPCS, CoordinatorChannel
 from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
@@ -33,16 +33,7 @@ from heterorl.common.wire.common_messages import arguments, to_message
 from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.node_admission import Node, NodeAdmission
-from heterorl.v1 import (
-    backup_pb2,
-    diagnosis_pb2,
-    evaluation_pb2,
-    metrics_pb2,
-    policy_pb2,
-    rollout_pb2,
-    run_pb2,
-    sample_pb2,
-)
+from heterorl.v1 import policy_pb2
 
 POLICY = "/heterorl.v1.PolicyService/"
 CARRIED = "/heterorl.v1."
@@ -51,15 +42,6 @@ OTHER = "other"
 """Label of rpcs that this release does not know."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Answer = Callable[[Any], AsyncIterator[Message]]
-_FILES: Sequence[Any] = (
-    backup_pb2, diagnosis_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2,
-)  # fmt: skip
-_NAMES = frozenset(
-    method.name
-    for file in _FILES
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-)
 _OWN_KEYS = frozenset({"user-agent", "te", "content-type", NODE_KEY})
 """Metadata of one link only, or that a node may not set."""
 
@@ -116,7 +98,7 @@ class Router(grpc.GenericRpcHandler):
     def _label(self, method: str) -> str:
         # Callers choose the name, so unknown ones share one label.
         name = method.rpartition("/")[2]
-        return name if name in _NAMES else OTHER
+        return name if name in RPCS else OTHER
 
     async def _answer(self, method: str, node: Node, context: _Context) -> AsyncIterator[bytes]:
         here = self._here.get(method)

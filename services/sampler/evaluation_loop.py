@@ -19,13 +19,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import ends_within, ring_or_time
 from heterorl.common.process.threads import cause_of
 from heterorl.common.types.common import Digest
-from heterorl.common.types.evaluation import (
-    MAX_HELD_OUT,
-    MAX_RESULT_SAMPLES,
-    EvaluationSpec,
-    PromptResult,
-    without_texts,
-)
+from heterorl.common.types.evaluation import MAX_HELD_OUT, MAX_RESULT_SAMPLES, EvaluationSpec, PromptResult, cut_texts
 from heterorl.common.types.rollout import WorkAssignment, WorkGrant
 from heterorl.sampler.prompt_evaluator import BLOCK, PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.generation_loop import GenerationLoop
@@ -215,7 +209,7 @@ class EvaluationLoop:
         except MessageTooLarge as error:
             # Texts are for readers; statistics need only the numbers.
             _LOG.warning("%d results are delivered without their texts: %s", len(results), error)
-            await self._pushed(state_root, [without_texts(result) for result in results])
+            await self._pushed(state_root, [cut_texts(result, 0) for result in results])
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
         async def attempt() -> int:

@@ -72,17 +72,12 @@ from heterorl.common.wire.common_messages import (
     contract_from_bytes,
     contract_from_pb,
     contract_to_bytes,
+    new_message,
     progress_from_pb,
     to_message,
     to_value,
 )
-from heterorl.common.wire.policy_messages import (
-    manifest_digest,
-    manifest_from_bytes,
-    manifest_to_bytes,
-    publish_from_pb,
-    publish_to_pb,
-)
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.common.wire.rollout_messages import (
     evaluation_from_pb,
     evaluation_to_pb,
@@ -92,7 +87,6 @@ from heterorl.common.wire.rollout_messages import (
 )
 from heterorl.common.wire.run_messages import (
     commands_from_pb,
-    commands_to_pb,
     heartbeat_from_pb,
     heartbeat_to_pb,
     register_answer_from_pb,
@@ -305,8 +299,8 @@ CASES = [
                 max_size=2,
             ).map(tuple),
         ),
-        publish_to_pb,
-        publish_from_pb,
+        partial(to_message, policy_pb2.PublishVersionRequest),
+        partial(to_value, PublishRequest),
     ),
     (
         st.builds(
@@ -391,7 +385,11 @@ CASES = [
         partial(to_message, run_pb2.ReportCanaryResponse),
         partial(to_value, CanaryVerdict),
     ),
-    (st.lists(st.sampled_from(Command)).map(tuple), commands_to_pb, commands_from_pb),
+    (
+        st.lists(st.sampled_from(Command)).map(tuple),
+        lambda commands: new_message(run_pb2.HeartbeatResponse, commands=commands),
+        commands_from_pb,
+    ),
     (
         st.builds(
             PushOutcome,

@@ -22,18 +22,15 @@ from heterorl.common.types.sample import (
     SampleSummary,
     rollout_json,
 )
+from heterorl.common.wire.common_messages import to_message, to_value
 from heterorl.common.wire.sample_messages import (
     StoredSample,
-    evaluation_from_pb,
     evaluation_to_bytes,
-    evaluation_to_pb,
     list_from_pb,
     list_request_from_pb,
     list_request_to_pb,
     list_to_pb,
-    note_from_pb,
     note_to_bytes,
-    note_to_pb,
     outline,
     sample_from_pb,
     sample_of,
@@ -130,15 +127,14 @@ def same(one, other):
 
 @given(notes)
 def test_note_survives_the_wire_and_the_store(note):
-    assert same(note_from_pb(note_to_pb(note)), note)
-    assert same(note_from_pb(sample_pb2.SampleNote.FromString(note_to_bytes(note))), note)
+    assert same(to_value(SampleNote, sample_pb2.SampleNote.FromString(note_to_bytes(note))), note)
 
 
 @given(evaluations)
 def test_evaluation_survives_the_wire_and_the_store(evaluation):
-    assert same(evaluation_from_pb(evaluation_to_pb(evaluation)), evaluation)
+    assert same(to_value(EvaluationSample, to_message(sample_pb2.EvaluationSample, evaluation)), evaluation)
     data = evaluation_to_bytes(evaluation)
-    assert same(evaluation_from_pb(sample_pb2.EvaluationSample.FromString(data)), evaluation)
+    assert same(to_value(EvaluationSample, sample_pb2.EvaluationSample.FromString(data)), evaluation)
 
 
 @given(filters, pages)
@@ -175,13 +171,13 @@ def test_evaluation_that_does_not_say_how_it_ended_is_refused():
     message = sample_pb2.EvaluationSample(rollouts=[sample_pb2.EvaluatedRollout()])
 
     with pytest.raises(InvalidRequest, match="finish_reason"):
-        evaluation_from_pb(message)
+        to_value(EvaluationSample, message)
 
 
 def test_text_with_half_a_surrogate_pair_does_not_fail_the_message():
     note = SampleNote(group=GroupId(site=SiteId("a"), incarnation="i", sequence=1), prompt="a\ud800b", rollouts=())
 
-    assert note_from_pb(note_to_pb(note)).prompt == "a?b"
+    assert to_message(sample_pb2.SampleNote, note).prompt == "a?b"
 
 
 def stored(group, note=b""):

@@ -26,8 +26,9 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, DiagnosisClient
 from heterorl.common.types.common import NO_LORA, Digest
+from heterorl.common.wire.common_messages import to_message, to_value
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
@@ -40,7 +41,7 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler.components import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
-from heterorl.v1 import run_pb2_grpc
+from heterorl.v1 import diagnosis_pb2, run_pb2_grpc
 from tests.support.certificates import Certificates, paths
 from tests.support.cluster import free_port
 from tests.support.conversations import save_chat_model
@@ -338,9 +339,9 @@ async def test_answer_larger_than_a_mebibyte_is_refused_with_words(secure):
     assert diagnosis.contract == secure.run.contract
     assert diagnosis.bytes_full == 80
     assert diagnosis.max_message_bytes == 2 << 20
-    assert diagnosis_from_pb(diagnosis_to_pb(diagnosis)) == diagnosis
+    assert to_value(Diagnosis, to_message(diagnosis_pb2.DiagnoseResponse, diagnosis)) == diagnosis
     unstated = dataclasses.replace(diagnosis, contract=None, head_version=-1)
-    assert diagnosis_from_pb(diagnosis_to_pb(unstated)) == unstated
+    assert to_value(Diagnosis, to_message(diagnosis_pb2.DiagnoseResponse, unstated)) == unstated
 
 
 async def test_coordinator_of_an_older_release_is_named(tmp_path):

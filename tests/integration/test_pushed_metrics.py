@@ -10,7 +10,7 @@ import pytest
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
 from heterorl.common.process.pushed_metrics import series_of
-from heterorl.common.wire.common_messages import series_to_pb
+from heterorl.common.wire.common_messages import new_message
 from heterorl.v1 import metrics_pb2, metrics_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster
@@ -72,7 +72,7 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
             series = [
                 dataclasses.replace(one, labels=one.labels[:20], values=one.values[:20]) for one in series_of(registry)
             ]
-            request = metrics_pb2.PushSamplerMetricsRequest(site="good", series=series_to_pb(series))
+            request = new_message(metrics_pb2.PushSamplerMetricsRequest, site="good", series=list(series))
             assert (await stub.PushSamplerMetrics(request, timeout=WAIT_S)).is_kept
             assert await push("last", 'code="1",method="m",side="s"')
 

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
 
 from heterorl.common.errors import HeterorlError, InvalidRequest, MalformedPayload, RemoteError, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, RPC_SECONDS
-from heterorl.common.rpc.channel import CoordinatorChannel
+from heterorl.common.rpc.channel import RPCS, CoordinatorChannel
 from heterorl.common.rpc.error_status import from_rpc_error, reason_of
 from heterorl.common.rpc.presigned import Allowed, PresignedReads, Slow, UrlClient
 from heterorl.common.rpc.transport_options import BandwidthConfig, TokenBucket
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import HeadUpdate, PullPlan, SignedManifest
-from heterorl.common.wire.common_messages import to_value
+from heterorl.common.wire.common_messages import new_message, to_value
 from heterorl.common.wire.policy_messages import frame_checksum
 from heterorl.v1 import policy_pb2
 
@@ -206,7 +207,12 @@ class Calls:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(
+        self, name: str, message: Any = None, /, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any
+    ) -> Any:
+        """The answer to a message, or to fields as domain values."""
+        request = new_message(GetMessageClass(RPCS[name].input_type), **fields) if message is None else message
+
         async def attempt() -> Any:
             async with self._channel.stubs() as stubs:
                 with timed(name), self._outage.watching(name):
@@ -266,15 +272,12 @@ class WeightCalls(Calls):
             yield HeadUpdate(version=message.version, age_s=age_s)
 
     async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
-        request = policy_pb2.GetManifestRequest(version=version, variant=variant)
-        answer = await self._call("GetManifest", request)
+        answer = await self._call("GetManifest", version=version, variant=variant)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
     async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-        request = policy_pb2.ListManifestsRequest(
-            first_version=first_version, last_version=last_version, variant=variant
-        )
-        return tuple((await self._call("ListManifests", request)).manifests)
+        wanted: dict[str, Any] = {"first_version": first_version, "last_version": last_version, "variant": variant}
+        return tuple((await self._call("ListManifests", **wanted)).manifests)
 
     async def plan_pull(
         self,
@@ -287,16 +290,10 @@ class WeightCalls(Calls):
         object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
-        request = policy_pb2.PlanPullRequest(
-            have_version=have_version,
-            have_root=have_root,
-            want_version=want_version,
-            accept_merged=accept_merged,
-            base_root=base_root,
-            object_bytes=object_bytes,
-            variant=variant,
-        )
-        answer = await self._call("PlanPull", request)
+        answer = await self._call(
+            "PlanPull", have_version=have_version, have_root=have_root, want_version=want_version,
+            accept_merged=accept_merged, base_root=base_root, object_bytes=object_bytes, variant=variant,
+        )  # fmt: skip
         try:
             plan = to_value(PullPlan, answer)
         except InvalidRequest as error:

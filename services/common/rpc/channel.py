@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import Unreachable
@@ -24,16 +25,26 @@ from heterorl.common.process.address import addresses
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, channel_options
 from heterorl.v1 import (
-    backup_pb2_grpc,
-    diagnosis_pb2_grpc,
-    evaluation_pb2_grpc,
-    metrics_pb2_grpc,
-    policy_pb2_grpc,
-    rollout_pb2_grpc,
-    run_pb2_grpc,
-    sample_pb2_grpc,
+    backup_pb2,
+    diagnosis_pb2,
+    evaluation_pb2,
+    metrics_pb2,
+    policy_pb2,
+    rollout_pb2,
+    run_pb2,
+    sample_pb2,
 )
 
+_FILES: tuple[Any, ...] = (
+    backup_pb2, diagnosis_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2,
+)  # fmt: skip
+RPCS: Mapping[str, Any] = {
+    method.name: method
+    for file in _FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""Descriptors of the rpcs of all services by name."""
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 KNOCK_S = 2.0
 """Time that an address has to accept a connection; a dead host never refuses one."""
@@ -43,21 +54,19 @@ class Stubs:
     """The rpcs of all services over one channel, by name."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        # Generated stubs have no types for grpc.aio.
-        stubs: list[Any] = [
-            policy_pb2_grpc.PolicyServiceStub(channel),
-            rollout_pb2_grpc.RolloutServiceStub(channel),
-            run_pb2_grpc.RunServiceStub(channel),
-            diagnosis_pb2_grpc.DiagnosisServiceStub(channel),
-            backup_pb2_grpc.BackupServiceStub(channel),
-            evaluation_pb2_grpc.EvaluationServiceStub(channel),
-            sample_pb2_grpc.SampleServiceStub(channel),
-            metrics_pb2_grpc.MetricsServiceStub(channel),
-        ]
-        self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
+        self._methods = {name: _stub(channel, rpc) for name, rpc in RPCS.items()}
 
     def method(self, name: str) -> Any:
         return self._methods[name]
+
+
+def _stub(channel: grpc.aio.Channel, rpc: Any) -> Any:
+    ways = ("stream" if is_stream else "unary" for is_stream in (rpc.client_streaming, rpc.server_streaming))
+    return getattr(channel, "_".join(ways))(
+        f"/{rpc.containing_service.full_name}/{rpc.name}",
+        request_serializer=GetMessageClass(rpc.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(rpc.output_type).FromString,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Self
@@ -17,7 +18,7 @@ from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
 from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.rpc.presigned import PresignedWrites
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, Series, SiteId, StepReport, peer_words
-from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
+from heterorl.common.types.evaluation import MAX_TEXT, Evaluation, EvaluationSet, PromptResult, cut_texts
 from heterorl.common.types.policy import LeaseGrant, PublishRequest, PutPlace
 from heterorl.common.types.rollout import (
     DropReason,
@@ -40,18 +41,9 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
-from heterorl.common.wire.common_messages import contract_to_pb, series_to_pb, to_message, to_value
-from heterorl.common.wire.policy_messages import frame_checksum, grant_from_pb, publish_to_pb
-from heterorl.common.wire.rollout_messages import (
-    REASONS,
-    RETURN_REASONS,
-    evaluation_from_pb,
-    outcomes_from_pb,
-    pushes_to_pb,
-    queued_from_pb,
-    rejections_to_pb,
-    results_to_pb,
-)
+from heterorl.common.wire.common_messages import new_message, to_message, to_value
+from heterorl.common.wire.policy_messages import frame_checksum, grant_from_pb
+from heterorl.common.wire.rollout_messages import evaluation_from_pb, outcome_from_pb, pushes_to_pb, queued_from_pb
 from heterorl.common.wire.run_messages import (
     commands_from_pb,
     heartbeat_to_pb,
@@ -59,15 +51,9 @@ from heterorl.common.wire.run_messages import (
     registration_to_pb,
     status_from_pb,
 )
-from heterorl.common.wire.sample_messages import (
-    evaluation_to_pb,
-    list_from_pb,
-    list_request_to_pb,
-    note_to_pb,
-    sample_from_pb,
-)
+from heterorl.common.wire.sample_messages import list_from_pb, list_request_to_pb, sample_from_pb
 from heterorl.common.wire.sealed_groups import sealed
-from heterorl.v1 import common_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2
 
 PUSH_TIMEOUT_S = 120.0
 """Deadline of a push of evaluations; one of groups has the time of its bytes on top."""
@@ -119,55 +105,38 @@ class CoordinatorClient(WeightCalls):
         groups_per_version: int = 0,
         statement: bytes = b"",
     ) -> LeaseGrant:
-        request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id,
-            holder=holder,
-            contract=contract_to_pb(contract),
-            variants=variants,
-            incarnation=incarnation,
-            groups_per_version=groups_per_version,
-            statement=statement,
-        )
-        return grant_from_pb(await self._call("AcquireLease", request))
+        answer = await self._call(
+            "AcquireLease", request_id=request_id, holder=holder, contract=contract, variants=variants,
+            incarnation=incarnation, groups_per_version=groups_per_version, statement=statement,
+        )  # fmt: skip
+        return grant_from_pb(answer)
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        stated = None if progress is None else to_message(common_pb2.LearnerProgress, progress)
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=stated)
-        return grant_from_pb(await self._call("RenewLease", request))
+        return grant_from_pb(await self._call("RenewLease", epoch=epoch, progress=progress))
 
     async def release_lease(self, *, epoch: int) -> None:
-        await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
+        await self._call("ReleaseLease", epoch=epoch)
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
-        request = rollout_pb2.AbandonGroupsRequest(
-            epoch=epoch,
-            ids=[to_message(common_pb2.GroupId, group_id) for group_id in ids],
-            reason=peer_words(reason),
-            counted_as=REASONS[counted_as],
-        )
-        await self._call("AbandonGroups", request)
+        words = peer_words(reason)
+        await self._call("AbandonGroups", epoch=epoch, ids=list(ids), reason=words, counted_as=counted_as)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        await self._call("RejectGroups", rejections_to_pb(epoch, rejections))
+        said = [dataclasses.replace(each, detail=peer_words(each.detail)) for each in rejections]
+        await self._call("RejectGroups", epoch=epoch, rejections=said)
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))
+        await self._call("DescribeRun", epoch=epoch, facts=dict(facts))
 
     async def note_samples(
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
-        request = sample_pb2.NoteSamplesRequest(
-            epoch=epoch,
-            notes=[note_to_pb(note) for note in notes],
-            evaluations=[evaluation_to_pb(evaluation) for evaluation in evaluations],
-        )
-        await self._call("NoteSamples", request)
+        await self._call("NoteSamples", epoch=epoch, notes=list(notes), evaluations=list(evaluations))
 
     async def query_upload(self, *, digest: Digest) -> int:
-        request = policy_pb2.QueryUploadRequest(digest=digest)
-        return int((await self._call("QueryUpload", request)).num_bytes)
+        return int((await self._call("QueryUpload", digest=digest)).num_bytes)
 
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
@@ -195,10 +164,9 @@ class CoordinatorClient(WeightCalls):
     async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
         if not self._writes.is_worth_asking:
             return False
-        request = policy_pb2.QueryUploadRequest(digest=digest, epoch=epoch, put_bytes=num_bytes)
 
         async def ask() -> PutPlace:
-            answer = await self._call("QueryUpload", request)
+            answer = await self._call("QueryUpload", digest=digest, epoch=epoch, put_bytes=num_bytes)
             return PutPlace(url=answer.put_url, offset=answer.put_offset, num_bytes=answer.put_bytes)
 
         async def paced(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
@@ -218,12 +186,10 @@ class CoordinatorClient(WeightCalls):
         return await self._upload(requests())
 
     async def publish_version(self, request: PublishRequest) -> int:
-        message = publish_to_pb(request)
-        return int((await self._call("PublishVersion", message)).version)
+        return int((await self._call("PublishVersion", to_message(policy_pb2.PublishVersionRequest, request))).version)
 
     async def get_step(self, *, step_id: str) -> int | None:
-        request = policy_pb2.GetStepRequest(step_id=step_id)
-        answer = await self._call("GetStep", request)
+        answer = await self._call("GetStep", step_id=step_id)
         return int(answer.version) if answer.HasField("version") else None
 
     async def lease_work(
@@ -236,26 +202,18 @@ class CoordinatorClient(WeightCalls):
         request_id: str = "",
         sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        request = rollout_pb2.LeaseWorkRequest(
-            site=site,
-            incarnation=incarnation,
-            max_groups=max_groups,
-            policy_version=policy_version,
-            request_id=request_id or secrets.token_hex(8),
-            sets=[to_message(evaluation_pb2.EvaluationSet, each) for each in sets],
-        )
-        return to_value(WorkGrant, await self._call("LeaseWork", request))
+        grant = await self._call(
+            "LeaseWork", site=site, incarnation=incarnation, max_groups=max_groups, policy_version=policy_version,
+            request_id=request_id or secrets.token_hex(8), sets=list(sets),
+        )  # fmt: skip
+        return to_value(WorkGrant, grant)
 
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        number: Any = None if reason is None else RETURN_REASONS[reason]
         for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
-            some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
-            request = rollout_pb2.AbandonWorkRequest(
-                site=site, incarnation=incarnation, assignments=list(some), reason=number
-            )
-            await self._call("AbandonWork", request)
+            some = list(assignments[first : first + ASSIGNMENTS_AT_ONCE])
+            await self._call("AbandonWork", site=site, incarnation=incarnation, assignments=some, reason=reason)
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Push groups; outcomes before a broken link are final, others unknown."""
@@ -277,7 +235,7 @@ class CoordinatorClient(WeightCalls):
                 async with self._channel.stubs() as stubs:
                     with timed("PushGroups"):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
-                            for outcome in outcomes_from_pb(readable("PushGroups", message)):
+                            for outcome in map(outcome_from_pb, readable("PushGroups", message).outcomes):
                                 # Keep one outcome for each group; drop extra outcomes and outcomes of other groups.
                                 if len(outcomes) < len(groups) and is_in_order:
                                     is_in_order = outcome.id == groups[len(outcomes)].id
@@ -301,9 +259,7 @@ class CoordinatorClient(WeightCalls):
     ) -> AsyncIterator[QueuedGroup]:
 
         async def requests() -> AsyncIterator[rollout_pb2.StreamGroupsRequest]:
-            yield rollout_pb2.StreamGroupsRequest(
-                epoch=epoch, held=[to_message(common_pb2.GroupId, group_id) for group_id in held]
-            )
+            yield new_message(rollout_pb2.StreamGroupsRequest, epoch=epoch, held=list(held))
             async for credit in credits:
                 yield rollout_pb2.StreamGroupsRequest(epoch=epoch, credits=credit)
 
@@ -312,16 +268,14 @@ class CoordinatorClient(WeightCalls):
             yield queued_from_pb(message)
 
     async def register(self, registration: Registration) -> RegisterAnswer:
-        request = registration_to_pb(registration)
-        answer = register_answer_from_pb(await self._call("Register", request))
+        answer = register_answer_from_pb(await self._call("Register", registration_to_pb(registration)))
         if answer.max_message_bytes:
             await self._channel.send_up_to(answer.max_message_bytes)
         self._push_groups = answer.push_groups
         return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
-        request = heartbeat_to_pb(beat)
-        return commands_from_pb(await self._call("Heartbeat", request))
+        return commands_from_pb(await self._call("Heartbeat", heartbeat_to_pb(beat)))
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         request = to_message(run_pb2.ReportCanaryRequest, report)
@@ -334,51 +288,49 @@ class CoordinatorClient(WeightCalls):
         kind = _METRICS[service]
 
         async def push(series: Sequence[Series]) -> bool:
-            request = kind(site=site, series=series_to_pb(series))
+            request = new_message(kind, site=site, series=list(series))
             return bool((await self._once(kind.DESCRIPTOR.name.removesuffix("Request"), request)).is_kept)
 
         return pushing(push, registry=registry_of(service), interval_s=interval_s, clock=self._clock)
 
     async def get_status(self) -> RunStatus:
-        return status_from_pb(await self._call("GetStatus", run_pb2.GetStatusRequest()))
+        return status_from_pb(await self._call("GetStatus"))
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
-        request = run_pb2.ListStepsRequest(after_step=after_step, limit=limit)
-        answer = await self._call("ListSteps", request)
+        answer = await self._call("ListSteps", after_step=after_step, limit=limit)
         return tuple(to_value(StepReport, report) for report in answer.reports)
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
-        await self._call("Drain", run_pb2.DrainRequest(reason=reason, epoch=epoch))
+        await self._call("Drain", reason=reason, epoch=epoch)
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
-        request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
-        return int((await self._call("Rollback", request)).head_version)
+        return int((await self._call("Rollback", request_id=request_id, to_version=to_version)).head_version)
 
     async def list_restorable(self) -> tuple[int, ...]:
-        return tuple((await self._call("ListRestorable", run_pb2.ListRestorableRequest())).versions)
+        return tuple((await self._call("ListRestorable")).versions)
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
-        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
-        return str((await self._call("ReleaseSite", request)).quarantine)
+        request_id = request_id or secrets.token_hex(8)
+        return str((await self._call("ReleaseSite", site=site, reason=reason, request_id=request_id)).quarantine)
 
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
         return list_from_pb(await self._call("ListSamples", list_request_to_pb(wanted, page)), page)
 
     async def get_sample(self, *, sample_id: int) -> Sample:
-        return sample_from_pb(await self._call("GetSample", sample_pb2.GetSampleRequest(id=sample_id)))
+        return sample_from_pb(await self._call("GetSample", id=sample_id))
 
     async def push_evaluation(
         self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        request = evaluation_pb2.PushEvaluationRequest(
-            site=site, incarnation=incarnation, state_root=state_root, results=results_to_pb(results)
-        )
+        request = new_message(
+            evaluation_pb2.PushEvaluationRequest, site=site, incarnation=incarnation, state_root=state_root,
+            results=[cut_texts(result, MAX_TEXT) for result in results],
+        )  # fmt: skip
         await self._pace(self._up, "up", request.ByteSize())
         return int((await self._call("PushEvaluation", request, timeout_s=PUSH_TIMEOUT_S)).num_counted)
 
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
     ) -> tuple[Evaluation, ...]:
-        request = evaluation_pb2.ListEvaluationsRequest(task_set=task_set, after_version=after_version, limit=limit)
-        answer = await self._call("ListEvaluations", request)
+        answer = await self._call("ListEvaluations", task_set=task_set, after_version=after_version, limit=limit)
         return tuple(evaluation_from_pb(message) for message in answer.evaluations)

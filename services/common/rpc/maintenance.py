@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Contract
-from heterorl.common.wire.common_messages import contract_to_pb, to_message, to_value
-from heterorl.v1 import backup_pb2, diagnosis_pb2
+from heterorl.common.wire.common_messages import to_value
 
 OVERHEAD_BYTES = 4096
 """Room in a message for everything but its padding."""
@@ -40,25 +40,8 @@ class DiagnosisClient(Calls):
 
     async def diagnose(self, *, send_bytes: int = 0, answer_bytes: int = 0, timeout_s: float = 5.0) -> Diagnosis:
         """Ask the coordinator, with padding in request and answer."""
-        request = diagnosis_pb2.DiagnoseRequest(padding=bytes(send_bytes), answer_bytes=answer_bytes)
-        return diagnosis_from_pb(await self._call("Diagnose", request, timeout_s=timeout_s))
-
-
-def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.DiagnoseResponse:
-    """Diagnosis -> message, with padding."""
-    return to_message(
-        diagnosis_pb2.DiagnoseResponse,
-        value,
-        without={"server_time"},
-        server_time_s=value.server_time,
-        contract=None if value.contract is None else contract_to_pb(value.contract),
-        padding=padding,
-    )
-
-
-def diagnosis_from_pb(message: diagnosis_pb2.DiagnoseResponse) -> Diagnosis:
-    """Message -> diagnosis."""
-    return to_value(Diagnosis, message, server_time=message.server_time_s)
+        asked: dict[str, Any] = {"padding": bytes(send_bytes), "answer_bytes": answer_bytes}
+        return to_value(Diagnosis, await self._call("Diagnose", timeout_s=timeout_s, **asked))
 
 
 BACKUP_TIMEOUT_S = 3600.0
@@ -85,5 +68,4 @@ class BackupClient(Calls):
 
     async def backup(self, *, name: str) -> Backup:
         """Write the run into a directory of this name; repeating is harmless."""
-        request = backup_pb2.BackupRequest(name=name)
-        return to_value(Backup, await self._call("Backup", request, timeout_s=BACKUP_TIMEOUT_S))
+        return to_value(Backup, await self._call("Backup", name=name, timeout_s=BACKUP_TIMEOUT_S))

@@ -82,9 +82,10 @@ class PromptResult:
     """Assignment that asked for it, in a run."""
 
 
-def without_texts(result: PromptResult) -> PromptResult:
-    """A result without its texts."""
-    return replace(result, prompt="", answer="", samples=tuple(replace(sample, text="") for sample in result.samples))
+def cut_texts(result: PromptResult, most: int) -> PromptResult:
+    """A result whose texts have at most `most` characters."""
+    samples = tuple(replace(sample, text=sample.text[:most]) for sample in result.samples)
+    return replace(result, prompt=result.prompt[:most], answer=result.answer[:most], samples=samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ import enum
 import functools
 import math
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import NoneType
 from typing import Any, TypeVar
 
 import blake3
+import numpy as np
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -21,17 +22,19 @@ from heterorl.common.types.common import (
     NO_LORA,
     Contract,
     Digest,
+    Float32Array,
+    Int32Array,
     LearnerPhase,
     LearnerProgress,
     LoraSettings,
-    Series,
     SiteId,
     digest_field,
 )
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import PayloadRef
-from heterorl.common.types.rollout import GroupId
-from heterorl.v1 import common_pb2, evaluation_pb2, metrics_pb2, policy_pb2
+from heterorl.common.types.rollout import GroupId, RewardPart
+from heterorl.common.types.sample import SampleRollout
+from heterorl.v1 import common_pb2, evaluation_pb2, policy_pb2
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -42,6 +45,18 @@ MessageT = TypeVar("MessageT", bound=Message)
 ReadT = TypeVar("ReadT", bound=Callable[[Any], Any])
 
 
+_UNSTATED: Mapping[Any, Container[str]] = {
+    RewardPart: {"weight", "signature"},
+    SampleRollout: {"log_ratios", "token_ends", "spans"},
+}
+"""Fields that the messages of these values lack."""
+_OTHER_NAMES = {
+    "canary": "canary_logprobs",
+    "sampler_logprobs": "logprobs",
+    "server_time": "server_time_s",
+    "step_id": "request_id",
+}
+"""Fields that messages name otherwise."""
 _READERS: dict[type, Callable[[Any], Any]] = {}
 
 
@@ -61,19 +76,28 @@ def reads(kind: type) -> Callable[[ReadT], ReadT]:
 def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
     """A dataclass's message: fields of one name converted, others from `changed`.
 
-    A dataclass inside becomes a message too, a member of an enumeration its number. None leaves a field unset. Raises
-    ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
+    Raises ValueError: a defect: the message lacks a field of the value, and `without` does not name it.
     """
     names = [name for name in _names(type(value)) if name not in changed and name not in without]
-    return kind(**{name: _written(kind.DESCRIPTOR, name, getattr(value, name)) for name in names}, **changed)
+    stated = {_name_in(kind.DESCRIPTOR, name): getattr(value, name) for name in names}
+    return new_message(kind, **stated, **changed)
+
+
+def new_message(kind: type[MessageT], /, **fields: Any) -> MessageT:
+    """A message of domain values.
+
+    A dataclass becomes a message, a member of an enumeration its number, an array a list. None leaves a field unset.
+    Half a surrogate pair, which has no UTF-8, becomes a question mark.
+    """
+    return kind(**{name: _written(kind.DESCRIPTOR, name, value) for name, value in fields.items()})
 
 
 def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
     """A message's dataclass: fields of one name converted, others from `changed`.
 
-    A repeated field becomes a tuple, an unset optional one None. Messages inside are read by the function of `reads`,
-    else in this way. Other foreign values are checked by the caller, who passes them in `changed`. A number that no
-    member of an enumeration has becomes None where the dataclass allows it.
+    A repeated field becomes a tuple or an array, an unset optional one None. Messages inside are read by the function
+    of `reads`, else in this way. Other foreign values are checked by the caller, who passes them in `changed`. A number
+    that no member of an enumeration has becomes None where the dataclass allows it.
 
     Raises:
         InvalidRequest: such a number, where there must be a member.
@@ -99,14 +123,24 @@ def arguments(message: Message, /, **changed: Any) -> dict[str, Any]:
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNSTATED.get(kind, ()))
+
+
+def _name_in(descriptor: Any, name: str) -> str:
+    return name if name in descriptor.fields_by_name else _OTHER_NAMES.get(name, name)
 
 
 def _written(descriptor: Any, name: str, value: Any) -> Any:
     if isinstance(value, tuple | list) and _is_nested(descriptor, name):
         return [_written(descriptor, name, entry) for entry in value]
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, enum.Enum):
         return numbers_of(type(value), descriptor.fields_by_name[name].enum_type)[value]
+    if isinstance(value, Contract):
+        return contract_to_pb(value)
     if dataclasses.is_dataclass(value):
         return to_message(GetMessageClass(descriptor.fields_by_name[name].message_type), value)
     return value
@@ -132,11 +166,12 @@ def members_of(kind: type[EnumT], descriptor: EnumDescriptor) -> dict[int, EnumT
 
 
 def _read(kind: type, message: Message, name: str) -> Any:
+    stated = _name_in(message.DESCRIPTOR, name)
     has_none, read = _reader(kind, message.DESCRIPTOR, name)
-    if has_none and not message.HasField(name):
+    if has_none and not message.HasField(stated):
         return None
-    value = getattr(message, name)
-    if isinstance(value, int | float | str | bytes | Message):
+    value = getattr(message, stated)
+    if isinstance(value, int | float | str | bytes | Message) or read in _ARRAYS.values():
         return value if read is None else read(value)
     return tuple(value) if read is None else tuple(map(read, value))
 
@@ -147,10 +182,10 @@ def _reader(kind: type, descriptor: Descriptor, name: str) -> tuple[bool, Callab
 
     Without a reader a value is taken as it is.
     """
-    field = descriptor.fields_by_name[name]
+    field, hint = descriptor.fields_by_name[_name_in(descriptor, name)], typing.get_type_hints(kind)[name]
     if field.message_type is None and field.enum_type is None:
-        return field.has_presence, None
-    parts = set(_parts(typing.get_type_hints(kind)[name]))
+        return field.has_presence, _ARRAYS.get(hint)
+    parts = set(_parts(hint))
     may_lack = NoneType in parts
     (part,) = parts - {NoneType}
     if field.enum_type is None:
@@ -172,6 +207,19 @@ def _parts(hint: Any) -> Iterator[type]:
         yield hint
     for argument in arguments:
         yield from _parts(argument)
+
+
+def floats(values: Any) -> Float32Array:
+    return np.array(values, np.float32)
+
+
+def ids(values: Any) -> Int32Array:
+    """Whole numbers of a message; one beyond int32 is clamped."""
+    return np.minimum(np.array(values, np.int64), MAX_INT32).astype(np.int32)
+
+
+_ARRAYS: Mapping[Any, Callable[[Any], Any]] = {Float32Array: floats, Int32Array: ids}
+"""Readers of repeated numbers, at once."""
 
 
 @reads(GroupId)
@@ -257,12 +305,3 @@ def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | N
     """Convert a learner's progress; None for a phase of a newer program."""
     phases = members_of(LearnerPhase, common_pb2.LearnerPhase.DESCRIPTOR)
     return to_value(LearnerProgress, message) if message.phase in phases else None
-
-
-def series_to_pb(series: Sequence[Series]) -> list[metrics_pb2.MetricSeries]:
-    return [to_message(metrics_pb2.MetricSeries, one) for one in series]
-
-
-def series_from_pb(messages: Iterable[metrics_pb2.MetricSeries]) -> list[Series]:
-    """Convert series; their reader checks them."""
-    return [to_value(Series, one) for one in messages]

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.types.common import Digest, digest_field
-from heterorl.common.types.policy import LeaseGrant, Manifest, PublishRequest, VariantVersion
+from heterorl.common.types.policy import LeaseGrant, Manifest
 from heterorl.common.wire.common_messages import MAX_RUN_ID, bytes_digest, to_message, to_value
 from heterorl.v1 import policy_pb2
 
@@ -56,32 +56,6 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         ordered = message.rollback_to if message.HasField("rollback_to") else -1
         stated |= {"rollback_to": ordered, "max_message_bytes": 0, "most_groups_per_version": 0}
     return to_value(LeaseGrant, message, **stated)
-
-
-def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
-    return to_message(
-        policy_pb2.PublishVersionRequest,
-        value,
-        without={"step_id", "canary"},
-        request_id=value.step_id,
-        canary_logprobs=value.canary,
-        variants=[
-            to_message(policy_pb2.VariantVersion, entry, without={"canary"}, canary_logprobs=entry.canary)
-            for entry in value.variants
-        ],
-    )
-
-
-def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest:
-    return to_value(
-        PublishRequest,
-        message,
-        step_id=message.request_id,
-        canary=tuple(message.canary_logprobs),
-        variants=tuple(
-            to_value(VariantVersion, entry, canary=tuple(entry.canary_logprobs)) for entry in message.variants
-        ),
-    )
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:

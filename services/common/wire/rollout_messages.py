@@ -9,8 +9,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.common import SiteId, peer_words
-from heterorl.common.types.evaluation import MAX_TEXT, Evaluation, EvaluationSummary, PromptResult, ScoredSample
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.evaluation import Evaluation, EvaluationSummary, PromptResult, ScoredSample
 from heterorl.common.types.rollout import (
     MAX_REWARD,
     DropReason,
@@ -18,11 +18,10 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     PushStatus,
     QueuedGroup,
-    Rejection,
     ReturnReason,
     SealedGroup,
 )
-from heterorl.common.wire.common_messages import MAX_INT64, members_of, numbers_of, to_message, to_value
+from heterorl.common.wire.common_messages import MAX_INT64, members_of, to_message, to_value
 from heterorl.common.wire.sealed_groups import open_group, read_sealed, shell_of
 from heterorl.v1 import evaluation_pb2, rollout_pb2
 
@@ -35,18 +34,8 @@ SIZE_BYTES = 4
 """Bytes of a group's size in the message."""
 
 
-REASONS = numbers_of(DropReason, rollout_pb2.DropReason.DESCRIPTOR)
 REASON_OF = members_of(DropReason, rollout_pb2.DropReason.DESCRIPTOR)
-RETURN_REASONS = numbers_of(ReturnReason, rollout_pb2.ReturnReason.DESCRIPTOR)
 RETURN_REASON_OF = members_of(ReturnReason, rollout_pb2.ReturnReason.DESCRIPTOR)
-
-
-def outcomes_to_pb(values: Sequence[PushOutcome]) -> rollout_pb2.PushGroupsResponse:
-    return rollout_pb2.PushGroupsResponse(outcomes=[to_message(rollout_pb2.GroupOutcome, value) for value in values])
-
-
-def outcomes_from_pb(message: rollout_pb2.PushGroupsResponse) -> list[PushOutcome]:
-    return [outcome_from_pb(outcome) for outcome in message.outcomes]
 
 
 def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
@@ -75,11 +64,6 @@ def opened(value: LeasedGroup) -> QueuedGroup:
         variant=value.variant,
         wants_note=value.wants_note,
     )
-
-
-def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.RejectGroupsRequest:
-    rejections = [to_message(rollout_pb2.Rejection, value, detail=peer_words(value.detail)) for value in values]
-    return rollout_pb2.RejectGroupsRequest(epoch=epoch, rejections=rejections)
 
 
 def pushes_to_pb(
@@ -141,22 +125,6 @@ def pushed_from_pb(message: rollout_pb2.PushGroupsRequest, *, limit_groups: int)
     return groups
 
 
-def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptResult]:
-    """Convert results; texts are cut to MAX_TEXT."""
-    return [
-        to_message(
-            evaluation_pb2.PromptResult,
-            value,
-            samples=[
-                to_message(evaluation_pb2.ScoredSample, sample, text=_cut(sample.text)) for sample in value.samples
-            ],
-            prompt=_cut(value.prompt),
-            answer=_cut(value.answer),
-        )
-        for value in values
-    ]
-
-
 def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[PromptResult, ...]:
     """Convert results; raises InvalidRequest if a reward is not a number."""
     return tuple(
@@ -182,11 +150,6 @@ def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
     summary = to_value(EvaluationSummary, message)
     sites = tuple((SiteId(share.site), share.num_prompts) for share in message.sites)
     return to_value(Evaluation, message, summary=summary, sites=sites)
-
-
-def _cut(text: str) -> str:
-    # A tokenizer may decode to a lone surrogate, which has no UTF-8.
-    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
 
 
 def _sample(index: int, message: evaluation_pb2.ScoredSample) -> ScoredSample:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from heterorl.common.types.common import peer_words
 from heterorl.common.types.run import Command, Heartbeat, LedgerCounts, RegisterAnswer, Registration, RunStatus
-from heterorl.common.wire.common_messages import contract_to_pb, members_of, numbers_of, to_message, to_value
-from heterorl.common.wire.rollout_messages import REASON_OF, REASONS, RETURN_REASON_OF, RETURN_REASONS
+from heterorl.common.wire.common_messages import members_of, new_message, to_message, to_value
+from heterorl.common.wire.rollout_messages import REASON_OF, RETURN_REASON_OF
 from heterorl.v1 import run_pb2
 
-_COMMAND = numbers_of(Command, run_pb2.Command.DESCRIPTOR)
 _COMMAND_OF = members_of(Command, run_pb2.Command.DESCRIPTOR)
 
 
 def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
     held = None if value.held is None else run_pb2.HeldWork(assignments=value.held)
-    return to_message(run_pb2.RegisterRequest, value, contract=contract_to_pb(value.contract), held=held)
+    return to_message(run_pb2.RegisterRequest, value, held=held)
 
 
 def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
@@ -34,10 +33,6 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
     return to_value(Heartbeat, message, problem=peer_words(message.problem))
 
 
-def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
-    return run_pb2.HeartbeatResponse(commands=[_COMMAND[command] for command in commands])
-
-
 def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
     """Convert a heartbeat's commands; skips unknown ones of a newer coordinator."""
     return tuple(_COMMAND_OF[command] for command in message.commands if command in _COMMAND_OF)
@@ -53,10 +48,8 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         pending=ledger.pending,
         leased=ledger.leased,
         consumed=ledger.consumed,
-        dropped=[run_pb2.DropCount(reason=REASONS[reason], count=count) for reason, count in ledger.dropped.items()],
-        closed=[
-            run_pb2.ClosedCount(reason=RETURN_REASONS[reason], count=count) for reason, count in ledger.closed.items()
-        ],
+        dropped=[new_message(run_pb2.DropCount, reason=each, count=count) for each, count in ledger.dropped.items()],
+        closed=[new_message(run_pb2.ClosedCount, reason=each, count=count) for each, count in ledger.closed.items()],
         snapshot_version=value.snapshot_version if value.snapshot_version >= 0 else None,
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
         facts=dict(value.facts),

@@ -10,12 +10,10 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import FinishReason, Group, RewardPart
+from heterorl.common.types.rollout import FinishReason, Group
 from heterorl.common.types.sample import (
     MAX_PAGE,
     EvaluationSample,
@@ -29,119 +27,19 @@ from heterorl.common.types.sample import (
     SampleRollout,
     SampleSummary,
 )
-from heterorl.common.wire.common_messages import MAX_INT32, to_message, to_value
-from heterorl.common.wire.sealed_groups import (
-    FINISH,
-    FINISH_OF,
-    FIRST_LOST,
-    columns_of,
-    group_message,
-    open_group,
-    read_sealed,
-)
-from heterorl.v1 import common_pb2, rollout_pb2, sample_pb2
-
-
-def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
-    return sample_pb2.SampleNote(
-        group=to_message(common_pb2.GroupId, value.group),
-        prompt=_text(value.prompt),
-        answer=_text(value.answer),
-        rollouts=[
-            sample_pb2.RolloutNote(
-                completion=_text(rollout.completion),
-                reward_parts=_parts_to_pb(rollout.reward_parts),
-                log_ratios=rollout.log_ratios.tolist(),
-                token_ends=rollout.token_ends.tolist(),
-            )
-            for rollout in value.rollouts
-        ],
-    )
-
-
-def note_from_pb(message: sample_pb2.SampleNote) -> SampleNote:
-    rollouts = tuple(
-        RolloutNote(
-            completion=rollout.completion,
-            reward_parts=_parts_from_pb(rollout.reward_parts),
-            log_ratios=floats(rollout.log_ratios),
-            token_ends=ids(rollout.token_ends),
-        )
-        for rollout in message.rollouts
-    )
-    return to_value(SampleNote, message, rollouts=rollouts)
+from heterorl.common.wire.common_messages import floats, ids, to_message, to_value
+from heterorl.common.wire.sealed_groups import FIRST_LOST, columns_of, group_message, open_group, read_sealed
+from heterorl.v1 import rollout_pb2, sample_pb2
 
 
 def note_to_bytes(value: SampleNote) -> bytes:
     """Serialise a note for the store."""
-    return note_to_pb(value).SerializeToString(deterministic=True)
-
-
-def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
-    return to_message(
-        sample_pb2.EvaluationSample,
-        value,
-        task_set=_text(value.task_set),
-        prompt=_text(value.prompt),
-        answer=_text(value.answer),
-        rollouts=[
-            sample_pb2.EvaluatedRollout(
-                completion=_text(rollout.completion),
-                reward=rollout.reward,
-                reward_parts=_parts_to_pb(rollout.reward_parts),
-                finish_reason=FINISH[rollout.finish_reason],
-                token_ids=rollout.token_ids.tolist(),
-                logprobs=rollout.sampler_logprobs.tolist(),
-            )
-            for rollout in value.rollouts
-        ],
-    )
-
-
-def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample:
-    """Convert an evaluation; raises InvalidRequest if a finish reason is not stated."""
-    return to_value(EvaluationSample, message, rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts))
-
-
-def _evaluated(message: sample_pb2.EvaluatedRollout) -> SampleRollout:
-    finish = FINISH_OF.get(message.finish_reason)
-    if finish is None:
-        raise InvalidRequest(f"evaluations.rollouts.finish_reason: {message.finish_reason} is not a reason")
-    return SampleRollout(
-        completion=message.completion,
-        token_ids=ids(message.token_ids),
-        sampler_logprobs=floats(message.logprobs),
-        reward=message.reward,
-        reward_parts=_parts_from_pb(message.reward_parts),
-        finish_reason=finish,
-    )
+    return to_message(sample_pb2.SampleNote, value).SerializeToString(deterministic=True)
 
 
 def evaluation_to_bytes(value: EvaluationSample) -> bytes:
     """Serialise an evaluation for the store."""
-    return evaluation_to_pb(value).SerializeToString(deterministic=True)
-
-
-def _parts_to_pb(parts: tuple[RewardPart, ...]) -> list[rollout_pb2.RewardPart]:
-    return [rollout_pb2.RewardPart(name=part.name, value=part.value) for part in parts]
-
-
-def _parts_from_pb(parts: object) -> tuple[RewardPart, ...]:
-    return tuple(RewardPart(name=part.name, value=part.value) for part in parts)  # type: ignore[attr-defined]
-
-
-def floats(values: object) -> Float32Array:
-    return np.array(values, np.float32)
-
-
-def ids(values: object) -> Int32Array:
-    """Whole numbers of a message; one beyond int32 is clamped."""
-    return np.minimum(np.array(values, np.int64), MAX_INT32).astype(np.int32)
-
-
-def _text(text: str) -> str:
-    # A lone surrogate has no UTF-8 and would fail the whole message.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return to_message(sample_pb2.EvaluationSample, value).SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +117,10 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
     """Convert a sample; raises InvalidRequest for a newer program's enum value."""
     summary = to_value(SampleSummary, message.summary)
     if message.HasField("evaluation"):
-        evaluation = evaluation_from_pb(message.evaluation)
+        evaluation = to_value(EvaluationSample, message.evaluation)
         return Sample(summary=summary, prompt=evaluation.prompt, answer=evaluation.answer, rollouts=evaluation.rollouts)
     group = open_group(read_sealed(message.group))
-    return _of_group(summary, group, note_from_pb(message.note) if message.HasField("note") else None)
+    return _of_group(summary, group, to_value(SampleNote, message.note) if message.HasField("note") else None)
 
 
 def sample_of(value: StoredSample) -> Sample:

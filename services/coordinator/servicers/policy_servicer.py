@@ -10,9 +10,10 @@ import grpc.aio
 from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import digest_field
+from heterorl.common.types.policy import PublishRequest
 from heterorl.common.weights.payload import FRAME_BYTES
-from heterorl.common.wire.common_messages import arguments, contract_from_pb, progress_from_pb, to_message
-from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, publish_from_pb, renewal_to_pb
+from heterorl.common.wire.common_messages import arguments, contract_from_pb, progress_from_pb, to_message, to_value
+from heterorl.common.wire.policy_messages import frame_checksum, grant_to_pb, renewal_to_pb
 from heterorl.coordinator.learner_lease import LearnerLease
 from heterorl.coordinator.policy_column import PolicyColumn
 from heterorl.v1 import policy_pb2 as pb
@@ -90,7 +91,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         return pb.UploadPayloadResponse(num_bytes=num_bytes)
 
     async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
-        version = await self._policy.publish_version(publish_from_pb(request))
+        version = await self._policy.publish_version(to_value(PublishRequest, request))
         return pb.PublishVersionResponse(version=version)
 
     async def GetStep(self, request: pb.GetStepRequest, context: Context) -> pb.GetStepResponse:

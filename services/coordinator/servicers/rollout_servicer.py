@@ -23,13 +23,12 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.rollout import DropReason, PushOutcome, Rejection
-from heterorl.common.wire.common_messages import arguments, group_id_from_pb, to_message, to_value
+from heterorl.common.wire.common_messages import arguments, group_id_from_pb, new_message, to_message, to_value
 from heterorl.common.wire.rollout_messages import (
     REASON_OF,
     RETURN_REASON_OF,
     evaluation_to_pb,
     leased_to_pb,
-    outcomes_to_pb,
     results_from_pb,
 )
 from heterorl.coordinator import run_metrics
@@ -192,7 +191,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async for outcomes in self._pushes.outcomes(request_iterator):
             for outcome in outcomes:
                 run_metrics.observe_push(outcome)
-            yield outcomes_to_pb(outcomes)
+            yield new_message(pb.PushGroupsResponse, outcomes=list(outcomes))
 
     async def StreamGroups(
         self, request_iterator: AsyncIterator[pb.StreamGroupsRequest], context: Context

@@ -10,20 +10,16 @@ import grpc.aio
 
 from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
+from heterorl.common.process.metrics import Service
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
-from heterorl.common.types.common import Contract
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis
+from heterorl.common.types.common import Contract, Series
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import CanaryReport, parse_facts
-from heterorl.common.wire.common_messages import arguments, series_from_pb, to_message, to_value
-from heterorl.common.wire.run_messages import commands_to_pb, heartbeat_from_pb, registration_from_pb, status_to_pb
-from heterorl.common.wire.sample_messages import (
-    evaluation_from_pb,
-    list_request_from_pb,
-    list_to_pb,
-    note_from_pb,
-    stored_to_pb,
-)
+from heterorl.common.types.sample import EvaluationSample, SampleNote
+from heterorl.common.wire.common_messages import arguments, new_message, to_message, to_value
+from heterorl.common.wire.run_messages import heartbeat_from_pb, registration_from_pb, status_to_pb
+from heterorl.common.wire.sample_messages import list_request_from_pb, list_to_pb, stored_to_pb
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.run_column import RunColumn
@@ -60,7 +56,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return to_message(run_pb2.RegisterResponse, answer)
 
     async def Heartbeat(self, request: run_pb2.HeartbeatRequest, context: Context) -> run_pb2.HeartbeatResponse:
-        return commands_to_pb(await self._run.heartbeat(heartbeat_from_pb(request)))
+        commands = await self._run.heartbeat(heartbeat_from_pb(request))
+        return new_message(run_pb2.HeartbeatResponse, commands=commands)
 
     async def ReportCanary(
         self, request: run_pb2.ReportCanaryRequest, context: Context
@@ -114,8 +111,8 @@ class SampleServicer(sample_pb2_grpc.SampleServiceServicer):
         self, request: sample_pb2.NoteSamplesRequest, context: Context
     ) -> sample_pb2.NoteSamplesResponse:
         # There may be millions of numbers.
-        notes = await in_thread(lambda: [note_from_pb(note) for note in request.notes])
-        evaluations = await in_thread(lambda: [evaluation_from_pb(sample) for sample in request.evaluations])
+        notes = await in_thread(lambda: [to_value(SampleNote, note) for note in request.notes])
+        evaluations = await in_thread(lambda: [to_value(EvaluationSample, sample) for sample in request.evaluations])
         await self._samples.note_samples(epoch=request.epoch, notes=notes, evaluations=evaluations)
         return sample_pb2.NoteSamplesResponse()
 
@@ -129,20 +126,20 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
     async def PushSamplerMetrics(
         self, request: metrics_pb2.PushSamplerMetricsRequest, context: Context
     ) -> metrics_pb2.PushSamplerMetricsResponse:
-        is_kept = await self._reported.put("sampler", request.site, series_from_pb(request.series))
-        return metrics_pb2.PushSamplerMetricsResponse(is_kept=is_kept)
+        return metrics_pb2.PushSamplerMetricsResponse(is_kept=await self._put("sampler", request))
 
     async def PushLearnerMetrics(
         self, request: metrics_pb2.PushLearnerMetricsRequest, context: Context
     ) -> metrics_pb2.PushLearnerMetricsResponse:
-        is_kept = await self._reported.put("learner", request.site, series_from_pb(request.series))
-        return metrics_pb2.PushLearnerMetricsResponse(is_kept=is_kept)
+        return metrics_pb2.PushLearnerMetricsResponse(is_kept=await self._put("learner", request))
 
     async def PushRelayMetrics(
         self, request: metrics_pb2.PushRelayMetricsRequest, context: Context
     ) -> metrics_pb2.PushRelayMetricsResponse:
-        is_kept = await self._reported.put("relay", request.site, series_from_pb(request.series))
-        return metrics_pb2.PushRelayMetricsResponse(is_kept=is_kept)
+        return metrics_pb2.PushRelayMetricsResponse(is_kept=await self._put("relay", request))
+
+    async def _put(self, service: Service, request: Any) -> bool:
+        return await self._reported.put(service, request.site, [to_value(Series, one) for one in request.series])
 
 
 class BackupServicer(backup_pb2_grpc.BackupServiceServicer):
@@ -183,4 +180,4 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             contract=contract,
             statement=statement,
         )
-        return diagnosis_to_pb(diagnosis, padding=bytes(request.answer_bytes))
+        return to_message(diagnosis_pb2.DiagnoseResponse, diagnosis, padding=bytes(request.answer_bytes))

@@ -16,4 +16,4 @@ def test_every_rpc_of_the_protos_has_a_label_of_its_own():
     ]
 
     assert len(services) >= 8
-    assert {method.name for service in services for method in service.methods} == router._NAMES
+    assert {method.name for service in services for method in service.methods} == set(router.RPCS)

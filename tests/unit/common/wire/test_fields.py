@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.rpc.maintenance import Backup, Diagnosis, diagnosis_from_pb, diagnosis_to_pb
+from heterorl.common.rpc.maintenance import Backup, Diagnosis
 from heterorl.common.types.common import Series
 from heterorl.common.types.policy import LeaseGrant, PullPlan
 from heterorl.common.types.rollout import PushOutcome, PushStatus, Rejection, WorkGrant
 from heterorl.common.types.run import CanaryVerdict
 from heterorl.common.wire.common_messages import arguments, to_message, to_value
 from heterorl.common.wire.policy_messages import grant_from_pb, grant_to_pb, renewal_to_pb
-from heterorl.v1 import backup_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2
+from heterorl.v1 import backup_pb2, diagnosis_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2
 
 GRANT = LeaseGrant(epoch=3, holder="a", ttl_s=9.0, head_version=7, max_staleness_versions=4, masks_stale=True)
 
@@ -80,8 +80,8 @@ def test_backups_and_diagnoses_travel_whole():
     )  # fmt: skip
 
     assert to_value(Backup, to_message(backup_pb2.BackupResponse, backup)) == backup
-    message = diagnosis_to_pb(diagnosis, padding=b"pad")
-    assert diagnosis_from_pb(message) == diagnosis
+    message = to_message(diagnosis_pb2.DiagnoseResponse, diagnosis, padding=b"pad")
+    assert to_value(Diagnosis, message) == diagnosis
     assert message.padding == b"pad"
 
 

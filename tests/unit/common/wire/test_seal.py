@@ -18,8 +18,8 @@ from heterorl.common.types.rollout import (
     SealedGroup,
     Span,
 )
-from heterorl.common.wire.common_messages import MAX_INT64
-from heterorl.common.wire.rollout_messages import outcomes_from_pb, outcomes_to_pb, pushed_from_pb, pushes_to_pb
+from heterorl.common.wire.common_messages import MAX_INT64, new_message
+from heterorl.common.wire.rollout_messages import outcome_from_pb, pushed_from_pb, pushes_to_pb
 from heterorl.common.wire.sealed_groups import canonical, columns_of, open_group, read_sealed, seal
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import GROUPS, group_to_bytes, group_to_pb, push_of
@@ -257,8 +257,8 @@ def test_outcomes_of_a_message_are_those_of_its_groups_in_order():
         PushOutcome(id=dataclasses.replace(GROUP.id, sequence=3), status=PushStatus.RETRY, retry_after_s=2.0),
     ]  # fmt: skip
 
-    assert outcomes_from_pb(outcomes_to_pb(outcomes)) == outcomes
-    assert outcomes_from_pb(outcomes_to_pb(outcomes[:1])) == outcomes[:1]
+    message = new_message(rollout_pb2.PushGroupsResponse, outcomes=outcomes)
+    assert list(map(outcome_from_pb, message.outcomes)) == outcomes
 
 
 def test_parts_travel_with_weights_and_signatures():

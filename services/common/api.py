@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
-from heterorl.common.errors import RemoteError, lacks
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, SiteId, StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
@@ -265,13 +264,9 @@ async def every_step(api: OperatorApi, *, after: int = -1) -> list[StepReport]:
 
 
 async def every_evaluation(api: OperatorApi, *, after: int = -1) -> list[Evaluation]:
-    """All evaluations after a version; none from coordinators without the call."""
+    """All evaluations after a version."""
     found: list[Evaluation] = []
-    try:
-        while page := await api.list_evaluations(after_version=after, limit=PAGE):
-            found += page
-            after = page[-1].version
-    except RemoteError as error:
-        if not lacks(error):
-            raise
+    while page := await api.list_evaluations(after_version=after, limit=PAGE):
+        found += page
+        after = page[-1].version
     return found

@@ -146,12 +146,6 @@ class RemoteError(HeterorlError):
         self.retry_after_s = retry_after_s
 
 
-def lacks(error: RemoteError) -> bool:
-    """Whether an optional call is refused for good.
-    A server of an earlier release refuses with an unnamed error; a named one may pass."""
-    return type(error) is RemoteError or not error.is_transient
-
-
 class InvalidRequest(RemoteError):
     """A field of the request is outside its bounds."""
 

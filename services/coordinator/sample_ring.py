@@ -39,7 +39,7 @@ from heterorl.common.wire.sample_messages import (
     StoredSample,
     evaluation_to_bytes,
     outline,
-    outline_of_evaluation,
+    outline_of_rollouts,
 )
 from heterorl.coordinator.store.database_engine import Connection
 
@@ -97,7 +97,7 @@ class SampleRing:
         name, number = f"{sample.version}/{one_line(sample.task_set)}", sample.prompt_index + 1
         if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
             return
-        found = outline_of_evaluation(sample)
+        found = outline_of_rollouts(sample.rollouts)
         self._keep(
             connection,
             evaluation_to_bytes(sample) if data is None else data,

@@ -107,11 +107,6 @@ def rank_memory(
     )
 
 
-def host_memory(parameters: float) -> float:
-    """Bytes of all hosts: two published versions and a checkpoint's copy."""
-    return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters
-
-
 def _activations(shape: ModelShape, tokens: float, *, width: int) -> float:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Two norms, two sums; queries, keys, values, output of attention; gate, its sigmoid's product, up, their product.
@@ -167,11 +162,6 @@ def _collective_s(num_bytes: float, *, cluster: Cluster, given: Assumptions) -> 
     return max(inside, between) / _GIGA
 
 
-def step_s(compute: float, sharding: float, optimizer: float, *, backend: str) -> float:
-    """Seconds of the whole step."""
-    return (max(compute, sharding) if backend == "fsdp2" else compute + sharding) + optimizer
-
-
 def optimizer_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
     """Seconds to update a rank's share."""
     return OPTIMIZER_BYTES * parameters / cluster.gpus / given.hbm_gb_s / _GIGA
@@ -188,20 +178,10 @@ def encode_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> floa
     return num_bytes / machines / given.encode_gb_s / given.coding_threads / _GIGA
 
 
-def write_s(num_bytes: float, *, given: Assumptions) -> float:
-    """Seconds until bytes are on the disk of `state_dir`."""
-    return num_bytes / given.disk_gb_s / _GIGA
-
-
 def read_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
     """Seconds in which rank 0 reads a checkpoint for its digests."""
     compared = (CHECKPOINT_BYTES - 2) * (cluster.nodes > 1)
     return (CHECKPOINT_BYTES + compared) * parameters / given.read_gb_s / _GIGA
-
-
-def send_s(num_bytes: float, *, link_bits_per_s: float, rtt_s: float) -> float:
-    """Seconds to send bytes over the WAN, plus one round trip."""
-    return 8 * num_bytes / link_bits_per_s + rtt_s
 
 
 ELEMENT = 2
@@ -229,11 +209,6 @@ def changed_by(lr: float) -> float:
     (low, least), (high, most) = MEASURED[first : first + 2]
     power = math.log(most / least) / math.log(high / low)
     return min(1.0, least * math.pow(lr / low, power))
-
-
-def snapshot_bytes(parameters: float, *, ratio: float) -> float:
-    """Bytes of a snapshot, for a sampler that has no version yet."""
-    return ELEMENT * parameters / ratio
 
 
 ROOM = 0.9
@@ -265,9 +240,3 @@ def drawing(shape: ModelShape, parameters: float, *, given: Assumptions) -> Draw
     read_s = (weights + sequences * cache) / (gpus * given.hbm_gb_s * given.decode_share * _GIGA)
     product_s = 2.0 * parameters * sequences / (gpus * given.gpu_tflops * 1e12 * given.mfu)
     return Drawing(gpus=gpus, sequences=sequences, step_s=max(read_s, product_s))
-
-
-def num_gpus(found: Drawing, *, tokens: float, step_s: float) -> int:
-    """GPUs, in whole engines, that draw a step's tokens in its time."""
-    engines = math.ceil(tokens / step_s / (found.tokens_per_gpu_s * found.gpus))
-    return engines * found.gpus

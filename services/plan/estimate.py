@@ -14,17 +14,7 @@ from typing import Any
 from heterorl.common.errors import ConfigError
 from heterorl.plan import costs
 from heterorl.plan.assumptions import Assumptions, facts
-from heterorl.plan.costs import (
-    MASTER,
-    MOMENTS,
-    Cluster,
-    Drawing,
-    RankMemory,
-    drawing,
-    host_memory,
-    num_gpus,
-    rank_memory,
-)
+from heterorl.plan.costs import ELEMENT, MASTER, MOMENTS, Cluster, Drawing, RankMemory, drawing, rank_memory
 from heterorl.plan.model_shape import ModelShape, nearest
 
 DAY_S = 86400.0
@@ -168,30 +158,32 @@ def plan(asked: Question) -> Plan:
     )
     optimizer = costs.optimizer_s(parameters, cluster=cluster, given=given)
     delta = costs.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
-    snapshot = costs.snapshot_bytes(parameters, ratio=given.snapshot_ratio)
-    weights = costs.ELEMENT * parameters
+    weights = ELEMENT * parameters
+    snapshot = weights / given.snapshot_ratio
     applying = weights / given.pull_gb_s / 1e9
 
     def send(num_bytes: float) -> float:
-        return costs.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
+        return 8 * num_bytes / asked.link_bits_per_s + asked.rtt_s
 
-    step = costs.step_s(compute, sharding, optimizer, backend=asked.backend)
+    step = (max(compute, sharding) if asked.backend == "fsdp2" else compute + sharding) + optimizer
     drawn = drawing(shape, parameters, given=given)
+    engines = math.ceil(asked.tokens_per_step / step / (drawn.tokens_per_gpu_s * drawn.gpus))
     return Plan(
         question=asked,
         shape=shape,
         memory=memory,
-        host_bytes=host_memory(parameters) * min(1.0, asked.gpus_per_node / asked.gpus),
+        # Two published versions and a checkpoint's copy, of all hosts.
+        host_bytes=(2 * weights + (MASTER + MOMENTS) * parameters) * min(1.0, asked.gpus_per_node / asked.gpus),
         compute_s=compute,
         sharding_s=sharding,
         optimizer_s=optimizer,
         step_s=step,
         gather_s=costs.gather_s(MASTER * parameters, exchanged=weights, cluster=cluster, given=given),
         encode_s=costs.encode_s(weights, given=given, machines=cluster.nodes),
-        write_s=costs.write_s(delta, given=given),
+        write_s=delta / given.disk_gb_s / 1e9,
         send_s=send(delta),
         checkpoint_s=costs.gather_s((MASTER + MOMENTS) * parameters, cluster=cluster, given=given)
-        + costs.write_s(costs.CHECKPOINT_BYTES * parameters, given=given)
+        + costs.CHECKPOINT_BYTES * parameters / given.disk_gb_s / 1e9
         + costs.read_s(parameters, cluster=cluster, given=given),
         delta_bytes=delta,
         snapshot_bytes=snapshot,
@@ -200,7 +192,7 @@ def plan(asked: Question) -> Plan:
         join_s=send(snapshot) + applying,
         applying_s=applying,
         drawing=drawn,
-        sampler_gpus=num_gpus(drawn, tokens=asked.tokens_per_step, step_s=step),
+        sampler_gpus=engines * drawn.gpus,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
             "GROUP BY site ORDER BY site"
         ).fetchall()
         counts = ledger.counts(connection)
-        sets = _evaluations(connection)
+        sets = tuple(each.evaluation() for each in listed(connection, limit=_ALL))
         said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
         facts = {} if said is None else dict(json.loads(said[0]))
     run = PastRun(
@@ -174,13 +173,6 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
         # The directory's, if any, with the changes that the coordinator knows.
         facts=with_changes(run.facts, own.facts or run.facts, words="", step=0),
     )
-
-
-def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
-    """Evaluations by samplers; a store of an earlier release has none."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluation_jobs'").fetchone() is None:
-        return ()
-    return tuple(each.evaluation() for each in listed(connection, limit=_ALL))
 
 
 def _from_journal(directory: Path) -> PastRun:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
-from heterorl.common.errors import OperatorError, RemoteError, Unreachable, lacks
+from heterorl.common.errors import OperatorError, RemoteError, Unreachable
 from heterorl.common.evaluation.summary import UNDER_WAY
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import StepReport
@@ -271,14 +271,7 @@ class _Slot:
         every = self._pace.samples_every
         if self._pace.samples == 0 or head < 1 or head // every <= self._table // every:
             return
-        try:
-            table = await read_table(self._api, version=head, most=self._pace.samples)
-        except RemoteError as error:
-            if not lacks(error):
-                raise
-            # An earlier release keeps no samples.
-            _LOG.debug("the coordinator keeps no samples: %s", error)
-            return
+        table = await read_table(self._api, version=head, most=self._pace.samples)
         if table is not None:
             await self._call(tracker.write_table, table)
             self._table = head

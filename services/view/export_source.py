@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
@@ -33,6 +32,7 @@ from heterorl.common.types.sample import (
     SampleSummary,
     kind_of,
 )
+from heterorl.common.wire.sample_messages import outline_of_rollouts
 from heterorl.view.sample_index import SampleIndex, SourceProgress
 from heterorl.view.sample_query import clean
 
@@ -82,7 +82,6 @@ class _Row(BaseModel):
     group: Annotated[str, Field(pattern=r"^[\s\S]*/[^/]*/[0-9]{1,18}$")] | None = None
     version: Version = -1
     oldest_version: Version = -1
-    versions: Annotated[list[Version], _EMPTY] = []
     site: str = ""
     prompt_index: Count = 0
     prompt: str | None = None
@@ -237,8 +236,8 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         raise ValueError(f"completion {rows[0].index} of sample {rows[0].id} appears twice")
     first = rows[0]
     rollouts = tuple(map(_rollout, rows))
-    rewards = [rollout.reward for rollout in rollouts if not rollout.is_lost]
-    is_known = bool(rewards) and all(map(math.isfinite, rewards))
+    num_tokens = sum(row.num_tokens or rollout.num_drawn for row, rollout in zip(rows, rollouts, strict=True))
+    outline = dataclasses.asdict(outline_of_rollouts(rollouts)) | {"num_tokens": num_tokens}
     has_texts = first.prompt is not None or any(row.completion is not None for row in rows)
     prompt = clean(first.prompt or "")
     summary = SampleSummary(
@@ -252,16 +251,10 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         oldest_version=first.oldest_version,
         kept_time=first.kept_time,
         prompt_index=first.prompt_index,
-        num_rollouts=len(rows),
-        num_truncated=sum(row.finish_reason is FinishReason.LENGTH for row in rows),
-        num_lost=sum(rollout.is_lost for rollout in rollouts),
-        num_tokens=sum(row.num_tokens or rollout.num_drawn for row, rollout in zip(rows, rollouts, strict=True)),
-        reward_min=min(rewards) if is_known else None,
-        reward_mean=statistics.mean(rewards) if is_known else None,
-        reward_max=max(rewards) if is_known else None,
         has_texts=has_texts,
         prompt_preview=prompt[:MAX_PREVIEW],
         completion_preview=rollouts[0].completion[:MAX_PREVIEW],
+        **outline,
     )
     return Sample(
         summary=summary,
@@ -292,9 +285,7 @@ def _rollout(row: _Row) -> SampleRollout:
 
 def _spans(row: _Row) -> tuple[Span, ...]:
     if not row.spans:
-        # An earlier release exported versions without spans.
-        one = Span(version=row.versions[0], start=0, end=len(row.token_ids)) if len(row.versions) == 1 else None
-        return () if one is None else (one,)
+        return ()
     ends = [0, *(span.end for span in row.spans)]
     is_even = all(span.start == end <= span.end for span, end in zip(row.spans, ends, strict=False))
     if not is_even or (row.token_ids and ends[-1] != len(row.token_ids)):

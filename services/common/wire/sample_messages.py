@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
@@ -79,12 +80,12 @@ def outline(data: bytes) -> Outline:
     )
 
 
-def outline_of_evaluation(sample: EvaluationSample) -> Outline:
+def outline_of_rollouts(rollouts: Sequence[SampleRollout]) -> Outline:
     return _outline(
-        [rollout.reward for rollout in sample.rollouts if not rollout.is_lost],
-        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in sample.rollouts),
-        num_lost=sum(rollout.is_lost for rollout in sample.rollouts),
-        num_tokens=sum(rollout.num_drawn for rollout in sample.rollouts),
+        [rollout.reward for rollout in rollouts if not rollout.is_lost],
+        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
+        num_lost=sum(rollout.is_lost for rollout in rollouts),
+        num_tokens=sum(rollout.num_drawn for rollout in rollouts),
     )
 
 

@@ -33,7 +33,7 @@ import blake3
 from heterorl.common.errors import CorruptData, CorruptStore
 from heterorl.common.model.quantise import Variant, scale_layout
 from heterorl.common.process.files import NO_LINKS, link_or_copy, make_directory, room, sync_directory, sync_file
-from heterorl.common.types.common import Digest, SiteId, StepReport, value_of_row
+from heterorl.common.types.common import Digest, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
@@ -42,6 +42,7 @@ from heterorl.learner.backends.train_backend import TrainBackend, Weights, read_
 from heterorl.learner.publish.version_payloads import Encoded, Position
 
 CURSOR_FORMAT = 1
+_GROUP = ("site", "incarnation", "sequence")
 CURSOR_FILE = "cursor.json"
 PUBLISHED_FILE = "published.payload"
 BACKEND_DIRECTORY = "backend"
@@ -116,7 +117,7 @@ def cursor_to_bytes(cursor: Cursor) -> bytes:
     table = dataclasses.asdict(cursor) | {
         "format": CURSOR_FORMAT,
         "manifest": cursor.manifest.hex(),
-        "consumed": [[entry.site, entry.incarnation, entry.sequence] for entry in cursor.consumed],
+        "consumed": [[getattr(entry, name) for name in _GROUP] for entry in cursor.consumed],
     }
     return json.dumps(table, indent=1).encode()
 
@@ -131,21 +132,10 @@ def cursor_from_bytes(data: bytes) -> Cursor:
         table = json.loads(data)
         if table["format"] != CURSOR_FORMAT:
             raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
-        return Cursor(
-            run_id=str(table["run_id"]),
-            step=int(table["step"]),
-            step_id=str(table["step_id"]),
-            version=int(table["version"]),
-            parent_version=int(table["parent_version"]),
-            lineage_version=int(table["lineage_version"]),
-            state_root=Digest(table["state_root"]),
-            manifest=bytes.fromhex(table["manifest"]),
-            consumed=tuple(
-                GroupId(site=SiteId(site), incarnation=str(incarnation), sequence=int(sequence))
-                for site, incarnation, sequence in table["consumed"]
-            ),
-            reports=tuple(value_of_row(StepReport, report) for report in table["reports"]),
-        )
+        del table["format"]
+        table["manifest"] = bytes.fromhex(table["manifest"])
+        table["consumed"] = [dict(zip(_GROUP, entry, strict=True)) for entry in table["consumed"]]
+        return value_of_row(Cursor, table)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptStore(f"not a cursor: {error!r}") from error
 

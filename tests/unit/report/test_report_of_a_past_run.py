@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli.main import app
-from heterorl.common.errors import CorruptStore, Draining, OperatorError, QuotaExceeded, RemoteError
+from heterorl.common.errors import CorruptStore, Draining, OperatorError, QuotaExceeded
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import CompletionNumbers, PartMean, StepTimes
 from heterorl.common.types.run import changed_steps
@@ -292,8 +292,6 @@ async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation
     for error in (Draining("stopping"), QuotaExceeded("too many calls", retry_after_s=1.0)):
         with pytest.raises(type(error)):
             await ask_run(Api(), address="a:1")
-    error = RemoteError("an earlier release has no such rpc")
-    assert (await ask_run(Api(), address="a:1")).sets == ()
 
 
 def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):

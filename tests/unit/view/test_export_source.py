@@ -72,17 +72,6 @@ def test_turns_and_lost_members_are_read_as_they_were_written(tmp_path, suffix, 
             assert got.log_ratios.tolist() == one.log_ratios.tolist()
 
 
-def test_an_export_without_spans_is_of_its_versions(tmp_path):
-    row = {key: value for key, value in ROW.items() if key != "spans"}
-
-    (found,) = read_export(lines(tmp_path / "x.jsonl", row))
-    (mixed,) = read_export(lines(tmp_path / "y.jsonl", row | {"versions": [3, 4]}))
-
-    assert found.rollouts[0].versions == tuple(ROW["versions"])
-    assert mixed.rollouts[0].versions == ()
-    assert mixed.rollouts[0].num_drawn == len(ROW["token_ids"])
-
-
 def test_numbers_and_texts_that_are_none_are_read(tmp_path):
     row = ROW | {"prompt": None, "completion": None, "reward": None, "reward_parts": {"a": None}, "group": None,
                  "log_ratios": [None] * len(ROW["token_ids"])}  # fmt: skip

@@ -5,10 +5,8 @@ The ranks meet at a store of torch.distributed.
     round                   name of the newest round
     hello/R                 a random word of rank R's newest process
     welcome/R/WORD          rank 0 has read it, and names the round
-    ROUND/release/R/WORD    rank R's release of heterorl
-    ROUND/here/R/WORD       then: the name of rank R's machine
-    ROUND/releases          every rank's release, by rank
-    ROUND/whole             then: all machines, and the timeout of a silent rank
+    ROUND/here/R/WORD       rank R's machine, and its release of heterorl
+    ROUND/whole             all machines and releases, by rank, and the timeout of a silent rank
     ROUND/config/N          the N-th configuration that rank 0 sends; empty: the end
     ROUND/heard/R           rank R has read the end, or that releases differ
     ROUND/beat/R            see `heartbeats`
@@ -76,7 +74,7 @@ class Round:
     timeout_s: float
     """Time after which a silent rank counts as lost."""
     releases: tuple[str, ...]
-    """Releases of heterorl, by rank; empty for an early release that does not state one."""
+    """Releases of heterorl, by rank."""
 
 
 def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
@@ -87,8 +85,7 @@ def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
     name = secrets.token_hex(8)
     store.set(_NEWEST, name)
     words: dict[int, str] = {}
-    hosts = {0: socket.gethostname()}
-    releases = {0: heterorl.__version__}
+    here = {0: (socket.gethostname(), heterorl.__version__)}
     deadline = time.monotonic() + CONNECT.total_seconds()
     while True:
         for rank in range(1, rank_env.world_size):
@@ -98,27 +95,21 @@ def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
             if words.get(rank) != word:
                 # The word before may be of a dead process.
                 words[rank] = word
-                hosts.pop(rank, None)
+                here.pop(rank, None)
                 store.set(f"welcome/{rank}/{word}", name)
-            host = read(store, f"{name}/here/{rank}/{word}")
-            if host is not None:
-                hosts[rank] = host
-                releases[rank] = read(store, f"{name}/release/{rank}/{word}") or ""
-        missing = set(range(rank_env.world_size)) - hosts.keys()
+            stated = read(store, f"{name}/here/{rank}/{word}")
+            if stated is not None:
+                host, release = json.loads(stated)
+                here[rank] = host, release
+        missing = set(range(rank_env.world_size)) - here.keys()
         if not missing:
             break
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing is heard of rank {min(missing)}")
         _pause()
-    whole = Round(
-        name=name,
-        hosts=tuple(hosts[rank] for rank in sorted(hosts)),
-        timeout_s=timeout_s,
-        releases=tuple(releases[rank] for rank in sorted(hosts)),
-    )
-    store.set(f"{name}/releases", json.dumps(whole.releases))
-    store.set(f"{name}/whole", json.dumps([whole.hosts, whole.timeout_s]))
-    return whole
+    hosts, releases = zip(*(here[rank] for rank in sorted(here)), strict=True)
+    store.set(f"{name}/whole", json.dumps([hosts, releases, timeout_s]))
+    return Round(name=name, hosts=hosts, timeout_s=timeout_s, releases=releases)
 
 
 def enter_round(store: Store, rank_env: RankEnv) -> Round:
@@ -135,15 +126,12 @@ def enter_round(store: Store, rank_env: RankEnv) -> Round:
         if welcome is not None and welcome != name:
             # Also after a restart of rank 0.
             name = welcome
-            store.set(f"{name}/release/{rank_env.rank}/{word}", heterorl.__version__)
-            store.set(f"{name}/here/{rank_env.rank}/{word}", socket.gethostname())
+            here = json.dumps([socket.gethostname(), heterorl.__version__])
+            store.set(f"{name}/here/{rank_env.rank}/{word}", here)
             deadline = time.monotonic() + CONNECT.total_seconds()
         told = read(store, f"{name}/whole") if name else None
         if told is not None and is_newest(store, name):
-            hosts, timeout_s = json.loads(told)
-            stated = read(store, f"{name}/releases")
-            # A rank 0 of an earlier release states none.
-            releases = json.loads(stated) if stated else ["", *[heterorl.__version__] * (rank_env.world_size - 1)]
+            hosts, releases, timeout_s = json.loads(told)
             return Round(name=name, hosts=tuple(hosts), timeout_s=timeout_s, releases=tuple(releases))
         if time.monotonic() > deadline:
             raise RuntimeError("rank 0 waits for another one" if name else "nothing is heard of rank 0")
@@ -212,8 +200,7 @@ class Rendezvous:
         else:
             # The store may end with this process; the others must have read the releases.
             self._await_heard()
-        first, other = (releases[rank] or "an unstated release" for rank in (0, differing[0]))
-        problem = f"heterorl {first} at rank 0, {other} at rank {differing[0]}"
+        problem = f"heterorl {releases[0]} at rank 0, {releases[differing[0]]} at rank {differing[0]}"
         raise ConfigError("backend.kind", problem, action="install the same release on every machine")
 
     def connect(self) -> Store:

@@ -94,7 +94,7 @@ def test_rank_that_is_started_again_while_another_is_missing_takes_its_own_place
     store.set("hello/1", "dead")
     store.wait(["welcome/1/dead"])
     name = store.get("welcome/1/dead").decode()
-    store.set(f"{name}/here/1/dead", "its machine")
+    store.set(f"{name}/here/1/dead", '["its machine", "its release"]')
 
     again = run(enter_round, connect(), _place(1))
     # It is here, and the round is open until the last one is.
@@ -188,28 +188,6 @@ def test_rank_0_that_has_other_releases_beside_it_waits_until_all_have_read_it(c
     with pytest.raises(ConfigError):
         first._check_releases(["0.2.0", "0.1.0"])
     assert waited == [["heard/1"]]
-
-
-@pytest.mark.parametrize("old", [0, 1])
-def test_release_that_does_not_say_what_it_is_is_another_one(connect, run, old):
-    """As those that did not compare."""
-    store = connect()
-    if old == 1:
-        zero = run(open_round, connect(), _place(0, 2), timeout_s=9.0)
-        store.set("hello/1", "old")
-        store.wait(["welcome/1/old"])
-        store.set(f"{store.get('welcome/1/old').decode()}/here/1/old", "its machine")
-        releases = zero.result().releases
-    else:
-        one = run(enter_round, connect(), _place(1, 2))
-        store.wait(["hello/1"])
-        store.set("round", "old")
-        store.set(f"welcome/1/{store.get('hello/1').decode()}", "old")
-        store.set("old/whole", '[["its machine", "another"], 9.0]')
-        releases = one.result().releases
-
-    assert releases[old] == ""
-    assert releases[1 - old] == heterorl.__version__
 
 
 @pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])

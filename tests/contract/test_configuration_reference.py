@@ -1,5 +1,6 @@
 """The reference of configuration keys is the schemas', whole, and says something about each key."""
 
+import functools
 import re
 from collections import Counter
 
@@ -8,29 +9,37 @@ import pytest
 from docs import reference
 from heterorl.common.process.config_file import flatten
 
-EVERY = [
-    (f"{service}:{section.path}.{key.name}", section, kind, key)
-    for service, schema in reference.SERVICES.items()
-    for section in reference.sections(schema)
-    for kind, model in section.models.items()
-    for key in reference.keys(model)
-]
+
+@functools.cache
+def page():
+    return reference.render()
+
+
+@functools.cache
+def every():
+    return [
+        (f"{service}:{section.path}.{key.name}", section, kind, key)
+        for service, schema in reference.SERVICES.items()
+        for section in reference.sections(schema)
+        for kind, model in section.models.items()
+        for key in reference.keys(model)
+    ]
 
 
 def test_committed_page_is_the_schemas():
-    assert reference.PATH.read_text(encoding="utf-8") == reference.render(), "run python -m docs.generate"
+    assert reference.PATH.read_text(encoding="utf-8") == page(), "run python -m docs.generate"
 
 
 def test_every_key_is_described():
     mute = []
-    for name, section, kind, key in EVERY:
+    for name, section, kind, key in every():
         # A kind means what its class says.
         text = section.models[kind].__doc__ or "" if key.name == "kind" and kind else key.meaning
         if len(text.split()) < 2 or not text.isascii() or not key.type:
             mute.append(name)
 
     assert mute == [], "these keys have no docstring"
-    assert len(EVERY) > 100
+    assert len(every()) > 100
 
 
 @pytest.mark.parametrize("service", reference.SERVICES)
@@ -48,7 +57,7 @@ def test_page_has_every_key_that_a_default_configuration_has(service):
 
 
 def test_every_table_stands_once_and_is_found_from_each_service():
-    text = reference.render()
+    text = page()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     of_services = dict(re.findall(r"^## (\w+)$(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL))
     anchors = {reference.slug(heading) for heading in headings}
@@ -67,21 +76,24 @@ def test_every_table_stands_once_and_is_found_from_each_service():
 
 
 def test_every_key_has_a_row_with_its_default_values_and_meaning():
-    rows = [line for line in reference.render().splitlines() if line.startswith("| `")]
+    rows: dict[str, list[str]] = {}
+    for line in page().splitlines():
+        if line.startswith("| `"):
+            rows.setdefault(line.partition(" |")[0], []).append(line)
     lost = []
-    for name, section, kind, key in EVERY:
+    for name, section, kind, key in every():
         if key.name == "kind" and kind:
             continue
-        names = (f"| `{key.name}` |", f"| `{section.path}.{key.name}` |")
+        named = [row for name in (key.name, f"{section.path}.{key.name}") for row in rows.get(f"| `{name}`", ())]
         facts = [reference.escaped(fact) for fact in (key.default, key.bounds, key.unit, key.meaning)]
-        if not any(row.startswith(names) and all(fact in row for fact in facts) for row in rows):
+        if not any(all(fact in row for fact in facts) for row in named):
             lost.append(name)
 
     assert lost == []
 
 
 def test_rows_state_default_bounds_unit_and_kinds():
-    text = reference.render()
+    text = page()
     # Of several tables with one name, the first.
     rows = {line.split(" | ")[0]: line for line in reversed(text.splitlines()) if line.startswith("| `")}
 

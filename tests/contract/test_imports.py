@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.import_graph import imports
 from tests.support.tools import tool
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +52,9 @@ BANNED = [
 """Each of them alone is refused; a place that must do it says why in its `noqa`."""
 
 
-def _loaded(imports, *names):
+def _loaded(wanted, *names):
     """Which of the named modules a new process has loaded after the imports."""
-    code = f"import sys, {imports}; print(sorted(set(sys.modules) & set({names})))"
+    code = f"import sys, {wanted}; print(sorted(set(sys.modules) & set({names})))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return ast.literal_eval(result.stdout)
 
@@ -80,17 +81,14 @@ def _calls(tree: ast.AST) -> set[str]:
 
 def _imports(tree: ast.AST) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
+    for node in imports(tree):
+        names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module or ""}
     return names
 
 
-def _missing(source: str) -> set[str]:
+def _missing(tree: ast.AST) -> set[str]:
     """Modules of heterorl that a source imports from and that no file has; the stubs of the protos are made later."""
-    modules = {name for name in _imports(ast.parse(source)) if name.startswith(("heterorl.", "heterorl_research."))}
+    modules = {name for name in _imports(tree) if name.startswith(("heterorl.", "heterorl_research."))}
     paths = {
         name: ROOT / FOLDERS[name.split(".")[0]] / Path(*name.split(".")[1:])
         for name in modules
@@ -99,14 +97,37 @@ def _missing(source: str) -> set[str]:
     return {name for name, path in paths.items() if not path.is_dir() and not path.with_suffix(".py").is_file()}
 
 
-def test_programs_import_modules_that_exist():
-    """No other test imports most benchmarks."""
-    folders = ("benchmarks", "campaigns", "docs", "examples", "research", "tests")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)): _missing(path.read_text()) for path in files}
+def _test_modules(tree: ast.AST) -> set[str]:
+    """What a source imports of files that hold tests."""
+    names = _imports(tree)
+    for node in imports(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = {name: name.split(".") for name in names}
+    return {name for name, own in parts.items() if "tests" in own[:2] and any(part.startswith("test_") for part in own)}
 
-    assert {name: modules for name, modules in found.items() if modules} == {}
-    assert _missing("from heterorl.common.model.gone import a") == {"heterorl.common.model.gone"}
+
+def test_programs_import_modules_that_exist_and_hold_no_tests():
+    """No other test imports most benchmarks; what tests share is in tests/support."""
+    folders = ("benchmarks", "campaigns", "docs", "examples", "research", "tests")
+    found = {}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        if wrong := _missing(tree) | _test_modules(tree):
+            found[str(path.relative_to(ROOT))] = wrong
+
+    assert found == {}
+
+
+def test_an_import_of_what_is_not_there_or_of_tests_is_found():
+    assert _missing(ast.parse("from heterorl.common.model.gone import a")) == {"heterorl.common.model.gone"}
+    for source in (
+        "from tests.unit.test_a import b",
+        "import research.tests.unit.test_a",
+        "from tests.e2e import test_a",
+    ):
+        assert _test_modules(ast.parse(f"def f():\n    {source}"))
+    assert _test_modules(ast.parse("from tests.support.run import Run; from campaigns import kills")) == set()
 
 
 def test_heterorl_imports_nothing_of_research():

@@ -1,5 +1,6 @@
 """The house has rooms: no circle between them, each with users, each small, each saying where to begin."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -10,6 +11,11 @@ MODULES = modules() | modules(RESEARCH, "heterorl_research")
 PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
 MOST_MODULES = 14
 COMMON = SERVICES / "common"
+
+
+@functools.cache
+def pairs_of_modules():
+    return edges(MODULES)
 
 
 def folder(package):
@@ -41,7 +47,7 @@ def named_files(package, text):
 
 
 def test_no_circle_between_the_rooms_of_a_package():
-    pairs = edges(MODULES)
+    pairs = pairs_of_modules()
 
     assert {package: found for package in PACKAGES if (found := circles(between_rooms(pairs, package)))} == {}
 
@@ -61,7 +67,7 @@ def test_a_room_of_common_has_two_users():
     rooms = rooms_of(COMMON)
 
     assert len(rooms) > 10
-    pairs = edges(MODULES)
+    pairs = pairs_of_modules()
 
     assert {room: found for room in rooms if len(found := users(room, pairs)) < 2} == {}
 

@@ -200,7 +200,7 @@ def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
 
 
 def test_a_mark_of_a_tier_stands_in_the_file_of_its_test():
-    """A tier leaves unread each file without the word `process`."""
+    """A tier leaves unread each file without the words `mark.process`."""
     shared = (ROOT / "tests" / "support").rglob("*.py")
 
     assert [path.name for path in shared if "mark.process" in path.read_text()] == []

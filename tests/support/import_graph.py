@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,18 +23,28 @@ def modules(root: Path = SERVICES, name: str = NAME) -> dict[str, Path]:
     return found
 
 
+def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements at any depth; expressions, which have none, are most of a tree and stay unread."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            below = getattr(node, name, ())
+            waiting += below if isinstance(below, list) else ()
+
+
 def edges(found: Mapping[str, Path]) -> set[tuple[str, str]]:
     """Pairs of modules of which the first imports the second, anywhere in its text."""
     pairs = set()
     for name, path in found.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 named = [f"{node.module}.{alias.name}" for alias in node.names]
                 wanted = [module if module in found else node.module or "" for module in named]
-            elif isinstance(node, ast.Import):
-                wanted = [alias.name for alias in node.names]
             else:
-                continue
+                wanted = [alias.name for alias in node.names]
             pairs |= {(name, module) for module in wanted if module in found}
     return pairs
 

@@ -113,12 +113,11 @@ def with_reference(batch: Batch) -> Batch:
 
 def run_loss(
     config: LossConfig,
-    learner: Sequence[Sequence[float]],
+    learner: Sequence[Sequence[float] | torch.Tensor],
     groups: Sequence[Group],
     *,
     max_tokens: int = 8,
     parts: Sequence[Sequence[int]] | None = None,
-    width: int = 0,
     head_version: int = 0,
     advantages: Sequence[float] | None = None,
 ) -> Outcome:
@@ -130,7 +129,6 @@ def run_loss(
         groups: what was sampled.
         max_tokens: the run's limit on completion tokens.
         parts: positions of the sequences in each micro-batch; one of all by default.
-        width: padding to at least this many tokens.
         head_version: version of the learner.
         advantages: instead of those of the rewards.
     """
@@ -141,22 +139,13 @@ def run_loss(
         batch = Batch(sequences=tuple(dataclasses.replace(one, advantage=value) for one, value in pairs))
     if spec.needs_reference:
         batch = with_reference(batch)
-    logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
+    logprobs = [torch.as_tensor(row, dtype=torch.float64) for row in learner]
     if spec.needs_first_pass:
         batch = with_first_pass(spec, batch, logprobs, max_new_tokens=max_tokens)
     value, terms = 0.0, []
     gradients = [torch.zeros(0)] * len(logprobs)
     for part in parts or [range(len(batch.sequences))]:
         inputs = collate([batch.sequences[position] for position in part], batching="padded").loss_inputs
-        extra = max(0, width - inputs.mask_BT.shape[1])
-        inputs = dataclasses.replace(
-            inputs,
-            **{
-                name: torch.nn.functional.pad(getattr(inputs, name), (0, extra))
-                for name in ("mask_BT", "sampler_BT", "staleness_BT", "turns_BT", "is_selected_BT", "reference_BT")
-                if getattr(inputs, name) is not None
-            },
-        )
         learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
         coefficients_BT = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=max_tokens)
         one = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)

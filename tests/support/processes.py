@@ -7,6 +7,7 @@ An audit hook sees every start: subprocess, fork, exec and what stands on them. 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr.startswith("not process"):
         return is_by_place or None
     if config.option.markexpr.startswith("process") and collection_path.name.startswith("test_") and not is_by_place:
-        return "process" not in collection_path.read_text() or None
+        return re.search(r"mark\.process\b", collection_path.read_text()) is None or None
     return None
 
 

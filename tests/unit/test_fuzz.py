@@ -9,7 +9,7 @@ from campaigns.fuzz.targets import TARGETS, repeat, run_cases
 from heterorl.common.errors import CorruptData, MalformedPayload
 from tests.support.examples import examples
 
-CASES = dict.fromkeys(TARGETS, 1000) | {"safetensors": 200, "compose": 500, "push": 500, "fetch": 250}
+CASES = dict.fromkeys(TARGETS, 400) | {"safetensors": 100, "compose": 200, "push": 200, "fetch": 100}
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))

@@ -21,11 +21,24 @@ def index(tmp_path):
     made.close()
 
 
+def made_samples():
+    return [make_turns(n) if n % 20 == 10 else make_sample(n) for n in range(1, COUNT + 1)]
+
+
 @pytest.fixture
 def samples(index):
-    made = [make_turns(n) if n % 20 == 10 else make_sample(n) for n in range(1, COUNT + 1)]
+    made = made_samples()
     index.add_samples(made)
     return made
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """An index that no test changes, and its samples."""
+    index, made = SampleIndex(tmp_path_factory.mktemp("full"), limit_bytes=1 << 30), made_samples()
+    index.add_samples(made)
+    yield index, made
+    index.close()
 
 
 def ids(found):
@@ -92,7 +105,8 @@ def test_what_stands_behind_a_nul_is_found(index, text):
     ],
     ids=str,
 )
-def test_a_query_finds_what_a_look_at_each_sample_finds(index, samples, query):
+def test_a_query_finds_what_a_look_at_each_sample_finds(full, query):
+    index, samples = full
     found = index.find(query, limit=COUNT)
 
     assert ids(found) == by_hand(samples, query)
@@ -101,7 +115,8 @@ def test_a_query_finds_what_a_look_at_each_sample_finds(index, samples, query):
 
 
 @pytest.mark.parametrize("query", [Query(), Query(text="answer"), Query(fate="consumed", text="e")])
-def test_pages_meet_in_both_directions(index, samples, query):
+def test_pages_meet_in_both_directions(full, query):
+    index, samples = full
     whole = by_hand(samples, query)
 
     down, place = [], query
@@ -124,7 +139,8 @@ def test_pages_meet_in_both_directions(index, samples, query):
 
 
 @pytest.mark.parametrize("number", [5, 10])
-def test_a_sample_comes_back_as_it_was(index, samples, number):
+def test_a_sample_comes_back_as_it_was(full, number):
+    index, samples = full
     found, kept = index.get(number), samples[number - 1]
 
     assert found.summary == kept.summary
@@ -207,7 +223,8 @@ def test_samples_that_the_disk_did_not_take_count_for_nothing(tmp_path):
     index.close()
 
 
-def test_a_search_whose_time_ends_says_where_to_go_on(index, samples, monkeypatch):
+def test_a_search_whose_time_ends_says_where_to_go_on(full, monkeypatch):
+    index, samples = full
     monkeypatch.setattr(search, "SEARCH_S", -1.0)
     query, found, seen = Query(text="the carry"), [], 0
 

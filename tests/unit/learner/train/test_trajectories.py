@@ -1,6 +1,7 @@
 """Losses over rollouts of several turns: drawn tokens alone count, each once, however the history is cut."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -35,11 +36,13 @@ def _rollout(pieces, reward, *, versions=(1, 2)):
     )  # fmt: skip
 
 
+@functools.cache
 def _groups(seed=0, *, sequences="one"):
-    return [_near_policy(each.group) for each in random_trajectories(2, seed=seed, sequences=sequences)]
+    return tuple(_near_policy(each.group) for each in random_trajectories(2, seed=seed, sequences=sequences))
 
 
 MODEL = tiny_model(dtype=torch.float64)
+REFERENCE = tiny_model(seed=5, dtype=torch.float64)
 
 
 def _pieces(value, member):
@@ -79,9 +82,10 @@ def _gradients(groups, loss, *, micro_batch_tokens=9999, batching="padded"):
     MODEL.zero_grad(set_to_none=True)
     passes = alone(
         MODEL, loss=loss, temperature=TEMPERATURE, max_new_tokens=16, micro_batch_tokens=micro_batch_tokens,
-        batching=batching, reference=tiny_model(seed=5, dtype=torch.float64),
+        batching=batching, reference=REFERENCE,
     )  # fmt: skip
     samples = passes.accumulate(build_batch(groups, loss=loss, head_version=7))
+    assert (len(samples) > 1) == (micro_batch_tokens < 9999)
     return sum(sample.loss for sample in samples), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
 
@@ -98,13 +102,27 @@ def test_gradient_of_every_loss_does_not_depend_on_the_layout(name):
 
     whole = _gradients(groups, CATALOGUE[name])
 
-    for batching, micro_batch_tokens in (("padded", 33), ("packed", 45)):
+    for batching, micro_batch_tokens in (("padded", 60), ("packed", 75)):
         _assert_same(
             whole, _gradients(groups, CATALOGUE[name], micro_batch_tokens=micro_batch_tokens, batching=batching)
         )
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+# Of each way in which a loss reads more than one rollout's tokens: a group, a step, turns, ages, a plan before the step.
+COUPLED = [
+    "gepo",
+    "grpo",
+    "impala",
+    "mois",
+    "eqp",
+    "gepo_whole",
+    "gepo with m2po",
+    "dapo dropping",
+    "custom of the step",
+]
+
+
+@pytest.mark.parametrize("name", COUPLED)
 def test_history_that_is_cut_where_it_is_has_the_gradient_of_the_uncut_one(name):
     one, cut = _groups(4), _groups(4, sequences="cut")
     assert [member.spans for member in one[0].rollouts] != [member.spans for member in cut[0].rollouts]
@@ -151,7 +169,7 @@ def test_loss_by_turns_does_not_depend_on_the_layout(sequences):
     groups = _groups(3, sequences=sequences)
     whole = _gradients(groups, BY_TURN)
 
-    for batching, micro_batch_tokens in (("padded", 33), ("packed", 45)):
+    for batching, micro_batch_tokens in (("padded", 60), ("packed", 75)):
         _assert_same(whole, _gradients(groups, BY_TURN, micro_batch_tokens=micro_batch_tokens, batching=batching))
 
 
@@ -190,15 +208,9 @@ def test_loss_of_what_is_left_of_stale_rollouts_is_that_of_fresh_tokens_written_
         _assert_same(expected, _gradients([without_stale(value, oldest=2)], loss, batching=batching))
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_group_within_the_bound_has_the_same_loss_to_the_last_bit(name):
-    groups = _groups(7)
-    masked = [without_stale(value, oldest=min(value.oldest_version, 1)) for value in groups]
-
-    assert [one is other for one, other in zip(groups, masked, strict=True)] == [True] * len(groups)
-    (loss, gradients), (same, equal) = _gradients(groups, CATALOGUE[name]), _gradients(masked, CATALOGUE[name])
-    assert same == loss
-    assert all(torch.equal(equal[name], gradient) for name, gradient in gradients.items())
+def test_group_within_the_bound_is_the_same_object():
+    for value in _groups(7):
+        assert without_stale(value, oldest=value.oldest_version) is value
 
 
 def test_what_is_left_of_a_stale_group_counts_its_age_from_the_oldest_token_left():

@@ -229,7 +229,7 @@ def _held_out(bench: Bench) -> float:
     return float(
         np.mean(
             [
-                total_reward(bench.task.score(prompt, bench.prompter.decode(completion.token_ids)))
+                total_reward(bench.task.score(prompt, bench.prompter.completion(completion.token_ids, prompt)))
                 for prompt, completions in zip(prompts, drawn, strict=True)
                 for completion in completions
             ]

@@ -95,7 +95,8 @@ class Site:
 
     def with_reward(self, group: Group, rollout: Rollout) -> Rollout:
         """The rollout with the reward that its tokens deserve."""
-        parts = self.task.score(self.task.prompt(group.prompt_index), self.prompter.decode(rollout.token_ids))
+        prompt = self.task.prompt(group.prompt_index)
+        parts = self.task.score(prompt, self.prompter.completion(rollout.token_ids, prompt))
         return dataclasses.replace(rollout, reward_parts=parts, reward=total_reward(parts))
 
 

@@ -60,7 +60,8 @@ class Probe:
             kept = [rollout.reward for rollout in queued.group.trainable]
             baseline = float(np.mean(kept)) if kept else 0.0
             rewards = [
-                total_reward(self.task.score(prompt, self.prompter.decode(member.token_ids))) for member in members
+                total_reward(self.task.score(prompt, self.prompter.completion(member.token_ids, prompt)))
+                for member in members
             ]
             advantages.append(float(np.mean(rewards)) - baseline)
         return float(np.mean(advantages))

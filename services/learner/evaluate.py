@@ -75,7 +75,7 @@ class Evaluator:
             for completion in group:
                 parts: tuple[RewardPart, ...] = ()
                 reward = math.nan
-                text = self._prompter.decode(completion.token_ids)
+                text = self._prompter.completion(completion.token_ids, prompt)
                 try:
                     parts = self._score(prompt, completion, text)
                     reward = total_reward(parts)

@@ -296,7 +296,7 @@ class PromptEvaluator:
 
     def _score(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
         with self.builder.lock:
-            text = self.builder.prompter.decode(completion.token_ids)
+            text = self.builder.prompter.completion(completion.token_ids, prompt)
         try:
             return text, total_reward(of.task.score(prompt, text))
         except RewardError as error:

@@ -166,6 +166,9 @@ class FixedPrompter:
     def decode(self, token_ids: Int32Array, *, keeps_special: bool = False) -> str:
         return "|" if keeps_special else "x"
 
+    def completion(self, token_ids: Int32Array, prompt: Prompt | None = None) -> str:
+        return self.decode(token_ids)
+
 
 class Link:
     """A coordinator's api behind a link that a test breaks: wholly (`is_down`), or by replacing methods (`replaced`)."""

@@ -63,7 +63,7 @@ class Conversation:
     def answer(self, episode: Episode, turn: Int32Array) -> Observation:
         """Observation of a turn; see `step`."""
         is_cut = self._is_cut(turn)
-        return answer_to(self.prompter.decode(turn), episode=episode, parser=self.parser, is_cut=is_cut)
+        return answer_to(self.prompter.completion(turn), episode=episode, parser=self.parser, is_cut=is_cut)
 
     def given(self, said: Observation, turn: Int32Array) -> Int32Array:
         return self.prompter.given(said.messages, is_cut=self._is_cut(turn))

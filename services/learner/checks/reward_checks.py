@@ -77,10 +77,10 @@ def judge_rewards(
     remote = task.remote if isinstance(task, WeightedTask) else {}
     computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
     members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
-    texts = [prompter.decode(rollout.token_ids) for _, rollout in members]
+    texts = [prompter.completion(rollout.token_ids, prompt) for _, rollout in members]
     for number, rollout in enumerate(group.rollouts):
         is_lost = rollout.finish_reason is FinishReason.REWARD_FAILED and not remote
-        if is_lost and _has_reward(computes, prompt, prompter.decode(rollout.token_ids)):
+        if is_lost and _has_reward(computes, prompt, prompter.completion(rollout.token_ids, prompt)):
             # Not held against the site, whose machine may be broken; and not trained, since it may hide low rewards.
             return Finding(detail=f"rollouts[{number}]: its site has no reward for it, and one can be computed")
     for (number, rollout), text, parts in zip(members, texts, score_group(computes, prompt, texts), strict=True):

@@ -137,7 +137,7 @@ class GroupBuilder:
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
         """Reward parts of each completion; raises RewardError if one is unusable."""
         with self.lock:
-            texts = [self.prompter.decode(completion.token_ids) for completion in completions]
+            texts = [self.prompter.completion(completion.token_ids, prompt) for completion in completions]
         rows = list(score_group(self.task, prompt, texts))
         for parts in rows:
             total_reward(parts)

@@ -31,6 +31,9 @@ class Bytes:
     def decode(self, token_ids):
         return bytes(token_ids.tolist()).decode()
 
+    def completion(self, token_ids, prompt=None):
+        return self.decode(token_ids)
+
 
 class Echo:
     """A task whose completion is right when it is the prompt's index; `fails` raises for it."""

@@ -34,6 +34,9 @@ class Bytes:
     def decode(self, token_ids):
         return bytes(token_ids.tolist()).decode()
 
+    def completion(self, token_ids, prompt=None):
+        return self.decode(token_ids)
+
 
 class Answering:
     """Engine that answers the first `num_right` prompts rightly; notes the states that it was given."""

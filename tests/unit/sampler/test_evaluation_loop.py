@@ -358,6 +358,9 @@ async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(worl
         def decode(self, token_ids):
             return "text"
 
+        def completion(self, token_ids, prompt=None):
+            return self.decode(token_ids)
+
     world.prompter = Prompts()
     world.start()
     submit = world.engine.submit

@@ -2,8 +2,8 @@
 
 Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it; `$`, `\\(` and
 `\\boxed` mark its mathematics. The last box of a completion, or the text behind its last `####` or last "answer is", is
-read in the same way; without one, math-verify searches the prose. Unicode signs, numbers, units and words become
-LaTeX.
+read in the same way, if need be to the end of its sentence. Without a box, math-verify searches the prose, from the
+last "answer is" on. Unicode signs, numbers, units and words become LaTeX.
 
 An answer that cannot be read to its end is None, never a part of itself. Only units, currencies and signs around
 mathematics are dropped; other words make a text unreadable.
@@ -16,6 +16,7 @@ import re
 import resource
 from collections.abc import Callable
 from dataclasses import replace
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import sympy
@@ -68,7 +69,7 @@ _OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
-_NOT_WORDS = re.compile(r"\d|(?i:\b(?:thousand|[mbtr]+illion)\b)")
+_NOT_WORDS = re.compile(r"\d|(?i:\b(?:hundred|thousand|[mbtr]+illion)\b)")
 _UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d\.\d+\.\d")
 _RAISED_BY = re.compile(r"(?:\*\*|\^)\s*(?:\((-?[^()]*)\)|(-?\d+(?:\.\d+)?))")
 _PHRASE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
@@ -78,7 +79,7 @@ _FUNCTIONS = frozenset([
     "infinity", "and", "arcsin", "arccos", "arctan", "det", "percent", "percentage", "pct", "degree",
     "degrees",
 ])  # fmt: skip
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(_SCALES) + r")\b", re.IGNORECASE)
 GAP = r"(?:\s|\\[ ,;:!]|~)*"
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
@@ -108,6 +109,29 @@ class Text(NamedTuple):
     """An answer in words, compared without case and blanks."""
 
     words: str
+
+
+class Clock(NamedTuple):
+    """A time of day, or a ratio such as 3:20."""
+
+    hour: int
+    minute: int
+    half: str
+    """`a` or `p`; empty without one."""
+    is_time: bool
+
+    @property
+    def number(self) -> Any:
+        if self.is_time and self.minute:
+            return sympy.Symbol(f"{self.hour}:{self.minute:02d}")
+        return sympy.Rational(self.hour, self.minute) if self.minute else sympy.Integer(self.hour)
+
+    def is_at(self, other: Clock) -> bool:
+        """Whether two times are equal; one may lack its half."""
+        is_hour = self.hour == other.hour or (self.hour % 12 == other.hour % 12 and max(self.hour, other.hour) <= 24)
+        known = {0: "a", 24: "a"} | dict.fromkeys(range(13, 24), "p")
+        halves = {one.half or known.get(one.hour, "") for one in (self, other)} - {""}
+        return is_hour and self.minute == other.minute and len(halves) < 2
 
 
 def signs_as_latex(text: str) -> str:
@@ -172,7 +196,9 @@ def latex_of(text: str) -> str | None:
     if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
         return None
     rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
-    if any(word.lower() not in _FUNCTIONS for word in _LONG_WORD.findall(rest)) or _SMALL_WORDS.search(rest):
+    # Such as xyz: a product of variables.
+    words = [word for word in _LONG_WORD.findall(rest) if word not in ascii_lowercase]
+    if any(word.lower() not in _FUNCTIONS for word in words) or _SMALL_WORDS.search(rest):
         return None
     # Adjacent numbers, or a number with a base inside an expression, cannot be read.
     return None if _UNREAD.search(text) else text.strip()
@@ -188,7 +214,7 @@ def _without_unit(text: str) -> str:
     is_apart = not text[unit.start()].isalpha()
     if set(words.split()) & (_FUNCTIONS | _NO_UNITS):
         return text
-    is_one = words.lower() in _SHORT_UNITS or _LONG_WORD.search(words)
+    is_one = words.lower() in _SHORT_UNITS or (_LONG_WORD.search(words) and words not in ascii_lowercase)
     if is_one or (is_apart and words in _LETTER_UNITS and _NUMBER.fullmatch(before)):
         return before
     return text
@@ -201,6 +227,8 @@ def _repeated(number: re.Match[str]) -> str:
 
 
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
+_CLOCK = re.compile(rf"(\d{{1,2}})(?::(\d\d))?(?:{GAP}([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s*percent\s*\}})\s*$")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -208,7 +236,13 @@ _EXACT, _ROUNDED = 1e-12, 1e-3
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
-_SAID = re.compile(r"(?i)(?<![</])\banswers?\b(?:\s+(?:is|are|to .{0,80}? is)\b)?\s*[:=]?\**\s*(?P<said>[^\n]+)")
+_SAID = re.compile(
+    r"(?i)(?<![</])\banswers?\b(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b)?\**\s*[:=]?)\**\s*(?P<said>[^\n]+)"
+)
+_JUDGED = re.compile(
+    r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
+)
+_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)")
 _HASHES = "####"
 
 
@@ -256,17 +290,19 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     boxed = _boxed(completion)
     if boxed is None and tagged:
         boxed = completion
-    stated = boxed
-    if stated is None and _HASHES in completion:
-        stated = completion.rpartition(_HASHES)[2].strip().partition("\n")[0]
-    if stated is None:
-        said = list(_SAID.finditer(completion))
-        stated = said[-1].group("said") if said else completion if wants_text else None
-    if stated is not None:
-        given = read_expression(stated.strip().strip("*"))
+    stated = [] if boxed is None else [boxed]
+    if not stated and _HASHES in completion:
+        stated = [completion.rpartition(_HASHES)[2].strip().partition("\n")[0]]
+    if not stated and (said := [one for one in _SAID.finditer(completion) if not _JUDGED.match(one["said"])]):
+        last = next((one for one in reversed(said) if one["says"].strip("* \t\n")), said[-1])
+        stated = [last["said"], _SENTENCE_END.split(last["said"], maxsplit=1)[0]]
+        # What is said ends all that stands before it; a mere mention does not.
+        completion = completion[last.start() :] if last["says"].strip("* \t\n") else completion
+    for one in stated or [completion] * wants_text:
+        given = read_expression(one.strip().strip("*"))
         if given is not None and (boxed is not None or wants_text or not isinstance(given, Text)):
             return [given]
-    if wants_text:
+    if wants_text or boxed is not None:
         return []
     # The library's time limits use signals and turn errors into "wrong"; this process has its own.
     found = parse(signs_as_latex(completion), parsing_timeout=None)
@@ -274,7 +310,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def read_expression(text: str) -> Any:
-    """One expression or Text to the text's end, else None."""
+    """One expression, Text or Clock to the text's end, else None."""
     text = signs_as_latex(text)
     boxed = _boxed(text)
     text = ENDED.sub("", unwrap(text if boxed is None else boxed)).strip()
@@ -283,6 +319,13 @@ def read_expression(text: str) -> Any:
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
         # As written: 101 in base 2 is not 101.
         return sympy.Function("InBase")(sympy.Symbol(based.group(1).upper()), sympy.Symbol(based.group(2)))
+    if _DATE.fullmatch(text):
+        return Text(text)
+    clock = _CLOCK.fullmatch(_TEXT.sub(r"\1", text))
+    if clock is not None and (clock[2] or clock[3]):
+        minute, half = clock[2] or "0", (clock[3] or "").lower()
+        is_time = bool(half) or minute.startswith("0")
+        return Clock(hour=int(clock[1]), minute=int(minute), half=half, is_time=is_time)
     maths = latex_of(text)
     return _parsed(maths) if maths else None
 
@@ -328,6 +371,9 @@ def _is_equal(answer: Any, given: Any) -> bool:
         given = Text(str(given).casefold())
     if isinstance(answer, Text) or isinstance(given, Text):
         return bool(answer == given)
+    if isinstance(answer, Clock) and isinstance(given, Clock) and (answer.is_time or given.is_time):
+        return answer.is_at(given)
+    answer, given = (one.number if isinstance(one, Clock) else one for one in (answer, given))
     return bool(verify(answer, given, timeout_seconds=None)) and not _are_apart(answer, given)
 
 

@@ -6,9 +6,12 @@ import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.prompter import Prompter, chat_template_digest
+from tests.support.conversations import prompter_of, words_of
+from tests.support.templates import QWEN, THINKING
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -107,3 +110,31 @@ def test_contract_counts_the_arguments_of_the_template(model_dir):
     assert (
         len({digest(False), digest(True), digest(True, enable_thinking=True), digest(True, enable_thinking=False)}) == 4
     )
+
+
+@pytest.mark.parametrize(("template", "is_open"), [(THINKING, True), (QWEN, False)], ids=["opened", "by-the-policy"])
+def test_thoughts_that_the_prompt_opened_are_no_answer_when_they_are_cut(tmp_path, template, is_open):
+    prompter = prompter_of(tmp_path, template, words_of(eos="<|im_end|>"))
+    prompt = Prompt(index=0, text="1+1=", answer="2")
+
+    def answer(text, of=prompt):
+        return answer_of(prompter.completion(prompter.tokens(text), of))
+
+    assert answer("perhaps \\boxed{2}") == ("" if is_open else "perhaps \\boxed{2}")
+    assert answer("perhaps 3</think>2") == answer("perhaps 3</think>2", None) == "2"
+    assert (answer("perhaps", None) == "") is is_open
+
+
+def test_thoughts_that_end_by_a_special_token_are_not_cut(tmp_path):
+    prompter = prompter_of(tmp_path, THINKING, words_of(eos="<|im_end|>", are_tags_special=True))
+
+    assert prompter.completion(prompter.tokens("perhaps 3</think>2")) == "perhaps 32"
+    assert prompter.completion(prompter.tokens("perhaps 3")) == "<think>perhaps 3"
+
+
+def test_a_prompt_without_template_may_open_thoughts_too(model_dir):
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    opened, closed = (Prompt(index=0, text=text, answer="") for text in ("1 <think>\n", "1"))
+
+    assert prompter.completion(prompter.tokens("7"), opened).startswith("<think>")
+    assert prompter.completion(prompter.tokens("7"), closed) == prompter.decode(prompter.tokens("7"))

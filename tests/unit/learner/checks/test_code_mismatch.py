@@ -44,7 +44,7 @@ def judged(task, *parts, text=TEXT, reward=None):
     total = total_reward(parts) if reward is None else reward
     rollout = dataclasses.replace(group.rollouts[0], reward=total, reward_parts=parts)
     group = dataclasses.replace(group, prompt_index=0, rollouts=(rollout,))
-    prompter = SimpleNamespace(encode_prompt=lambda prompt: group.prompt_token_ids, decode=lambda ids: text)
+    prompter = SimpleNamespace(encode_prompt=lambda prompt: group.prompt_token_ids, completion=lambda ids, prompt: text)
     return judge_rewards(group, task=task, prompter=prompter, tolerance=1e-6)
 
 

@@ -46,7 +46,7 @@ def group_with(*parts, reward=None):
 
 
 def judged(task, group, trusted=()):
-    prompter = SimpleNamespace(encode_prompt=lambda prompt: group.prompt_token_ids, decode=lambda ids: TEXT)
+    prompter = SimpleNamespace(encode_prompt=lambda prompt: group.prompt_token_ids, completion=lambda ids, prompt: TEXT)
     return judge_rewards(group, task=task, prompter=prompter, tolerance=1e-6, trusted=trusted)
 
 

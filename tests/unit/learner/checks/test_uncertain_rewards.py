@@ -51,7 +51,7 @@ def judged(task, directory, *stated):
     ]
     group = run.group(SimpleNamespace(id=0, prompt_index=number), version=0, rollouts=tuple(rollouts))
     prompter = SimpleNamespace(
-        encode_prompt=lambda prompt: group.prompt_token_ids, decode=lambda ids: texts[int(ids[0])]
+        encode_prompt=lambda prompt: group.prompt_token_ids, completion=lambda ids, prompt: texts[int(ids[0])]
     )
     return judge_rewards(group, task=task, prompter=prompter, tolerance=1e-6)
 

@@ -97,7 +97,9 @@ class Api:
 
 
 def feeding(api, inbox, task):
-    prompter = SimpleNamespace(encode_prompt=lambda prompt: np.array([1, 2, 3], np.int32), decode=lambda ids: "")
+    prompter = SimpleNamespace(
+        encode_prompt=lambda prompt: np.array([1, 2, 3], np.int32), completion=lambda ids, prompt: ""
+    )
     verifier = Verifier(
         verification=VerificationContext(config=VerificationConfig(), task=task, prompter=prompter),
         versions=None,

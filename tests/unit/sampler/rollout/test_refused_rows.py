@@ -178,6 +178,9 @@ class Speaking:
     def decode(self, token_ids):
         return self.first.pop() if self.first else self.text
 
+    def completion(self, token_ids, prompt=None):
+        return self.decode(token_ids)
+
 
 def math_rows(path, *, unreadable):
     numbers = range(CONTRACT.num_prompts)

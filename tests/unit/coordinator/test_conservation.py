@@ -439,7 +439,7 @@ class NewestFirst(Model):
 
 
 SETTINGS = settings(
-    max_examples=examples(8), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(5), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 Model.TestCase.settings = NewestFirst.TestCase.settings = SETTINGS
 TestConservation = pytest.mark.timeout(300)(Model.TestCase)

@@ -33,6 +33,12 @@ from tests.support.secure_run import SecureRun
 PNG = b"\x89PNG\r\n"
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Tests of a page's text draw nothing."""
+    monkeypatch.setattr(page_of, "picture", lambda draw, **_: PNG)
+
+
 async def past(directory, *, versions=3):
     """A coordinator's data of a run that published some versions and pushed groups, closed in order."""
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory, groups_per_version=2), SystemClock())
@@ -82,7 +88,7 @@ async def test_coordinators_files_alone_are_enough_and_stay_as_they_are(tmp_path
     assert {path: path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()} == before
 
 
-async def test_learners_journal_adds_what_only_it_knows(tmp_path):
+async def test_learners_journal_adds_what_only_it_knows(tmp_path, no_pictures):
     await past(tmp_path / "data")
     rejected = dataclasses.asdict(dataclasses.replace(REPORT, step=5, is_applied=False, loss=float("nan")))
     journal(tmp_path / "learner", extra=[rejected])
@@ -115,7 +121,7 @@ async def test_steps_of_the_learner_before_stay_when_another_went_on(tmp_path):
     assert found == [(1, 1, True), (2, 7, True), (3, 8, True), (4, 9, False)]
 
 
-def test_learners_journal_alone_says_what_is_missing(tmp_path):
+def test_learners_journal_alone_says_what_is_missing(tmp_path, no_pictures):
     journal(tmp_path / "learner")
     with (tmp_path / "learner" / "steps.jsonl").open("a") as file:
         file.write('{"torn')
@@ -204,7 +210,7 @@ def test_steps_of_abandoned_versions_that_were_not_repeated_are_left_out(tmp_pat
     assert dict(page_of._numbers(run, run.reports[:2]))["optimizer steps"] == "2"
 
 
-def test_foreign_text_is_text(tmp_path):
+def test_foreign_text_is_text(tmp_path, no_pictures):
     journal(tmp_path / "l")
     run = dataclasses.replace(read_run(tmp_path), run_id="<script>x</script>")
 
@@ -308,7 +314,7 @@ def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):
 
 
 @pytest.mark.slow
-def test_page_names_what_was_run(tmp_path):
+def test_page_names_what_was_run(tmp_path, no_pictures):
     journal(tmp_path / "learner")
     config = LearnerConfig(model_dir="/models/[small]", state_dir=tmp_path / "learner", max_steps=77)
     without, _ = render(read_run(tmp_path))

@@ -12,10 +12,11 @@ from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.conversation import try_prompts, try_turns
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
+from tests.support.examples import examples
 from tests.support.templates import THINKING
 from tests.support.tokenizers import sentencepiece, words
 
-NUM_CONVERSATIONS = 250
+NUM_CONVERSATIONS = examples(60)
 """Of each family."""
 PIECES = (
     "guess", "12", "\n", "\n\n", " ", "  ", "{", '"', "<b>", "higher", "a\u0301", "\u00b5", "\U0001f600", "I'm", "\t",

@@ -32,24 +32,37 @@ def _backend(model_dir, dead_band_ulp):
     return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
 
 
+@pytest.fixture(scope="module", params=[0.0, 2.0])
+def straight(request, tmp_path_factory, model_dir):
+    """A dead band, and the root at the end of a run with it that nobody kills."""
+    directory = tmp_path_factory.mktemp("reference")
+    contract = make_contract(_backend(model_dir, request.param).layout)
+
+    async def uninterrupted():
+        core = await open_coordinator(directory)
+        await asyncio.gather(
+            learn(learner_config(directory), core, _backend(model_dir, request.param), contract=contract),
+            fill(core, 6, contract=contract),
+        )
+        root = await head_root(core)
+        await core.close()
+        return root
+
+    return request.param, asyncio.run(uninterrupted())
+
+
 @pytest.mark.parametrize(
     "kills",
     [
-        [],
         [("die_before", "query_upload")],
         [("die_after", "upload_payload"), ("die_before", "publish_version")],
         [("die_after", "publish_version"), ("die_after", "publish_version")],
     ],
-    ids=lambda kills: "+".join(f"{when}:{method}" for when, method in kills) or "none",
+    ids=lambda kills: "+".join(f"{when}:{method}" for when, method in kills),
 )
-@pytest.mark.parametrize("dead_band_ulp", [0.0, 2.0])
-async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, kills, dead_band_ulp):
-    reference = await open_coordinator(tmp_path / "reference")
+async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, straight, kills):
+    dead_band_ulp, expected = straight
     contract = make_contract(_backend(model_dir, dead_band_ulp).layout)
-    await asyncio.gather(
-        learn(learner_config(tmp_path / "reference"), reference, _backend(model_dir, dead_band_ulp), contract=contract),
-        fill(reference, 6, contract=contract),
-    )
     core = await open_coordinator(tmp_path)
     config = learner_config(tmp_path)
     filling = asyncio.create_task(fill(core, 6, contract=contract))
@@ -63,6 +76,5 @@ async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_
 
     await filling
     assert result.is_finished
-    assert await head_root(core) == await head_root(reference)
-    await reference.close()
+    assert await head_root(core) == expected
     await core.close()

@@ -49,14 +49,19 @@ async def coordinator(tmp_path):
     await core.close()
 
 
-async def _uninterrupted(tmp_path, **changes):
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
     """State root of the head after a run that nothing disturbs, over the same groups in the same order."""
-    core = await open_coordinator(tmp_path / "reference")
-    config = learner_config(tmp_path / "reference", **changes)
-    result, _ = await asyncio.gather(learn(config, core), fill(core, QUEUE))
-    root = await head_root(core)
-    await core.close()
-    return root, result
+    directory = tmp_path_factory.mktemp("reference")
+
+    async def uninterrupted():
+        core = await open_coordinator(directory)
+        await asyncio.gather(learn(learner_config(directory), core), fill(core, QUEUE))
+        root = await head_root(core)
+        await core.close()
+        return root
+
+    return asyncio.run(uninterrupted())
 
 
 async def _train(config, api, core, backend=None):
@@ -237,9 +242,10 @@ CRASHES = [
 
 
 @pytest.mark.parametrize(("when", "method", "number"), CRASHES)
-async def test_learner_ends_with_the_same_weights_when_killed_at_a_call(coordinator, tmp_path, when, method, number):
+async def test_learner_ends_with_the_same_weights_when_killed_at_a_call(
+    coordinator, tmp_path, expected, when, method, number
+):
     """T10: a crash at any point skips no prompt, trains none twice, and changes no bit of the result."""
-    expected, _ = await _uninterrupted(tmp_path)
     config = learner_config(tmp_path)
     api = FragileApi(coordinator, **{f"die_{when}": (method, number)})
     filling = asyncio.create_task(fill(coordinator, QUEUE))
@@ -261,10 +267,9 @@ async def test_learner_ends_with_the_same_weights_when_killed_at_a_call(coordina
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_partial", [False, True])
 async def test_learner_ends_with_the_same_weights_when_killed_in_a_checkpoint(
-    coordinator, tmp_path, number, is_partial
+    coordinator, tmp_path, expected, number, is_partial
 ):
     """T10, between the step and a checkpoint that is complete."""
-    expected, _ = await _uninterrupted(tmp_path)
     config = learner_config(tmp_path)
     backend, saves = NumpyBackend(), []
 
@@ -287,9 +292,8 @@ async def test_learner_ends_with_the_same_weights_when_killed_in_a_checkpoint(
     assert (await coordinator.get_status()).ledger.consumed == QUEUE
 
 
-async def test_learner_ends_with_the_same_weights_when_killed_again_and_again(coordinator, tmp_path):
+async def test_learner_ends_with_the_same_weights_when_killed_again_and_again(coordinator, tmp_path, expected):
     """T10: also a restart that is killed leaves everything in order."""
-    expected, _ = await _uninterrupted(tmp_path)
     config = learner_config(tmp_path)
     filling = asyncio.create_task(fill(coordinator, QUEUE))
     for method in ("upload_payload", "publish_version", "get_step", "publish_version", "get_signed_manifest"):
@@ -439,8 +443,7 @@ async def test_second_learner_is_refused_when_it_shares_the_state_directory(coor
 # ---- the link
 
 
-async def test_learner_goes_on_when_the_stream_breaks(coordinator, tmp_path):
-    expected, _ = await _uninterrupted(tmp_path)
+async def test_learner_goes_on_when_the_stream_breaks(coordinator, tmp_path, expected):
     api = FragileApi(
         coordinator,
         fail_after={("stream_groups.item", 1): Unreachable("cut"), ("stream_groups.item", 4): Unreachable("cut")},

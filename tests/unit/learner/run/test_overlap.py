@@ -104,6 +104,13 @@ async def uninterrupted(tmp_path, **changes):
     return root, [dataclasses.replace(report, times=None, published_time=0.0) for report in reports]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """State root of the head after a run that nothing disturbs."""
+    root, _ = asyncio.run(uninterrupted(tmp_path_factory.mktemp("reference")))
+    return root
+
+
 def sequences(backend):
     return [[group_id.sequence for group_id in ids] for ids in backend.trained]
 
@@ -191,8 +198,9 @@ LINES = [
 
 
 @pytest.mark.parametrize(("when", "method", "number"), LINES)
-async def test_kill_at_any_line_while_a_step_computes_changes_no_bit(core, tmp_path, monkeypatch, when, method, number):
-    expected, _ = await uninterrupted(tmp_path)
+async def test_kill_at_any_line_while_a_step_computes_changes_no_bit(
+    core, tmp_path, expected, monkeypatch, when, method, number
+):
     moment, points = Moment(), {}
     if method:
         points[f"die_{when}"] = (method, number)
@@ -241,8 +249,7 @@ def _die(moment):
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_any_row_of_kills_changes_no_bit(core, tmp_path, seed):
-    expected, _ = await uninterrupted(tmp_path)
+async def test_any_row_of_kills_changes_no_bit(core, tmp_path, expected, seed):
     chooser = random.Random(seed)
     filling = asyncio.create_task(fill(core, QUEUE))
     methods = ("query_upload", "upload_payload", "publish_version", "stream_groups.item", "get_step", "renew_lease")
@@ -287,8 +294,7 @@ async def test_crash_abandons_the_versions_since_the_last_checkpoint_and_no_othe
 # ---- refusals, orders, other learners, full disks
 
 
-async def test_refused_version_undoes_the_step_beside_it_and_its_groups_are_trained_once(core, tmp_path):
-    expected, _ = await uninterrupted(tmp_path)
+async def test_refused_version_undoes_the_step_beside_it_and_its_groups_are_trained_once(core, tmp_path, expected):
     moment = Moment()
 
     class Refusing(FragileApi):
@@ -388,8 +394,7 @@ async def test_superseded_learner_ends_though_a_step_computes_and_nothing_of_it_
     assert (status.ledger.consumed, status.ledger.pending) == (0, QUEUE)
 
 
-async def test_full_disk_ends_the_learner_though_a_step_computes(core, tmp_path):
-    expected, _ = await uninterrupted(tmp_path)
+async def test_full_disk_ends_the_learner_though_a_step_computes(core, tmp_path, expected):
     moment, saves = Moment(), []
 
     def refuse(directory):

@@ -14,11 +14,20 @@ from heterorl.learner.train.model import Rounding, arena_weights
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model_dir(tmp_path_factory, request):
+def _saved(tmp_path_factory, *, is_tied):
     directory = tmp_path_factory.mktemp("model")
-    tiny_model(is_tied=request.param).save_pretrained(directory)
+    tiny_model(is_tied=is_tied).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return _saved(tmp_path_factory, is_tied=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def either_dir(tmp_path_factory, request):
+    return _saved(tmp_path_factory, is_tied=request.param)
 
 
 def _backend(model_dir, **options):
@@ -51,12 +60,12 @@ def _gradients(backend):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_passes_see_to_the_bit_what_an_engine_has_loaded(model_dir, dtype):
-    backend = _backend(model_dir, published_dtype=dtype)
+def test_passes_see_to_the_bit_what_an_engine_has_loaded(either_dir, dtype):
+    backend = _backend(either_dir, published_dtype=dtype)
     backend.train_step(random_groups(), head_version=0, step=0)
     masters = _logits(backend.torch_model)
     engine = HfEngine(
-        model_dir=str(model_dir), published_dtype=dtype, compute_dtype="fp32", device="cpu", sampling=SAMPLING,
+        model_dir=str(either_dir), published_dtype=dtype, compute_dtype="fp32", device="cpu", sampling=SAMPLING,
         batch_rows=8, end_token_ids=(1,),
     )  # fmt: skip
     engine.load(_arena(backend), 1)
@@ -69,8 +78,8 @@ def test_passes_see_to_the_bit_what_an_engine_has_loaded(model_dir, dtype):
     assert torch.equal(_logits(backend.torch_model), masters)
 
 
-def test_gradient_is_that_of_the_published_weights_and_goes_to_the_masters(model_dir):
-    one, other = (_backend(model_dir, forward_weights=name, lr=1e-2) for name in ("published", "masters"))
+def test_gradient_is_that_of_the_published_weights_and_goes_to_the_masters(either_dir):
+    one, other = (_backend(either_dir, forward_weights=name, lr=1e-2) for name in ("published", "masters"))
     one.train_step(random_groups(), head_version=0, step=0)
     masters = weights(one.torch_model)
     # The other learner's masters are the first one's published weights.
@@ -101,8 +110,8 @@ def test_steps_too_small_for_the_published_type_add_up_in_the_masters(model_dir)
 
 
 @pytest.mark.parametrize("band", [0.0, 0.75, 2.0])
-def test_what_a_dead_band_holds_back_is_held_back_from_the_passes_too(model_dir, band):
-    backend = _backend(model_dir, dead_band_ulp=band, lr=1e-3)
+def test_what_a_dead_band_holds_back_is_held_back_from_the_passes_too(either_dir, band):
+    backend = _backend(either_dir, dead_band_ulp=band, lr=1e-3)
     published = _arena(backend)
     for step in range(4):
         backend.train_step(random_groups(seed=step), head_version=step, step=step)

@@ -8,6 +8,7 @@ import pytest
 
 from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl_research.lab.fast.batch import _Batch, run_batch
 from heterorl_research.lab.results import summarise
 from heterorl_research.lab.world import run_cell
@@ -101,8 +102,9 @@ def is_collapsed(row):
     return [found["accuracy"] for found in row["evaluations"][1:]] == [0.0, 0.0]
 
 
-def test_a_run_that_diverges_has_collapsed(models):
-    cell = cell_of(lr=1e30, warmup_steps=0)
+def test_a_run_that_diverges_has_collapsed(models, monkeypatch):
+    monkeypatch.setattr(TorchBackendConfig, "rate", lambda *_, **__: 1e30)
+    cell = cell_of()
     (row,) = run_together([cell], models)
 
     assert 1 < row["diverged_at"] <= 4

@@ -118,6 +118,7 @@ def run_loss(
     *,
     max_tokens: int = 8,
     parts: Sequence[Sequence[int]] | None = None,
+    width: int = 0,
     head_version: int = 0,
     advantages: Sequence[float] | None = None,
 ) -> Outcome:
@@ -129,6 +130,7 @@ def run_loss(
         groups: what was sampled.
         max_tokens: the run's limit on completion tokens.
         parts: positions of the sequences in each micro-batch; one of all by default.
+        width: padding to at least this many tokens.
         head_version: version of the learner.
         advantages: instead of those of the rewards.
     """
@@ -146,6 +148,15 @@ def run_loss(
     gradients = [torch.zeros(0)] * len(logprobs)
     for part in parts or [range(len(batch.sequences))]:
         inputs = collate([batch.sequences[position] for position in part], batching="padded").loss_inputs
+        extra = max(0, width - inputs.mask_BT.shape[1])
+        inputs = dataclasses.replace(
+            inputs,
+            **{
+                name: torch.nn.functional.pad(getattr(inputs, name), (0, extra))
+                for name in ("mask_BT", "sampler_BT", "staleness_BT", "turns_BT", "is_selected_BT", "reference_BT")
+                if getattr(inputs, name) is not None
+            },
+        )
         learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
         coefficients_BT = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=max_tokens)
         one = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)

@@ -45,6 +45,16 @@ async def core(tmp_path):
     await core.close()
 
 
+async def opened(directory, **options):
+    """A coordinator, and a run with one version and a registered site."""
+    core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data", **options), ManualClock())
+    run = Run(core, directory)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return core, run
+
+
 def plan_of(connection, sql, *values):
     return [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", values)]
 
@@ -115,11 +125,7 @@ async def _steps_of_a_push(run):
 
 
 async def test_push_costs_the_same_whatever_its_site_pushed_before(tmp_path):
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
+    core, run = await opened(tmp_path)
 
     def settle(connection):
         connection.executemany(
@@ -149,11 +155,7 @@ async def _statements_of(core, call):
 
 async def test_versions_that_do_not_exist_are_not_looked_up(tmp_path):
     """A hostile site may state as many as its group has tokens: 400,000 took the store's thread a quarter of a second."""
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
+    core, run = await opened(tmp_path)
     (work,) = await run.lease()
     spans = (Span(version=0, start=0, end=1), Span(version=7001, start=1, end=2), Span(version=7002, start=2, end=3))
     group = run.group(work, rollouts=(rollout(0), rollout(0, spans=spans)))
@@ -188,12 +190,7 @@ async def test_steps_are_listed_without_a_read_through_manifests(tmp_path):
 
 async def test_lease_by_turns_reads_all_waiting_groups_once(tmp_path):
     """Not for each group: with 2048 waiting groups a lease of 128 took a quarter of a second."""
-    config = CoordinatorConfig(data_dir=tmp_path / "data", lease_order="fair")
-    core = await Coordinator.open(config, ManualClock())
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
+    core, run = await opened(tmp_path, lease_order="fair")
     pushed = await run.push(12)
 
     def lease(connection):

@@ -4,35 +4,15 @@ import dataclasses
 
 import pytest
 from google.protobuf import descriptor as descriptors
-from grpc_health.v1 import health_pb2
 
 from heterorl.common import api
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.spiffe import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
-from heterorl.v1 import (
-    backup_pb2,
-    common_pb2,
-    diagnosis_pb2,
-    evaluation_pb2,
-    metrics_pb2,
-    policy_pb2,
-    rollout_pb2,
-    run_pb2,
-    sample_pb2,
-)
+from heterorl.v1 import common_pb2, rollout_pb2, run_pb2
+from tests.support.protos import METHODS
 
-MODULES = (
-    policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, evaluation_pb2, metrics_pb2,
-    health_pb2,
-)  # fmt: skip
-METHODS = {
-    f"/{service.full_name}/{method.name}": method
-    for module in MODULES
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch", "Diagnose"},
     Role.OPERATOR: {

@@ -321,25 +321,31 @@ async def test_order_that_cannot_be_carried_out_leaves_masters_without_open_step
     assert (before.view(np.int32) & 0xFFFF).any()
 
 
+class Broken:
+    """A coordinator that has no way to version 1 until an operator repairs it."""
+
+    def __init__(self, core):
+        self.core, self.is_lost = core, True
+        self.asked, self.refused = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.core, name)
+
+    async def plan_pull(self, *, have_version, want_version, **options):
+        if self.is_lost and 1 in (have_version, want_version):
+            self.asked.set()
+            if want_version == 1:
+                # The last way that the learner tries.
+                self.refused.set()
+            raise UnknownVersion("deleted")
+        return await self.core.plan_pull(have_version=have_version, want_version=want_version, **options)
+
+
 async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path, caplog):
     await trained(core, tmp_path, GentleBackend())
     config = learner_config(tmp_path, max_steps=4)
 
-    class Unsteady:
-        """Finds no way to version 1 at first."""
-
-        is_lost, asked = True, asyncio.Event()
-
-        def __getattr__(self, name):
-            return getattr(core, name)
-
-        async def plan_pull(self, *, have_version, want_version, **options):
-            if self.is_lost and 1 in (have_version, want_version):
-                self.asked.set()
-                raise UnknownVersion("deleted")
-            return await core.plan_pull(have_version=have_version, want_version=want_version, **options)
-
-    api = Unsteady()
+    api = Broken(core)
     learning = asyncio.create_task(learn(config, api, GentleBackend()))
     await core.rollback(to_version=1, request_id="one")
     await api.asked.wait()
@@ -362,23 +368,7 @@ async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, 
     await trained(core, tmp_path, GentleBackend())
     config = learner_config(tmp_path, max_steps=4)
 
-    class Repaired:
-        """Finds no way to version 1 until the operator repairs it."""
-
-        is_lost, refused = True, asyncio.Event()
-
-        def __getattr__(self, name):
-            return getattr(core, name)
-
-        async def plan_pull(self, *, have_version, want_version, **options):
-            if self.is_lost and 1 in (have_version, want_version):
-                if want_version == 1:
-                    # The last way that the learner tries.
-                    self.refused.set()
-                raise UnknownVersion("deleted")
-            return await core.plan_pull(have_version=have_version, want_version=want_version, **options)
-
-    api = Repaired()
+    api = Broken(core)
     learning = asyncio.create_task(learn(config, api, GentleBackend()))
     await core.rollback(to_version=1, request_id="one")
     await api.refused.wait()

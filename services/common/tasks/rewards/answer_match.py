@@ -84,7 +84,7 @@ class MatchedTask:
     """Members of a task that compares completions with its rows' answers."""
 
     def __init__(self, config: SourceConfig) -> None:
-        self.match_name = f"{config.match} 3"
+        self.match_name = f"{config.match} 4"
         """Part of task digests; the number rises where equal completions get other scores."""
         self.num_workers = 1
         self._verifier: MathVerifier | None = None

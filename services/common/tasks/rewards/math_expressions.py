@@ -39,7 +39,10 @@ _SIGNS = {
     "\uff0c": ",", "\uff05": "%", "\uff08": "(", "\uff09": ")", "\uff1a": ":", "\uff1d": "=",
     "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}",
     "\u2154": r"\frac{2}{3}", "\u2155": r"\frac{1}{5}", "\u2159": r"\frac{1}{6}", "\u215b": r"\frac{1}{8}",
-    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2002": " ", "\u2003": " ", "\u200b": "", "\ufeff": "",
+    "\u3002": ".", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2002": " ", "\u2003": " ", "\u200b": "",
+    "\ufeff": "",
+    # Full-width digits and letters.
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF10, 0xFF5B) if chr(code).isalnum()},
 }  # fmt: skip
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _RAISED = str.maketrans(
@@ -66,6 +69,9 @@ _TEXT = re.compile(
 )
 _WORDS = re.compile(r"[^\W\d_][^\d_\\${}^=<>|+*/]*", re.DOTALL)
 _OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
+_OPTION_AND_VALUE = re.compile(
+    r"(?:\\text(?:bf|rm)?\s*\{\s*)?(?:\(([A-J])\)|([A-J])\s*[).:])(?:[\s}]|\\[ ,;:])+(\S.*)", re.DOTALL
+)
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
@@ -90,6 +96,8 @@ _UNIT = re.compile(
 _UNIT_IN_TEXT = re.compile(
     rf"(?<=[\w)}}%]){GAP}\\(?:text|textrm|mathrm|mbox|rm)\s*\{{(?P<words>[^{{}}\d]*)\}}{_POWER}\s*$"
 )
+# Not hundreds, thousands and others that change the number.
+_CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?!\S*[十百千万萬亿億半多以几])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
 _SHORT_UNITS = frozenset([
     "st", "nd", "rd", "th", "cm", "mm", "km", "nm", "kg", "mg", "ml", "cl", "dl", "ft", "in", "lb", "lbs",
     "oz", "mi", "hr", "hrs", "yd", "yds", "pt", "qt", "min", "sec", "mph", "kph", "rpm", "am", "pm", "ms",
@@ -192,7 +200,7 @@ def latex_of(text: str) -> str | None:
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
     text = text.replace("\\langle", "(").replace("\\rangle", ")")
     text = _ANGLE.sub(r"\\frac{\1\\pi}{180}", text) if _TURNS.search(text) else _CIRCLE.sub("", text)
-    text = _without_unit(_ORDINAL.sub("", text))
+    text = _without_unit(_CJK_UNIT.sub("", _ORDINAL.sub("", text)))
     if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
         return None
     rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
@@ -237,12 +245,13 @@ _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _SAID = re.compile(
-    r"(?i)(?<![</])\banswers?\b(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b)?\**\s*[:=]?)\**\s*(?P<said>[^\n]+)"
+    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|答案)"
+    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|\s*[是为])?\**\s*[:\uff1a=]?)\**\s*(?P<said>[^\n]+)"
 )
 _JUDGED = re.compile(
     r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
 )
-_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)")
+_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|。")
 _HASHES = "####"
 
 
@@ -299,14 +308,25 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
         # What is said ends all that stands before it; a mere mention does not.
         completion = completion[last.start() :] if last["says"].strip("* \t\n") else completion
     for one in stated or [completion] * wants_text:
-        given = read_expression(one.strip().strip("*"))
-        if given is not None and (boxed is not None or wants_text or not isinstance(given, Text)):
-            return [given]
+        given = _readings(one.strip().strip("*"))
+        if given and (boxed is not None or wants_text or not isinstance(given[0], Text)):
+            return given
     if wants_text or boxed is not None:
         return []
     # The library's time limits use signals and turn errors into "wrong"; this process has its own.
     found = parse(signs_as_latex(completion), parsing_timeout=None)
     return [one for one in found if not isinstance(one, str)]
+
+
+def _readings(text: str) -> list[Any]:
+    """All that a stated answer may mean: "(B) 12" is option B and 12."""
+    inner = unwrap(signs_as_latex(text))
+    option = _OPTION_AND_VALUE.fullmatch(inner)
+    if option is None:
+        found = [read_expression(text)]
+    else:
+        found = [read_expression(option[3]), Text((option[1] or option[2]).casefold()), words_of(inner)]
+    return [one for one in found if one is not None]
 
 
 def read_expression(text: str) -> Any:

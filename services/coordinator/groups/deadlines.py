@@ -84,7 +84,7 @@ class Deadlines:
             for entry in handed
         )
         return tuple(
-            dataclasses.replace(entry, lease_s=max(0.0, start + term_s - now))
+            dataclasses.replace(entry, lease_s=max(0.0, term_s - (now - start)))
             for entry, (start,) in zip(handed, starts, strict=True)
         )
 

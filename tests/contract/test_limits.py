@@ -98,6 +98,17 @@ def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_pa
     assert "crashed while running" in said
 
 
+def test_files_behind_a_test_that_ends_its_worker_run_in_another_one(tmp_path):
+    # The worker's first file is done: it must not go to the next worker.
+    (tmp_path / "test_before.py").write_text("def test_it():\n    pass\n")
+    (tmp_path / "test_later.py").write_text("def test_it():\n    pass\n")
+    text = "import os\n\ndef test_ends():\n    os._exit(1)\n\ndef test_it():\n    pass\n"
+    _, said, results = run(tmp_path, text, "-n", "1", "--dist", "loadfile", "--no-loadscope-reorder")
+
+    assert results["outcomes"] == {"passed": 3, "failed": 1}
+    assert "crashed while running" in said
+
+
 def test_matplotlib_may_list_fonts_in_any_test():
     guard = processes._Guard()
     guard.test = "test_it"

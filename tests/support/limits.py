@@ -105,16 +105,21 @@ def pytest_timeout_set_timer() -> Any:
 
 
 class Scheduling(LoadFileScheduling):
-    """By file, as xdist's own, which runs a test that ended its worker in each new worker again, without an end."""
+    """By file, as xdist's own, with two repairs for a test that ended its worker.
+
+    xdist runs that test in each new worker again, without an end. It also hands out files that are done once more: a
+    worker with nothing to run in its file waits for ever.
+    """
 
     def remove_node(self, node: WorkerController) -> str | None:
-        for tests in self.assigned_work[node].values():
-            for test, is_done in tests.items():
-                if not is_done:
-                    tests[test] = True
-                    super().remove_node(node)
-                    return test
-        return super().remove_node(node)
+        files = self.assigned_work[node]
+        ended = next((name for tests in files.values() for name, is_done in tests.items() if not is_done), None)
+        if ended is not None:
+            files[self._split_scope(ended)][ended] = True
+        for path in [path for path, tests in files.items() if all(tests.values())]:
+            del files[path]
+        super().remove_node(node)
+        return ended
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:

@@ -460,7 +460,12 @@ def test_run_without_a_version_says_what_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+    "command",
+    [
+        ("status",),
+        ("rollback", "--to", "3"),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (("top", "--once"), ("health",), ("backup",))),
+    ],
 )
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):

@@ -112,6 +112,7 @@ async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
     assert num_requests - num_blocks > before
 
 
+@pytest.mark.slow
 async def test_newer_weights_do_not_wait_for_results_that_a_broken_link_holds_back(world):
     async def push_evaluation(**results):
         raise Unreachable("the link is down")
@@ -131,6 +132,7 @@ async def test_newer_weights_do_not_wait_for_results_that_a_broken_link_holds_ba
     assert (await found(world)).summary.num_prompts > 0
 
 
+@pytest.mark.slow
 async def test_prompts_that_an_engine_lost_in_an_outage_return_with_the_link(world):
     await world.run.publish()
     world.start()
@@ -233,6 +235,7 @@ async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(
     assert (await found(world, 1)).state is EvaluationState.DONE
 
 
+@pytest.mark.slow
 async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_it(world):
     await world.run.publish()
     world.start()

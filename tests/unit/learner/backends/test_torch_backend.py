@@ -280,7 +280,7 @@ def test_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
         _backend(model_dir).restore(saved)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "fp32"])
 def test_published_weights_load_into_another_learner_with_a_fresh_optimizer(model_dir, dtype):
     config = CONFIG.model_copy(update={"published_dtype": dtype})
     publisher, taker, fresh = (_backend(model_dir, config=config) for _ in range(3))

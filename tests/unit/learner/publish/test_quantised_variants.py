@@ -247,7 +247,9 @@ def _points():
     """Every call of a publication that carries two variants: before it took effect and after."""
     for name, number in (("upload_payload", 1), ("upload_payload", 3), ("publish_version", 1)):
         for where in ("die_before", "die_after"):
-            yield pytest.param(where, name, number, id=f"{where}-{name}-{number}")
+            is_quick = (name, where) in (("upload_payload", "die_after"), ("publish_version", "die_before"))
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param(where, name, number, id=f"{where}-{name}-{number}", marks=marks)
 
 
 @pytest.mark.parametrize(("where", "name", "number"), list(_points()))

@@ -49,6 +49,7 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
     assert world.sampler.generation.reported().policy_version == 1
 
 
+@pytest.mark.slow
 async def test_attempts_become_rare_and_a_success_forgets_them(world):
     await generating(world)
     world.engine.load_failures = [EngineDied("gone")] * 12

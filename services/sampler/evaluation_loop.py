@@ -172,10 +172,17 @@ class EvaluationLoop:
         of = self._sets[spec.task_set]
         self._drawn, self._num_undrawn = [], len(grant.assignments)
         _LOG.debug("%d prompts of set %s are drawn with version %d", len(grant.assignments), of.name, spec.version)
+        failures, drawn = self._evaluator.failures, list[WorkAssignment]()
+        suspects = [[each] for each in grant.assignments if failures[of.name, each.prompt_index]]
+        others = [each for each in grant.assignments if not failures[of.name, each.prompt_index]]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for each in grant.assignments:
-                    tasks.create_task(self._prompt(spec, of, each))
+            # Prompts that the engine failed at are drawn alone, so that only the one at fault fails again.
+            for drawn in (others, *suspects):
+                if self._is_late(spec.version):
+                    break
+                async with asyncio.TaskGroup() as tasks:
+                    for each in drawn:
+                        tasks.create_task(self._prompt(spec, of, each))
         except ExceptionGroup as group:
             error = cause_of(group)
             if not isinstance(error, ConfigError | EngineError | RemoteError):
@@ -186,6 +193,8 @@ class EvaluationLoop:
                 _LOG.error("this site no longer evaluates set %s, another site may: %s", of.name, error)
             else:
                 _LOG.warning("%d held-out prompts of set %s are handed back: %s", len(self._held), of.name, error)
+            if isinstance(error, EngineError):
+                failures.update((of.name, each.prompt_index) for each in drawn if each.id in self._held)
             self._num_failures += 1
             await self._give_back()
             return False

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -89,6 +90,8 @@ def open_set(
 
 BLOCK = 8
 """Completions of one request, so that a small engine need not hold all completions of a prompt."""
+MAX_FAILURES = 3
+"""Failures of the engine in a row after which this process no longer draws the prompt."""
 
 
 def blocks_of(draws: EvaluationDraws) -> Iterator[range]:
@@ -127,6 +130,8 @@ class PromptEvaluator:
     def __post_init__(self) -> None:
         self.refused: dict[tuple[str, int], PromptRefused] = {}
         """Prompts that cannot be drawn, by set and index."""
+        self.failures: Counter[tuple[str, int]] = Counter()
+        """Failures of the engine since it last ended a prompt, by set and index."""
         rows = self.engine.max_running
         self.num_rows = rows + rows // 4 if self.share >= 1 else max(1, int(rows * self.share))
         """Most completions in the engine at once; a single request may be larger."""
@@ -156,6 +161,7 @@ class PromptEvaluator:
                 for runner in self._runners.values():
                     runner.drop(draft.key)
             self.refused.pop((of.name, index), None)
+            self.failures.pop((of.name, index), None)
         except PromptRefused as error:
             if (of.name, index) not in self.refused:
                 _LOG.warning("held-out prompt %d cannot be drawn and stays without a score: %s", index, error)
@@ -177,6 +183,8 @@ class PromptEvaluator:
             runner.close()
 
     def _draft(self, spec: EvaluationSpec, of: SiteSet, prompt: Prompt, assignment: WorkAssignment) -> GroupDraft:
+        if self.failures[of.name, prompt.index] >= MAX_FAILURES:
+            raise PromptRefused(f"evaluation.{of.name}.task", f"the engine failed {MAX_FAILURES} times as it drew it")
         check_answer(of.task, prompt)
         conversation = of.conversations.of(prompt) if of.conversations else None
         with self.builder.lock:

@@ -49,6 +49,24 @@ class Held:
         return (RewardPart(name="right", value=float(prompt.index % 2)),)
 
 
+class Prompts:
+    """Token ids that tell the prompts apart; the template refuses some."""
+
+    def __init__(self, refused=()):
+        self.refused = refused
+
+    def encode_prompt(self, prompt):
+        if prompt.text in self.refused:
+            raise PromptRefused("use_chat_template", "roles must alternate")
+        return np.array([prompt.index + 2, 3], np.int32)
+
+    def decode(self, token_ids):
+        return "text"
+
+    def completion(self, token_ids, prompt=None):
+        return self.decode(token_ids)
+
+
 @pytest.fixture
 async def world(tmp_path):
     world = await World.open(tmp_path, evaluation=SETS, max_work_ahead_s=3600.0)
@@ -166,6 +184,25 @@ async def test_an_engine_that_dies_costs_no_prompt(world):
     done = await until_done(world)
 
     assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 16)
+
+
+async def test_a_prompt_that_ends_the_engine_every_time_stays_without_a_score(world, caplog):
+    world.prompter = Prompts()
+    world.start()
+    submit, deaths = world.engine.submit, []
+
+    def fatal(request):
+        submit(request)
+        if request.sampling is not None and request.prompt[0] == 1 + 2:
+            deaths.append(len(world.engine._waiting))
+            world.engine.batch_failures = [EngineDied("it ran out of memory")]
+
+    world.engine.submit = fatal
+    await world.run.publish()
+    of = await until_done(world)
+
+    assert (of.summary.num_prompts, of.summary.num_errors, of.summary.average.num_prompts) == (12, 16, 11)
+    assert "held-out prompt 1 cannot be drawn" in caplog.text
 
 
 async def test_a_killed_sampler_goes_on_with_what_it_held(world):
@@ -350,21 +387,7 @@ async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_g
 
 
 async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(world, caplog):
-    class Prompts:
-        """Token ids that tell the prompts apart; the template refuses number 0."""
-
-        def encode_prompt(self, prompt):
-            if prompt.text == "0=":
-                raise PromptRefused("use_chat_template", "roles must alternate")
-            return np.array([prompt.index + 2, 3], np.int32)
-
-        def decode(self, token_ids):
-            return "text"
-
-        def completion(self, token_ids, prompt=None):
-            return self.decode(token_ids)
-
-    world.prompter = Prompts()
+    world.prompter = Prompts(refused=["0="])
     world.start()
     submit = world.engine.submit
 

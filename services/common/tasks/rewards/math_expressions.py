@@ -96,8 +96,9 @@ _UNIT = re.compile(
 _UNIT_IN_TEXT = re.compile(
     rf"(?<=[\w)}}%]){GAP}\\(?:text|textrm|mathrm|mbox|rm)\s*\{{(?P<words>[^{{}}\d]*)\}}{_POWER}\s*$"
 )
-# Not hundreds, thousands and others that change the number.
-_CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?!\S*[十百千万萬亿億半多以几])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
+_CJK_SCALES = "\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u534a\u591a\u4ee5\u51e0"
+"""Ten to 10^8, and words such as half, that change the number in front of them."""
+_CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?!\S*[{_CJK_SCALES}])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
 _SHORT_UNITS = frozenset([
     "st", "nd", "rd", "th", "cm", "mm", "km", "nm", "kg", "mg", "ml", "cl", "dl", "ft", "in", "lb", "lbs",
     "oz", "mi", "hr", "hrs", "yd", "yds", "pt", "qt", "min", "sec", "mph", "kph", "rpm", "am", "pm", "ms",
@@ -245,13 +246,13 @@ _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _SAID = re.compile(
-    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|答案)"
-    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|\s*[是为])?\**\s*[:\uff1a=]?)\**\s*(?P<said>[^\n]+)"
+    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|\u7b54\u6848)"
+    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|\s*[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*(?P<said>[^\n]+)"
 )
 _JUDGED = re.compile(
     r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
 )
-_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|。")
+_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _HASHES = "####"
 
 
@@ -319,7 +320,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _readings(text: str) -> list[Any]:
-    """All that a stated answer may mean: "(B) 12" is option B and 12."""
+    """Meanings of a stated answer: "(B) 12" is option B and 12."""
     inner = unwrap(signs_as_latex(text))
     option = _OPTION_AND_VALUE.fullmatch(inner)
     if option is None:

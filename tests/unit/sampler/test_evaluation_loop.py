@@ -189,12 +189,13 @@ async def test_an_engine_that_dies_costs_no_prompt(world):
 async def test_a_prompt_that_ends_the_engine_every_time_stays_without_a_score(world, caplog):
     world.prompter = Prompts()
     world.start()
-    submit, deaths = world.engine.submit, []
+    # Four prompts at once, of which one is at fault.
+    world.sampler.evaluation._evaluator.num_rows = 4 * 16
+    submit = world.engine.submit
 
     def fatal(request):
         submit(request)
         if request.sampling is not None and request.prompt[0] == 1 + 2:
-            deaths.append(len(world.engine._waiting))
             world.engine.batch_failures = [EngineDied("it ran out of memory")]
 
     world.engine.submit = fatal

@@ -80,9 +80,13 @@ class FetchTarget:
                 for name, size in payloads
             ],
         )
+        # asyncio.run ends an executor by another thread; without memory for it the start would wait for ever.
+        loop = asyncio.new_event_loop()
         try:
-            asyncio.run(self._fetch(message, frames))
+            loop.run_until_complete(self._fetch(message, frames))
         finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
             names = {path.name.partition(".")[0] for path in spool.iterdir()}
             sizes = [path.stat().st_size for path in spool.iterdir()]
             for path in spool.iterdir():

@@ -105,10 +105,11 @@ def pytest_timeout_set_timer() -> Any:
 
 
 class Scheduling(LoadFileScheduling):
-    """By file, as xdist's own, with two repairs for a test that ended its worker.
+    """By file, as xdist's own, with three repairs for a test that ended its worker.
 
-    xdist runs that test in each new worker again, without an end. It also hands out files that are done once more: a
-    worker with nothing to run in its file waits for ever.
+    xdist runs that test in each new worker again, without an end. It hands out files that are done once more: a worker
+    with nothing to run in its file waits for ever. So does one with a single test: it begins a test once it knows the
+    next one, or that there is none.
     """
 
     def remove_node(self, node: WorkerController) -> str | None:
@@ -120,6 +121,11 @@ class Scheduling(LoadFileScheduling):
             del files[path]
         super().remove_node(node)
         return ended
+
+    def _reschedule(self, node: WorkerController) -> None:
+        super()._reschedule(node)
+        if not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -321,6 +322,21 @@ def test_without_a_filter_of_calls_there_is_no_sandbox(monkeypatch):
     monkeypatch.setattr(bubblewrap, "program_of", lambda machine: b"")
     with pytest.raises(NoSandbox, match="calls of the kernel are not filtered on"):
         find_sandbox(python="", shown=(), limits=LIMITS)
+
+
+def test_no_process_is_left_of_a_sandbox_that_is_killed_as_it_begins(sandbox, monkeypatch):
+    def killed(process, *_, **__):
+        while not bubblewrap.children_of(process.pid) and process.poll() is None:
+            pass
+        raise KeyError
+
+    monkeypatch.setattr(bubblewrap, "_converse", killed)
+    before = bubblewrap.children_of(os.getpid())
+    for _ in range(20):
+        with pytest.raises(KeyError):
+            sandbox.outcome_of(b"", b"", standard_input=b"", errors=subprocess.DEVNULL)
+
+    assert [each for each in bubblewrap.children_of(os.getpid()) if each not in before] == []
 
 
 def test_interpreter_that_would_show_a_home_is_refused(tmp_path, monkeypatch):

@@ -149,8 +149,9 @@ class Sandbox:
         with ExitStack() as pipes, _adopting():
             (orders_out, orders_in), (report_out, report_in), (info_out, info_in) = (_pipe(pipes) for _ in range(3))
             others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
+            command = self.command(*others)
             process = subprocess.Popen(
-                self.command(*others), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
                 env={}, bufsize=0,
             )  # fmt: skip
             for other_side in (orders_out, report_in, info_in):
@@ -167,7 +168,7 @@ class Sandbox:
                     with suppress(OSError):
                         pipe.close()
                 process.wait()
-                _end_namespace(info_out.fileno())
+                _end_namespace(info_out.fileno(), command)
         return replace(outcome, used_s=_used_s() - before_s)
 
     def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
@@ -325,18 +326,38 @@ def _adopting() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _end_namespace(info: int) -> None:
-    """End a namespace by its first process, whose number is in `info`."""
+def _end_namespace(info: int, command: Sequence[str]) -> None:
+    """End a namespace by its first process, whose number is in `info`.
+
+    bubblewrap that was killed first did not write it; its child, adopted here, waits for it for ever.
+    """
     os.set_blocking(info, False)
     try:
         number = json.loads(os.read(info, 4096))["child-pid"]
     except (OSError, ValueError, KeyError):
+        number = next((each for each in children_of(os.getpid()) if _command_of(each) == list(command)), 0)
+    if not number:
         # No namespace was made.
         return
     with suppress(ChildProcessError):
         if os.waitpid(number, os.WNOHANG)[0] == 0:
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
+
+
+def children_of(number: int) -> list[int]:
+    """Child processes, those of any of its threads."""
+    found: list[int] = []
+    for path in Path(f"/proc/{number}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text(encoding="ascii").split())
+    return found
+
+
+def _command_of(number: int) -> list[str]:
+    with suppress(OSError):
+        return Path(f"/proc/{number}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
+    return []
 
 
 def _used_s() -> float:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, children_of, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.gym_server import Entries, NoEntries
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, WorkerPool, converse
 from heterorl.common.tasks.task import Doubts, Prompt
@@ -166,7 +166,7 @@ class Server:
     def _end(self) -> None:
         """Kill the server and its namespace's first process, and so all others."""
         # That process has another user, so it gets no signal when its parent ends.
-        for number in _children(self._process.pid):
+        for number in children_of(self._process.pid):
             with suppress(OSError):
                 os.kill(number, signal.SIGKILL)
         self._process.kill()
@@ -184,13 +184,6 @@ class Server:
             self._end()
             raise
         return reply
-
-
-def _children(number: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{number}/task/{number}/children").read_text("ascii").split()]
-    except OSError:
-        return []
 
 
 def _places() -> tuple[list[str], list[str]]:

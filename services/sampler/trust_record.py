@@ -7,7 +7,7 @@
 A row is on disk before its version is used. The sampler never accepts another state or manifest for a version in the
 record, nor a head below it, also after a restart. Only an operator of this site may agree that the run went back
 (`heterorl accept-rewind`): a restored coordinator and an attacker's look the same from here. A row torn by a crash is
-cut off, and its version is verified again. Rows of earlier releases lack digest, run and key; then fewer checks apply.
+cut off, and its version is verified again.
 
 A version may follow only if it descends from the version used last, or names that one as abandoned. A manifest names
 its parent by digest, so the manifests from the new version back to the recorded one form a chain. Numbers are dense and
@@ -53,16 +53,16 @@ class RunReplaced(OperatorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenVersion:
-    """A verified version; fields that its row does not state are empty.
+    """A verified version.
 
     `signed_by` is the public key that signed its manifest, or "unsigned" if no key was trusted.
     """
 
     version: int
     state_root: Digest
-    manifest_digest: str = ""
-    run_id: str = ""
-    signed_by: str = ""
+    manifest_digest: str
+    run_id: str
+    signed_by: str
 
 
 class TrustRecord:
@@ -165,7 +165,7 @@ def _check_same(known: SeenVersion, seen: SeenVersion) -> None:
     if known.state_root != seen.state_root:
         before, now = known.state_root[:12], seen.state_root[:12]
         raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
-    if known.manifest_digest and known.manifest_digest != seen.manifest_digest:
+    if known.manifest_digest != seen.manifest_digest:
         raise RunReplaced(f"version {seen.version} has another manifest than before")
 
 
@@ -173,9 +173,9 @@ def _parse(row: dict[str, Any]) -> SeenVersion:
     return SeenVersion(
         version=int(row["version"]),
         state_root=Digest(str(row["state_root"])),
-        manifest_digest=str(row.get("manifest_digest", "")),
-        run_id=str(row.get("run_id", "")),
-        signed_by=str(row.get("signed_by", "")),
+        manifest_digest=str(row["manifest_digest"]),
+        run_id=str(row["run_id"]),
+        signed_by=str(row["signed_by"]),
     )
 
 
@@ -203,7 +203,7 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     child = manifest_from_bytes(data)
     if newest is None:
         return NOTHING_ABANDONED
-    if newest.run_id and child.run_id != newest.run_id:
+    if child.run_id != newest.run_id:
         raise RunReplaced(
             f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}",
             action="name the coordinator of that run, or choose another state_dir",
@@ -211,21 +211,18 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     if child.version < newest.version:
         raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
     if child.version == newest.version:
-        _same(newest, manifest_digest(data), f"version {child.version} is another than the one used before")
+        if manifest_digest(data) != newest.manifest_digest:
+            raise RunReplaced(f"version {child.version} is another than the one used before")
         return NOTHING_ABANDONED
     manifests = dict(known)
     while child.parent_version > newest.version:
         child = await _parent(child, manifests, oldest=newest.version + 1, fetch=fetch)
     if child.parent_version == newest.version:
-        problem = f"version {child.version} does not descend from the version {newest.version} that was used before"
-        _same(newest, child.parent_digest, problem)
+        if child.parent_digest != newest.manifest_digest:
+            problem = f"version {child.version} does not descend from the version {newest.version}"
+            raise RunReplaced(f"{problem} that was used before")
         return NOTHING_ABANDONED
     return child.abandoned
-
-
-def _same(newest: SeenVersion, digest: str, problem: str) -> None:
-    if newest.manifest_digest and digest != newest.manifest_digest:
-        raise RunReplaced(problem)
 
 
 async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:
@@ -265,10 +262,9 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
             continue
         left = max((version for version in record.versions if version <= to_version), default=NO_VERSION)
         then = f"what follows must descend from version {left}" if left >= 0 else "any first version is taken"
-        signer = f", signed by {newest.signed_by}" if newest.signed_by else ""
         sentences.append(
-            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}{signer}, was seen here; the"
-            f" run goes back to version {to_version}; {then}"
+            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}, signed by"
+            f" {newest.signed_by}, was seen here; the run goes back to version {to_version}; {then}"
         )
     return sentences
 
@@ -291,6 +287,6 @@ def _records(state_dir: Path, run: str) -> list[TrustRecord]:
     records = [TrustRecord(path) for path in paths]
     for record in records:
         newest = record.newest
-        if newest is not None and newest.run_id not in ("", run):
+        if newest is not None and newest.run_id != run:
             raise OperatorError(f"{state_dir} is of run {newest.run_id}, not {run}", action="name that run")
     return records

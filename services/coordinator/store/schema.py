@@ -109,12 +109,9 @@ CREATE TABLE prompts (
 CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE lost_shares (site TEXT PRIMARY KEY, share REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');
+CREATE INDEX versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
+CREATE INDEX work_open ON work (assignment) WHERE is_leased = 0;
+CREATE INDEX steps_by_version ON steps (version);
+CREATE INDEX audit_by_subject ON audit (kind, subject);
 """
-INDEXES = """
-CREATE INDEX IF NOT EXISTS groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');
-CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
-CREATE INDEX IF NOT EXISTS work_open ON work (assignment) WHERE is_leased = 0;
-CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
-CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
-"""
-"""Made at each start. On a full disk they wait."""

@@ -7,7 +7,6 @@ the same time.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sqlite3
 from pathlib import Path
@@ -16,9 +15,8 @@ from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Fault
-from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA, SCHEMA_VERSION
 
-_LOG = logging.getLogger(__name__)
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
 """Errors of one operation; all others are the store's."""
 
@@ -99,7 +97,6 @@ def connect(path: Path) -> sqlite3.Connection:
             raise CorruptStore(
                 f"{path} has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM
             )
-        _make_indexes(connection)
         tallies.begin(connection)
     except (sqlite3.DatabaseError, CorruptStore) as error:
         connection.close()
@@ -112,16 +109,6 @@ def connect(path: Path) -> sqlite3.Connection:
             raise
         raise CorruptStore(f"{path}: {error}") from error
     return connection
-
-
-def _make_indexes(connection: sqlite3.Connection) -> None:
-    try:
-        connection.executescript(INDEXES)
-    except sqlite3.OperationalError as error:
-        # Without indexes queries are only slower.
-        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-            raise
-        _LOG.warning("the store's disk is full: the next start makes its indexes; free space in data_dir")
 
 
 CHECKED_BYTES = 64 << 20

@@ -42,15 +42,11 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 _FORMAT = 2
-"""Format of groups in the file; earlier releases state none."""
-
-
-class _EarlierFormat(Exception):
-    """The file is of an earlier release."""
+"""Format of groups in the file."""
 
 
 class _DamagedFile(Exception):
-    """The file is not a database, or its pages contradict each other."""
+    """The file is not a database, its pages contradict each other, or it has another format."""
 
 
 def lock_outbox(path: Path) -> BinaryIO:
@@ -71,14 +67,6 @@ def open_outbox_file(directory: Path) -> sqlite3.Connection:
     path = directory / NAME
     try:
         return _connect(path)
-    except _EarlierFormat:
-        kept = set_aside(path, "earlier-release")
-        metrics.OUTBOX_SET_ASIDE.labels("file").inc()
-        _LOG.error(
-            "the outbox is of an earlier release, whose groups this one cannot read: it is kept as %s and a new one "
-            "begins; the prompts of what was not delivered are handed out again",
-            kept,
-        )
     except _DamagedFile as error:
         kept = set_aside(path, "damaged")
         metrics.OUTBOX_SET_ASIDE.labels("file").inc()
@@ -143,7 +131,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise _DamagedFile(verdict)
         is_new = not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if not is_new and connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
-            raise _EarlierFormat
+            raise _DamagedFile("its groups have the format of another release")
         connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT;")
     except BaseException as error:
         if connection is not None:

@@ -84,20 +84,6 @@ async def test_start_reads_the_states_of_merged_deltas_alone(core):
     assert roots == {"": {3: "root-3", 7: "root-7"}, "int8": {7: "small-7"}}
 
 
-async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core, tmp_path):
-    await core.database.run(lambda connection: connection.execute("DROP INDEX versions_abandoned"))
-    before = (await core.database.run(lambda connection: payload_index.graph(Chain(connection)))).lineage
-    await core.close()
-
-    again = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
-    names = await again.database.run(
-        lambda connection: [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")]
-    )
-    assert "versions_abandoned" in names
-    assert (await again.database.run(lambda connection: payload_index.graph(Chain(connection)))).lineage == before
-    await again.close()
-
-
 async def test_lock_of_a_name_is_forgotten_with_its_last_user():
     locks, order = Locks(), []
 
@@ -178,13 +164,6 @@ async def test_steps_are_listed_without_a_read_through_manifests(tmp_path):
     statements, reports = await _statements_of(core, core.list_steps(after_step=0, limit=10))
     assert [report.published_time for report in reports] == [core.clock.wall() - 10, core.clock.wall() - 5]
     assert not [text for text in statements if "versions" in text]
-
-    # An earlier release kept reports without it.
-    def forget(connection):
-        connection.execute("UPDATE steps SET report = json_set(report, '$.published_time', 0.0)")
-
-    await core.database.run(forget)
-    assert await core.list_steps(after_step=0, limit=10) == reports
     await core.close()
 
 

@@ -34,7 +34,8 @@ def test_record_keeps_what_is_not_above_and_all_of_it_beside(tmp_path):
     assert record.rewind(5) == []
 
     # Seen anew in the history that follows, and gone back once more.
-    record.note(SeenVersion(version=6, state_root="b" * 64))
+    write(path, [6])
+    record = TrustRecord(path)
     with pytest.raises(RunReplaced):
         check_head(5, seen_version=record.highest_version)
     record.rewind(5)

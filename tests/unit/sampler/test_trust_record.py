@@ -94,21 +94,16 @@ def test_newest_is_the_highest_with_all_that_is_known_of_it_after_a_restart(tmp_
         assert again.highest_version == 7
 
 
-def test_row_of_an_earlier_program_is_read_and_completed(tmp_path):
-    path = tmp_path / "versions.jsonl"
-    path.write_text('{"version": 3, "state_root": "' + A + '"}\n')
-    record = TrustRecord(path)
-    assert record.newest == SeenVersion(version=3, state_root=A)
-
-    record.note(seen(3))
-
-    assert TrustRecord(path).newest == seen(3)
-
-
-@pytest.mark.parametrize("row", ["not a row", "[]", "{}", "3", '{"version": "v", "state_root": ""}'])
+@pytest.mark.parametrize(
+    "row", ["not a row", "[]", "{}", "3", '{"version": 3, "state_root": "a"}', '{"version": "v", "state_root": ""}']
+)
 def test_damaged_row_is_refused_with_advice(tmp_path, row):
     path = tmp_path / "versions.jsonl"
-    path.write_text('{"version": 0, "state_root": "a"}\n' + row + '\n{"version": 2, "state_root": "b"}\n')
+    record = TrustRecord(path)
+    record.note(seen(0))
+    with path.open("a") as file:
+        file.write(row + "\n")
+    record.note(seen(2))
 
     with pytest.raises(CorruptStore, match="line 2.*move it away"):
         TrustRecord(path)

@@ -25,7 +25,7 @@ from psycopg import sql
 
 from heterorl.common.errors import CorruptStore
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, AUDIT_TRIGGERS, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, AUDIT_TRIGGERS, SCHEMA, SCHEMA_VERSION
 
 _COUNTS = f"""
 CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {tallies.GROUP_ENTERS}
@@ -118,7 +118,7 @@ def _tallies() -> str:
     return script + _COUNTS
 
 
-WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _tallies()
+WHOLE = in_postgres(SCHEMA) + _APPENDED_ONLY + _STORED_AS_IS + _tallies()
 """Everything in a new store except its row of WRITER."""
 COUNT_ANEW = _NONE + in_postgres(tallies.FILL)
 """Counts the leased assignments; once for each coordinator that takes the store."""
@@ -162,7 +162,7 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
             for table in tables_of(file):
                 _read_table(raw, file, table)
             file.execute("COMMIT")
-        file.executescript(f"{INDEXES} PRAGMA user_version={SCHEMA_VERSION};")
+        file.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     finally:
         file.close()
 

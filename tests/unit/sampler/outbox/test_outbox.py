@@ -175,7 +175,7 @@ def test_row_under_another_sequence_is_noticed(tmp_path):
     outbox.close()
 
 
-def test_outbox_of_an_earlier_release_is_kept_apart_and_a_new_one_begins(tmp_path, caplog):
+def test_outbox_of_another_format_is_kept_apart_and_a_new_one_begins(tmp_path, caplog):
     outbox = Outbox(tmp_path)
     outbox.put(spooled_groups(outbox, 2, tmp_path), release=[0.0, 0.0])
     incarnation = outbox.incarnation
@@ -186,8 +186,8 @@ def test_outbox_of_an_earlier_release_is_kept_apart_and_a_new_one_begins(tmp_pat
     assert again.due(0.0, limit=9, max_bytes=1 << 30) == ([], None)
     assert again.incarnation != incarnation
     again.close()
-    (kept,) = (tmp_path / "set-aside").glob("*earlier-release*.sqlite")
-    assert f"kept as {kept}" in caplog.text
+    (kept,) = (tmp_path / "set-aside").glob("*damaged*.sqlite")
+    assert f"the format of another release): it is kept as {kept}" in caplog.text
     with contextlib.closing(sqlite3.connect(kept)) as raw:
         assert raw.execute("SELECT count(*) FROM groups").fetchone() == (2,)
 

@@ -18,7 +18,7 @@ from heterorl.common.errors import EngineError, EpisodeError, PromptTooLong, Rew
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.tasks.task import Message, Prompt, messages_of
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
 
@@ -171,11 +171,6 @@ _ENDS = {
     FinishReason.CONTEXT: "no room for another turn in sampling.max_trajectory_tokens or the model",
     None: "you ended it",
 }
-
-
-def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """Messages of a prompt; a plain text is one user message."""
-    return prompt.messages or (Message(role="user", content=prompt.text),)
 
 
 def _tool_line(written: Mapping[str, Any]) -> str:

@@ -356,7 +356,3 @@ def _end(error: HeterorlError) -> NoReturn:
     else:
         console_of(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
     sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

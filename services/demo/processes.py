@@ -118,7 +118,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number = 0
-        self._action: Callable[[], object] = _do_nothing
+        self._action: Callable[[], object] = lambda: None
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -160,16 +160,12 @@ class Interruption:
         try:
             yield
         finally:
-            self._action = _do_nothing
+            self._action = lambda: None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.number = self.number or number
         self._action()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _raise() -> None:

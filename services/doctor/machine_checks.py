@@ -190,31 +190,18 @@ def same_base(stated: Contract, own: Contract) -> Contract:
 
 
 def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: bool) -> tuple[Digest, int, int]:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
-    from heterorl.common.model.model_directory import first_line
-    from heterorl.common.model.model_loading import BUILDING, token_limits_of
+    from heterorl.common.model.model_loading import token_limits_of
     from heterorl.common.model.router_replay import routing_shape
+    from heterorl.learner.backends.loading import empty_model
 
-    try:
-        settings: Any = AutoConfig.from_pretrained(model_dir)
-        with BUILDING, torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
-        model.tie_weights()
-    except Exception as error:
-        raise ConfigError(
-            "model_dir",
-            f"cannot load {model_dir}: {first_line(error)}",
-            action="name a directory with config.json of a transformers model",
-        ) from error
+    model: Any = empty_model(model_dir)
     if lora.is_on:
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names
     routed_token_bytes = routing_shape(model).token_bytes if records_routing else 0
-    return layout.layout_id, token_limits_of(settings).vocab_size, routed_token_bytes
+    return layout.layout_id, token_limits_of(model.config).vocab_size, routed_token_bytes
 
 
 def _disk_trouble(place: Path, error: OSError) -> Failure:

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.evaluation.summary import Standing, standing, summarize
+from heterorl.common.evaluation.summary import Standing, estimate_text, standing, summarize
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.text.conversation import try_reward
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.evaluation import Estimate, EvaluationDraws, EvaluationSpec, EvaluationSummary, PromptResult
+from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSpec, EvaluationSummary, PromptResult
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.evaluation.subject import OpenSet, Subject
 from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
@@ -207,11 +207,6 @@ def _table(rows: Sequence[Row], title: str, ks: Sequence[int], *, estimates: boo
             ]  # fmt: skip
         shown.add_row(*map(Text, cells))
     return shown
-
-
-def estimate_text(found: Estimate | None) -> str:
-    """`0.420 [0.380, 0.460]`; a dash for None."""
-    return "-" if found is None else f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def standing_cells(found: Standing) -> list[str]:

@@ -5,23 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig, check_unique_names
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.process.config_file import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.reward_config import from_file
+from heterorl.common.tasks.reward_config import Directory
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 OWN_ARGUMENTS = frozenset(
@@ -57,7 +48,7 @@ class JoinConfig(Config):
     """Sources that the run's task may name besides built-in tasks: `jsonl:DIRECTORY`, `parquet:DIRECTORY` (files below
     it, relative to the working directory), `hf:NAME` (branches and tags), `hf:NAME@REVISION` (a commit or pull
     request), `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`, `environment:NAME`. State other task.rewards here."""
-    reward_path: str = ""
+    reward_path: Directory = ""
     """Directory of accepted rewards and environments, relative to the configuration file; empty: its directory."""
     max_group_size: int = Field(default=64, ge=2)
     """Largest adopted group_size."""
@@ -67,11 +58,6 @@ class JoinConfig(Config):
     """Largest adopted task.size and task.evaluation_size."""
     max_lora_rank: int = Field(default=256, ge=0)
     """Largest adopted lora.rank."""
-
-    @field_validator("reward_path")
-    @classmethod
-    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        return from_file(value, info)
 
 
 def _distinct(devices: tuple[int, ...]) -> tuple[int, ...]:

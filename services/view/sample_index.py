@@ -60,7 +60,6 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """Address or file that the user named."""
-        ...
 
     @property
     def progress(self) -> SourceProgress: ...
@@ -70,11 +69,9 @@ class Source(Protocol):
     def fetch(self, sample_id: int) -> Sample | None:
         """Get a sample whose texts the index lacks; None if dropped.
         Raises the source's error."""
-        ...
 
     def close(self) -> None:
         """Stop; returns when the thread has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

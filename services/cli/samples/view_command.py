@@ -7,7 +7,7 @@ import threading
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -48,7 +48,7 @@ def view(
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or "jinja2", "view") from None
     # SIGTERM ends it like Ctrl-C, which deletes the index.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with served(make_source, port=port) as server, redirect_file(server.url) as page:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")
@@ -57,10 +57,6 @@ def view(
             threading.Event().wait()
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _export(path: Path) -> Callable[[SampleIndex], Source]:

@@ -198,8 +198,8 @@ def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
             (
                 name,
                 "-" if newest is None else str(newest.version),
-                "-" if newest is None else _estimate(newest.summary.average),
-                f"@{passes[-1].k} {_estimate(passes[-1].estimate)}" if passes else "-",
+                "-" if newest is None else estimate_text(newest.summary.average),
+                f"@{passes[-1].k} {estimate_text(passes[-1].estimate)}" if passes else "-",
                 "-" if both is None else f"{both.best:.3f} ({both.best_version})",
                 "-" if both is None else f"{both.last:.3f} ({both.last_version})",
                 "-" if both is None else f"{both.gap:.3f}",
@@ -210,5 +210,6 @@ def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _estimate(found: Estimate | None) -> str:
+def estimate_text(found: Estimate | None) -> str:
+    """`0.420 [0.380, 0.460]`; a dash for None."""
     return "-" if found is None else f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -22,6 +22,10 @@ def from_file(value: str, info: ValidationInfo) -> str:
     return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
 
 
+Directory = Annotated[str, AfterValidator(from_file)]
+"""A path relative to the configuration file, made absolute; empty is the file's directory."""
+
+
 def _file(value: str, info: ValidationInfo) -> str:
     return from_file(value, info) if value else value
 

@@ -26,30 +26,25 @@ class TrainBackend(Protocol):
     @property
     def layout(self) -> Layout:
         """Layout of the published weights."""
-        ...
 
     @property
     def torch_model(self) -> nn.Module:
         """The model being trained, for evaluation between steps; not to be changed."""
-        ...
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         """Take one optimizer step on whole groups.
 
         A loss or gradient that is not finite leaves weights and optimizer bit-identical; `is_applied` is then False.
         """
-        ...
 
     @property
     def last_log_ratios(self) -> LogRatios:
         """Log-ratios of the newest step's groups whose note is wanted.
         Empty before the first step."""
-        ...
 
     @property
     def last_metrics(self) -> dict[str, float]:
         """Metrics of the newest step's custom loss; empty for other kinds."""
-        ...
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write them into `arena`.
@@ -57,7 +52,6 @@ class TrainBackend(Protocol):
         `arena` may be `published` itself, the last version. A backend with a dead band keeps elements near enough to
         `published`. So storing again on top of the result gives equal bits.
         """
-        ...
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters.
@@ -65,7 +59,6 @@ class TrainBackend(Protocol):
         The optimizer is new, since its moments belong to other weights; `keep_optimizer` where these are a few steps
         away.
         """
-        ...
 
     def freeze(self, directory: Path) -> Callable[[], None]:
         """Copy weights, optimizer, random state and counters as they are now.
@@ -73,7 +66,6 @@ class TrainBackend(Protocol):
         Returns a function that writes them into `directory`, which is empty: once, from any thread, while steps go on;
         the caller makes the files durable. A backend that cannot hold a copy has written them when this returns.
         """
-        ...
 
     def restore(self, directory: Path) -> None:
         """Read the files of `freeze`.
@@ -81,7 +73,6 @@ class TrainBackend(Protocol):
 
         Raises CorruptStore: a file is missing, broken, or of another model.
         """
-        ...
 
 
 Weights = Arena | ShardedArena

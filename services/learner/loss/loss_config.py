@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from heterorl.common.process.config_file import Config
-from heterorl.common.tasks.reward_config import from_file
+from heterorl.common.tasks.reward_config import Directory
 
 Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]
 Advantage = Literal["mean", "mean_std", "beta"]
@@ -362,17 +362,12 @@ class CustomLossConfig(LossOptions):
     function: str
     """`package.module:function`: f(batch, **options) -> LossOutput; a parameter `step` gets all rollouts of the step,
     for one more pass."""
-    directory: str = ""
+    directory: Directory = ""
     """Directory of its module, relative to the configuration file; empty: its directory."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     reads_reference: bool = False
     """Whether it reads `batch.reference_BT`, the reference model's log-probs. Backends torch and fsdp2."""
-
-    @field_validator("directory")
-    @classmethod
-    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        return from_file(value, info)
 
     @model_validator(mode="after")
     def _check_mask(self) -> CustomLossConfig:

@@ -194,7 +194,7 @@ class CheckpointStore:
         assert begun.version == cursor.version, "a state belongs to one version"
         with room(self._root):
             begun.save()
-            begun.save = _nothing
+            begun.save = lambda: None
             if snapshot is not None:
                 link_or_copy(snapshot, temporary / PUBLISHED_FILE)
             elif isinstance(arena, Arena):
@@ -272,10 +272,6 @@ def linked(path: Path) -> Iterator[Path]:
 def cadence(every_versions: int, *, num_elements: int) -> int:
     """Versions between checkpoints, chosen by their size where `every_versions` is 0."""
     return every_versions or (1 if STATE_BYTES * num_elements < LARGE_BYTES else FEW)
-
-
-def _nothing() -> None:
-    pass
 
 
 def read_checkpoint(path: Path) -> Cursor:

@@ -47,15 +47,12 @@ class PassEngine(Protocol):
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`LogprobModel.forward`."""
-        ...
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward pass is the step's last."""
-        ...
 
     def backward(self, loss: torch.Tensor) -> object:
         """Add the gradient of a loss, averaged over the ranks."""
-        ...
 
 
 class LogprobModel(nn.Module):

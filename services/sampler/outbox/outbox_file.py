@@ -1,7 +1,7 @@
 """The SQLite file of an outbox: opened or set aside, never deleted.
 
-A damaged file, or one of another site, moves to the directory set-aside and a new file begins, so that an operator can
-recover groups.
+A damaged file, or one of another format or site, moves to the directory set-aside and a new one begins. An operator can
+recover its groups.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FORMAT = 2
 
 
 class _DamagedFile(Exception):
-    """The file is not a database, its pages contradict each other, or it has another format."""
+    """The file is no database, contradicts itself, or has another format."""
 
 
 def lock_outbox(path: Path) -> BinaryIO:

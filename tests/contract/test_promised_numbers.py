@@ -11,38 +11,66 @@ from pathlib import Path
 import pytest
 
 from heterorl.certs import enrolment_server
-from heterorl.cli import certs
+from heterorl.cli import certs, operations
 from heterorl.common.process import notify
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.pull import fetcher, puller
+from heterorl.common.rpc import server_limits
+from heterorl.common.tasks.environments import episodes
+from heterorl.common.tasks.rewards import http_reward, math_expressions, worker_pool
+from heterorl.common.tasks.rewards.sandbox import gym_reward
 from heterorl.common.text import conversation
 from heterorl.common.types.common import MAX_ASKED_S
-from heterorl.common.types.sample import SampleKind
-from heterorl.coordinator import sample_ring
+from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD
+from heterorl.common.types.sample import MAX_ANSWER, SampleKind
+from heterorl.coordinator import rollout_column, sample_ring
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.payloads import storage_setup
+from heterorl.coordinator.rpc import bounds, call_admission
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.sites import incarnations, node_metrics, quarantine
 from heterorl.coordinator.store import database
+from heterorl.demo import demo_config
+from heterorl.launch import nodes
 from heterorl.learner.backends.ranks import rank_group
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.loss import custom
+from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
+from heterorl.learner.publish import checkpoint_store
+from heterorl.learner.run import resume, state_directory
+from heterorl.plan.assumptions import Assumptions
+from heterorl.plan.estimate import Question, plan
 from heterorl.relay import cached_weights
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler import prompt_evaluator
 from heterorl.sampler.outbox import delivery, turn_store
+from heterorl.sampler.rollout import completion_collector, prefetch
 from heterorl.sampler.sampler_config import SamplerConfig
-from heterorl.track import follow
+from heterorl.track import follow, tracker
 from heterorl.view import pages
 
 ROOT = Path(__file__).parents[2]
-WORDS = {1: "one", 3: "three", 5: "five", 8: "eight", 10: "ten"}
-COORDINATOR, LEARNER, SAMPLER = CoordinatorConfig(), LearnerConfig(), SamplerConfig()
-MIB = 1 << 20
+WORDS = {
+    1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight", 10: "ten", 16: "16", 0.25: "a quarter",
+    0.75: "three quarters",
+}  # fmt: skip
+COORDINATOR, LEARNER, SAMPLER, RELAY = CoordinatorConfig(), LearnerConfig(), SamplerConfig(), RelayConfig()
+MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_BACKOFF = {each.name: each.default for each in dataclasses.fields(Backoff)}
 DIVIDED = LearnerConfig.model_validate({"backend": {"kind": "fsdp2"}})
 
 
 def at_once(service, name):
     return RULES[f"/heterorl.v1.{service}Service/{name}"].at_once
+
+
+def first_dropped():
+    """Number of the first group that a site of half groups has dropped."""
+    shares = itertools.accumulate(itertools.repeat(0.5), quarantine.moved_share, initial=0.0)
+    return next(
+        number for number, share in enumerate(shares) if quarantine.lost_problem(share, COORDINATOR.max_lost_share)
+    )
 
 
 def share(kind):
@@ -104,8 +132,108 @@ PROMISES = [
         "docs/untrusted.md",
         f"At a floor of 5 % a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
     ),
+    (
+        "README.md",
+        f"Above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
+        " parameters checkpoints come every tenth version: a restarted learner abandons up to nine",
+    ),
+    ("ARCHITECTURE.md", f"a stop waits {completion_collector.HAND_BACK_S:g} s for the coordinator"),
+    ("ARCHITECTURE.md", f"a reserve of assignments below {WORDS[prefetch.FULL_ENOUGH]}"),
+    (
+        "ARCHITECTURE.md",
+        f"short requests end after {server_limits.SHORT_S:g} s, other messages after {server_limits.LONG_S:g} s",
+    ),
+    ("ARCHITECTURE.md", f"the directory's lock | the node; {enrolment_server.ANSWER_S:g} s; the lock's holder"),
+    ("ARCHITECTURE.md", f"read {WORDS[resume.NUM_READS]} times, then the one before it is used"),
+    (
+        "ARCHITECTURE.md",
+        f"`messages_in_flight_bytes` ({COORDINATOR.messages_in_flight_bytes // GIB} GiB) for all samplers,"
+        f" {WORDS[1 / server_limits.SHORT_PART]} of it for requests up to {server_limits.SHORT_BYTES >> 10} KiB;"
+        f" a sampler {server_limits.OF_CALLER} of the largest, a site {WORDS[server_limits.OF_SITE]},"
+        f" the learner {server_limits.OF_PRIVILEGED}",
+    ),
+    ("ARCHITECTURE.md", f"`max_concurrent_rpcs` ({COORDINATOR.max_concurrent_rpcs}, or what descriptors allow)"),
+    ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
+    ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
+    ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
+    ("docs/evaluation.md", f"until their prompts end, at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
+    ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
+    ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
+    ("docs/operate.md", f"`listen`: {COORDINATOR.listen} | {COORDINATOR.metrics_port} | `data_dir`"),
+    ("docs/operate.md", f"29500, NCCL's | {LEARNER.metrics_port} | `state_dir`"),
+    ("docs/operate.md", f"loopback, for agent programs | {SAMPLER.metrics_port} | `state_dir`"),
+    ("docs/operate.md", f"`listen`: {RELAY.listen} | {RELAY.metrics_port} | `cache_dir`"),
+    ("docs/operate.md", f"`heterorl certs serve` | 0.0.0.0:{certs.DESK_PORT}"),
+    ("docs/operate.md", f"If you raise `metrics_nodes` ({COORDINATOR.metrics_nodes})"),
+    ("docs/operate.md", f"the last {operations.NEWEST} versions and the best of each evaluation set"),
+    ("docs/operate.md", f"`canary_threshold` (median, {COORDINATOR.canary_threshold:g} nats)"),
+    ("docs/operate.md", f"the answer up to {MAX_ANSWER:,} characters"),
+    ("docs/operate.md", f"`store_bytes` | {COORDINATOR.store_bytes >> 40} TiB"),
+    ("docs/operate.md", f"`merged_bytes` | {COORDINATOR.merged_bytes // GIB} GiB"),
+    ("docs/operate.md", f"`min_free_bytes` | {COORDINATOR.min_free_bytes // MIB} MiB"),
+    # The new one is there before the oldest goes.
+    (
+        "docs/operate.md",
+        f"room for {WORDS[checkpoint_store.NUM_KEPT + 1]} checkpoints (one new) of {checkpoint_store.STATE_BYTES} bytes a"
+        " parameter",
+    ),
+    ("docs/own-losses.md", f"name -> [B, T] or [B] | at most {custom.MAX_METRICS}, shown as means"),
+    (
+        "docs/quickstart.md",
+        f"share of right answers on {demo_config.FULL.num_evaluation} held-out prompts | ends at least"
+        f" {demo_config.FULL.required_gain:g} above its start",
+    ),
+    (
+        "docs/quickstart.md",
+        f"{demo_config.FULL.lag_versions} to 68; the demo allows {demo_config.FULL.max_staleness_versions}",
+    ),
+    ("docs/quickstart.md", f"({demo_config.TINY.max_steps} steps, {demo_config.TINY.lag_versions} versions behind)"),
+    ("docs/recipes.md", f"`work_ahead_s` (sampler) | {SAMPLER.work_ahead_s:g} s"),
+    ("docs/recipes.md", f"`outbox_bytes` (sampler) | {SAMPLER.outbox_bytes // GIB} GiB"),
+    ("docs/recipes.md", f"`max_work_ahead_s` (coordinator) | {COORDINATOR.max_work_ahead_s:g} s"),
+    ("docs/recipes.md", f"`work_lease_s` (coordinator) | {COORDINATOR.work_lease_s:g} s"),
+    (
+        "docs/recipes.md",
+        f"`max_policy_age_s` (coordinator) | {COORDINATOR.max_staleness_versions}; {COORDINATOR.max_policy_age_s:g} s",
+    ),
+    ("docs/recipes.md", f"({(COORDINATOR.work_lease_s + SAMPLER.work_ahead_s) / 60:g} minutes by default)"),
+    ("docs/recipes.md", f"(checkpoints below {checkpoint_store.LARGE_BYTES // GIB} GiB), else every tenth"),
+    (
+        "docs/relay.md",
+        f"{(2 * cached_weights.MANIFEST_BYTES + cached_weights.PLAN_BYTES) // MIB} MiB for plans and manifests",
+    ),
+    ("docs/rewards.md", f"worker processes ({prompt_evaluator.REWARD_WORKERS} unless set)"),
+    (
+        "docs/rewards.md",
+        f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) is processor time per completion, so slow and"
+        f" busy machines score alike; {WORDS[worker_pool.PATIENCE]} times as much by the clock",
+    ),
+    ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
+    (
+        "docs/rewards.md",
+        f"Values beyond 1e{math.log10(MAX_PART_VALUE):g} and rewards beyond 1e{math.log10(MAX_REWARD):g} either way",
+    ),
+    ("docs/rewards.md", f"other status, redirect, above {http_reward.MAX_REPLY_BYTES // MIB} MiB"),
+    (
+        "docs/rewards.md",
+        f"half of `task.reward_timeout_s`, at most {gym_reward.LIMIT_S:g} s of processor time;"
+        f" {gym_reward.MEMORY_BYTES // GIB} GiB a process, {gym_reward.NUM_PROCESSES} processes or threads,"
+        f" {gym_reward.WORK_BYTES // MIB} MiB of files",
+    ),
+    ("docs/scale.md", f"tokens of one pass, {LEARNER.backend.micro_batch_tokens} by default"),
+    ("docs/trackers.md", f"cut at {tracker.MAX_TEXT:,} characters"),
+    (
+        "docs/untrusted.md",
+        f"decayed over {quarantine.WINDOW_GROUPS} groups. Above `max_lost_share` ({COORDINATOR.max_lost_share:g})",
+    ),
+    ("docs/untrusted.md", f"that calls half of each group lost has its groups dropped from the {first_dropped()}th on"),
+    # A check finds only groups that are cheated in.
+    (
+        "docs/untrusted.md",
+        f"one that cheats in every tenth group within {math.ceil(math.log(0.05) / math.log1p(-0.05 / 10))}.",
+    ),
     # As a comment of the constant says: 2.7 times as much disk.
-    ("docs/view.md", f"at most {math.floor(2.7 * pages.LIMIT_BYTES / 1e9):g} GB"),
+    ("docs/view.md", f"about {2.7 * pages.LIMIT_BYTES / 1e9:.0f} GB"),
     ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended"),
 ]
 
@@ -122,6 +250,85 @@ def test_numbers_in_words():
     assert "a start waits a minute, then ends with code 1" in (ROOT / "docs" / "operate.md").read_text()
     assert conversation.NUM_ANSWERS == 1000
     assert "The start reads a thousand answers" in (ROOT / "docs" / "rewards.md").read_text()
+
+
+def test_places_kept_from_samplers():
+    assert call_admission.RESERVED_PART == 8
+    assert server_limits.OF_SITE == 0.75
+    words = "an eighth for learner and operator; one site three quarters of the rest"
+    assert words in " ".join((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split())
+
+
+def test_a_lease_is_renewed_three_times_a_term():
+    assert state_directory.RENEWALS_PER_TERM == 3
+    assert "| learner.renew | a third of the lease |" in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gpus", "backend", "words"),
+    [
+        (3e9, 1, "torch", "| 3 billion | one, `torch` | {} GB: the most for 80 GB |"),
+        (3.9e9, 1, "fsdp2", "| 3.9 billion | one, `fsdp2` | {} GB: the most for 80 GB |"),
+        (8e9, 1, "torch", "| 8 billion | one, `torch` | {} GB: too much |"),
+        (8e9, 2, "fsdp2", "| 8 billion | two, `fsdp2` | {} GB: too much |"),
+        (8e9, 4, "fsdp2", "| 8 billion | four, `fsdp2` | {} GB |"),
+    ],
+)
+def test_memory_of_the_page_is_that_of_a_plan(parameters, gpus, backend, words):
+    found = plan(Question(parameters=parameters, gpus=gpus, backend=backend))
+
+    assert words.format(f"{found.memory.total / 1e9:.0f}") in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert found.fits == ("too much" not in words)
+    if "the most" in words:
+        assert not plan(Question(parameters=1.03 * parameters, gpus=gpus, backend=backend)).fits
+
+
+def test_options_of_a_plan_have_the_defaults_of_the_page():
+    asked, given = Question(parameters=1e9), Assumptions()
+    page = " ".join((ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split())
+
+    for words in (
+        f"| `--gpus`, `--gpus-per-node` | {asked.gpus}, {asked.gpus_per_node} |",
+        f"| `--backend`, `--compute-dtype` | {asked.backend}, {asked.products} |",
+        f"| `--link`, `--rtt` | {asked.link_bits_per_s / 1e9:g}Gbit, {1000 * asked.rtt_s:g}ms |",
+        f"| `--tokens-per-step` | {asked.tokens_per_step} |",
+        f"| `--sites` | {asked.sites} |",
+        f"| `--lr`, `--changed-fraction` | none, {asked.changed:g} |",
+        f"`mfu` {given.mfu:g}, `hbm_gb` {given.hbm_gb:g}, `sequence_tokens` {given.sequence_tokens:g}",
+    ):
+        assert words in page
+
+
+@pytest.mark.parametrize(("tokens", "kl_token"), [(101, 0.01), (1000, 0.0011), (1000, 0.003), (4000, 0.0011)])
+def test_share_of_bad_rollouts_that_train_is_computed(tokens, kl_token):
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    rules = [
+        loss_spec_of(LearnerConfig.model_validate({"loss": {"kind": kind}}).loss)
+        for kind in ("gepo_whole", "topr", "gepo_product")
+    ]
+    whole, topr, product = (open_share(rule, max_new_tokens=tokens, kl_token=kl_token) for rule in rules)
+
+    assert topr == product
+    assert re.search(rf"\| {tokens:,} \| {kl_token:g}[^|]*\| {100 * whole:.0f} % \| {100 * topr:.0f} % \|", page)
+
+
+def test_oldest_versions_of_the_page_are_those_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needs = {
+        (extra, found["name"]): found["version"]
+        for extra in ("learner", "sampler", "vllm", "deepspeed", "verifiers")
+        for line in extras[extra]
+        if (found := re.match(r"(?P<name>[a-z0-9-]+)>=(?P<version>[\d.]+)", line))
+    }
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+
+    assert (
+        f"torch {needs['learner', 'torch']} and transformers {needs['learner', 'transformers']} (sampler:"
+        f" {needs['sampler', 'torch']} and {needs['sampler', 'transformers']}). vLLM is {needs['vllm', 'vllm']},"
+        f" DeepSpeed {needs['deepspeed', 'deepspeed']};"
+    ) in page
+    games = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert f"(extra `verifiers`: version {needs['verifiers', 'verifiers']})" in games
 
 
 def test_python_is_that_of_the_readme():

@@ -1,6 +1,9 @@
 """Samples survive the wire and the store's bytes; what a reader gets is what was kept and what was said of it."""
 
+import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +44,7 @@ from heterorl.v1 import sample_pb2
 from tests.support.run import Run, rollout
 from tests.support.samples import group_of_turns, make_turns
 
+ROOT = Path(__file__).parents[2]
 name = st.text(alphabet="abc-0", min_size=1, max_size=8)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 real = st.floats(allow_nan=False, allow_infinity=False)
@@ -313,3 +317,28 @@ def test_json_says_who_wrote_which_tokens():
     ]  # fmt: skip
     # A mean over all rows is that of the group: what was lost has no reward.
     assert (fifth["finish_reason"], fifth["reward"]) == ("tool_lost", None)
+
+
+def rows(page, head):
+    """Rows of the table of a page under `head`, as lists of cells."""
+    lines = iter((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines())
+    assert any(line.startswith(head) for line in lines)
+    next(lines)
+    return [line.strip("|").split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def test_pages_have_the_keys_of_the_json_and_every_end_of_a_rollout():
+    keys = rows("operate.md", "| key of the JSON | meaning |")
+    said = {key for cells in keys for key in re.findall(r"`(\w+)`", cells[0])}
+    tokens = next(cells[1] for cells in keys if "with `--tokens`" in cells[0])
+
+    assert said == set(rollout_json(make_turns(1), 0))
+    assert set(re.findall(r"`(\w+)`", tokens)) == set(rollout_json(make_turns(1), 0, with_tokens=True)) - said
+    ends = next(cells[1] for cells in keys if "`finish_reason`" in cells[0])
+    assert set(re.findall(r"`(\w+)`", ends)) == {reason.value for reason in FinishReason}
+    trained = {
+        end: cells[2].strip()
+        for cells in rows("environments.md", "| `finish_reason` | cause | trained |")
+        for end in re.findall(r"`(\w+)`", cells[0])
+    }
+    assert trained == {reason.value: "yes" if reason.is_trainable else "no" for reason in FinishReason}

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from heterorl.common.errors import InvalidRequest, NotRegistered
+from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason, WorkAssignment, WorkGrant
-from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.types.run import CanaryReport, Command, Heartbeat
 from heterorl.common.types.sample import SampleFilter, SamplePage
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -417,6 +417,22 @@ async def test_the_operator_says_which_task_and_which_sites(tmp_path, changes, w
         assert (await world.ask(site=B, digest=OTHER)).assignments
     finally:
         await world.core.close()
+
+
+async def test_a_site_in_quarantine_evaluates_nothing_and_its_answers_count_nothing(world):
+    request = dataclasses.replace(await world.run.prepare(), canary=(-1.0,))
+    world.run.head = await world.core.publish_version(request)
+    grant = await world.ask(version=0)
+    off = CanaryReport(site=SITE, incarnation=INCARNATION, version=1, logprobs=(-9.0,))
+    assert (await world.core.report_canary(off)).quarantine
+
+    for refused in (world.ask(version=0), world.answer(grant)):
+        with pytest.raises(Quarantined):
+            await refused
+    assert (await world.of(0)).summary.num_prompts == 0
+
+    await world.core.release_site(site=SITE, reason="repaired")
+    assert await world.answer(grant) == 2
 
 
 async def test_what_is_not_a_sites_or_was_drawn_otherwise_is_refused_and_counts_nothing(world):

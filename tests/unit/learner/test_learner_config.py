@@ -1,0 +1,49 @@
+"""What a learner's and a coordinator's file refuse, because two keys contradict each other."""
+
+import pytest
+from pydantic import ValidationError
+
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.learner.learner_config import LearnerConfig
+
+GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "games:Guess"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"backend": {"kind": "fsdp2", "compile": True, "sequence_parallel": 2}},
+            "compile does not go with sequence_parallel",
+        ),
+        ({"backend": {"kind": "deepspeed", "stage": 0, "offload_optimizer": True}}, "needs stage 1, 2 or 3"),
+        ({"variants": ["int8", "int8"]}, "names one twice"),
+        ({"task": GAME["task"]}, "turns need a chat template"),
+        ({**GAME, "verification": {"require_seeded": True}}, "draws of turns are not repeated"),
+        ({**GAME, "sampling": {"router_replay": "rollout"}}, 'set router_replay to "none"'),
+        (
+            {**GAME, "sampling": {"max_new_tokens": 65, "max_trajectory_tokens": 64}},
+            "groups with a longer first turn are refused",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(values, words):
+    with pytest.raises(ValidationError, match=words):
+        LearnerConfig.model_validate(values)
+
+
+def test_each_of_them_alone_is_taken():
+    for values in (
+        {"backend": {"kind": "fsdp2", "compile": True}},
+        {"backend": {"kind": "fsdp2", "sequence_parallel": 2}},
+        {"backend": {"kind": "deepspeed", "stage": 1, "offload_optimizer": True}},
+        {"variants": ["int8", "fp8_e4m3"]},
+        GAME,
+        {**GAME, "sampling": {"max_new_tokens": 64, "max_trajectory_tokens": 64}},
+    ):
+        LearnerConfig.model_validate(values)
+
+
+def test_groups_under_way_are_those_of_four_versions():
+    assert CoordinatorConfig(groups_per_version=32).outstanding_limit == 128
+    assert CoordinatorConfig(groups_per_version=32, max_outstanding_groups=40).outstanding_limit == 40

@@ -34,6 +34,7 @@ from heterorl.coordinator.store import database
 from heterorl.demo import demo_config
 from heterorl.launch import nodes
 from heterorl.learner.backends.ranks import rank_group
+from heterorl.learner.checks import reward_checks
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss import custom
 from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
@@ -219,6 +220,11 @@ PROMISES = [
         f"half of `task.reward_timeout_s`, at most {gym_reward.LIMIT_S:g} s of processor time;"
         f" {gym_reward.MEMORY_BYTES // GIB} GiB a process, {gym_reward.NUM_PROCESSES} processes or threads,"
         f" {gym_reward.WORK_BYTES // MIB} MiB of files",
+    ),
+    (
+        "docs/rewards.md",
+        f"only if its own {WORDS[reward_checks.RUN_AGAIN + 1]} runs agree and none took more than"
+        f" {WORDS[worker_pool.NEAR]} of a limit",
     ),
     ("docs/scale.md", f"tokens of one pass, {LEARNER.backend.micro_batch_tokens} by default"),
     ("docs/trackers.md", f"cut at {tracker.MAX_TEXT:,} characters"),

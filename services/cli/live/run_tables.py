@@ -32,9 +32,8 @@ from heterorl.common.types.run import (
 from heterorl.report.figures import sparkline
 
 STANDS_STILL = "STANDS STILL"
-_FIRST = (STANDS_STILL, "DISK FULL", "ordered")
-_ALWAYS = ("version", "now", "step", "staleness", "queue", "rate", "dropped", "time")
-"""Rows by importance, most important first; problems of sites come before them."""
+_ALWAYS = ("ordered", "version", "now", "step", "staleness", "queue", "rate", "dropped", "time")
+"""Rows by importance, most important first; problems come before them."""
 _NAME, _NEWEST = 14, 23
 """Characters of a curve's name and newest value."""
 
@@ -59,7 +58,7 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
 
 
 def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
-    """Names and values of a run's state; a standstill comes first."""
+    """Names and values of a run's state; problems come first."""
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
@@ -74,7 +73,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
         ("dropped", dropped),
         *_closed(status),
         *_prompts(status),
-        ("ledger", "balanced" if ledger.is_balanced else f"BROKEN: {ledger}"),
+        *[("ledger", "balanced")] * ledger.is_balanced,
         ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
     ]
     report = status.last_report
@@ -88,14 +87,22 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
         rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"rollback to version {status.rollback_to}; not done yet"))
-    if status.store_problem:
-        rows.insert(1, ("DISK FULL", status.store_problem))
     for form in status.variants:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"variant {form.variant}", f"{sizes}, {form.changed_fraction:.2%} changed"))
+    return [*_problem_rows(status), *rows]
+
+
+def _problem_rows(status: RunStatus) -> list[tuple[str, str]]:
+    """What needs an operator, worst first."""
+    rows = []
     stands_still = describe_standstill(quarantined_sites(status))
     if stands_still:
-        rows.insert(0, (STANDS_STILL, stands_still))
+        rows.append((STANDS_STILL, stands_still))
+    if status.store_problem:
+        rows.append(("DISK FULL", status.store_problem))
+    if not status.ledger.is_balanced:
+        rows.append(("ledger", f"BROKEN: {status.ledger}"))
     for site in [entry.newest for entry in fold_incarnations(status.sites)]:
         if site.quarantine:
             rows.append((f"quarantine of {site.site}", site.quarantine))
@@ -350,8 +357,7 @@ def lines_of(
     `rates` is the text for versions and groups a minute, `line` the characters of a curve.
     """
     rows = dict(status_rows(status, accuracy=accuracy)) | ({"rate": rates} if rates else {})
-    problems = [name for name in rows if name.startswith(("quarantine of ", "problem of "))]
-    wanted = [name for name in (*_FIRST, *problems, *_ALWAYS) if name in rows]
+    wanted = [name for name in (*dict(_problem_rows(status)), *_ALWAYS) if name in rows]
     run = [f"{name:<11}  {' '.join(rows[name].split())}" for name in wanted][: height // 3]
     head, sites = work_lines(status.sites, head_version=status.head_version)
     room = max(1, height // 3 - 1)

@@ -47,3 +47,15 @@ def test_each_of_them_alone_is_taken():
 def test_groups_under_way_are_those_of_four_versions():
     assert CoordinatorConfig(groups_per_version=32).outstanding_limit == 128
     assert CoordinatorConfig(groups_per_version=32, max_outstanding_groups=40).outstanding_limit == 40
+
+
+def test_losses_divide_by_the_drawn_tokens_that_all_turns_may_have():
+    def longest(**task):
+        sampling = {"max_new_tokens": 64, "max_trajectory_tokens": 300}
+        return LearnerConfig.model_validate({**GAME, "task": {**GAME["task"], **task}, "sampling": sampling})
+
+    assert longest(max_turns=1).drawn_semantics().max_new_tokens == 64
+    assert longest(max_turns=4).drawn_semantics().max_new_tokens == 256
+    # No rollout has more tokens than that.
+    assert longest(max_turns=5).drawn_semantics().max_new_tokens == 300
+    assert LearnerConfig.model_validate({"sampling": {"max_new_tokens": 64}}).drawn_semantics().max_new_tokens == 64

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from heterorl.cli.live.run_tables import lines_of, status_rows
 from heterorl.cli.live.watch_commands import View, _look, frame, poll
 from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
@@ -116,6 +117,24 @@ async def test_a_small_screen_shows_run_sites_and_curves():
     assert "\x1b" not in text
     assert len(lines()) > 24
     assert lines(height=200) == lines()
+
+
+def test_problems_stand_before_all_else():
+    site = SiteStatus(
+        site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=2.0, groups_accepted=7,
+        groups_dropped=0, tokens_per_s=9.0, work_leased=1, quarantine="off", problem="the disk is full",
+    )  # fmt: skip
+    lost = dataclasses.replace(STATUS.ledger, acked=STATUS.ledger.acked + 1)
+    status = dataclasses.replace(STATUS, sites=(site,), store_problem="no room", ledger=lost, rollback_to=2)
+    names = ["STANDS STILL", "DISK FULL", "ledger", "quarantine of eu", "problem of eu", "ordered", "version"]
+
+    rows = dict(status_rows(status))
+    assert [name for name in rows if name in names] == [*names[:5], "version", "ordered"]
+    assert list(rows)[:5] == names[:5]
+    assert rows["ledger"].startswith("BROKEN")
+    small = lines_of(status, (), accuracy=None, rates="", height=60, line=20, is_unicode=False)
+    assert [" ".join(line.split("  ")[0].split()) for line in small[1:8]] == names
+    assert dict(status_rows(STATUS))["ledger"] == "balanced"
 
 
 async def test_unreachable_coordinator_keeps_the_last_picture_and_says_since_when():

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from heterorl.common.errors import (
 from heterorl.common.process.backoff import REMIND_S, Backoff, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import LeaseGrant
+from heterorl.learner import learner_app
 from heterorl.learner.checks.verifier import Limits, judge
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.inbox import Inbox, feed
@@ -323,3 +325,11 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
         await renew(api, grant=grant, clock=NotingClock(), backoff=backoff(), on_grant=heard)
 
     assert api.answers == []
+
+
+def test_no_site_foresees_which_groups_are_checked():
+    """A draw that a seed of the run or of the process decides could be repeated elsewhere."""
+    parts = SimpleNamespace(verification=SimpleNamespace(task=None, replayer=None))
+    verifier = learner_app._verifier(LearnerConfig(), parts, api=None, backoff=None, trust=None, busy=None)
+
+    assert type(verifier.rng) is random.SystemRandom

@@ -1,6 +1,7 @@
 """Numbers that pages state of the product are those that it has: each fragment is written from the constant itself."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import trial
 from heterorl.certs import enrolment_server
 from heterorl.cli import certs, operations
+from heterorl.cli.live import track
 from heterorl.common.process import notify
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.pull import fetcher, puller
@@ -121,6 +124,10 @@ PROMISES = [
         f"{enrolment_server.OF_ADDRESS} connections an address, {enrolment_server.SPEAK_S:g} s for the token",
     ),
     ("docs/signatures.md", f"asks again within {DEFAULT_BACKOFF['cap_s']:g} s"),
+    (
+        "docs/trackers.md",
+        f"every `--samples-every` ({inspect.signature(track.track).parameters['samples_every'].default})",
+    ),
     ("docs/trackers.md", f"waits {WORDS[follow.LINGER_S / 60]} minutes at most"),
     (
         "docs/untrusted.md",
@@ -347,6 +354,35 @@ def test_a_job_of_slurm_tries_ten_times():
     (attempts,) = re.findall(r"HETERORL_ATTEMPTS:-(\d+)", (ROOT / "deploy" / "slurm" / "learner.sbatch").read_text())
 
     assert f"{WORDS[int(attempts)]} times (`HETERORL_ATTEMPTS`)" in (ROOT / "docs" / "machines.md").read_text()
+
+
+def test_a_job_of_slurm_has_the_gpus_the_port_and_the_end_of_the_page():
+    script = (ROOT / "deploy" / "slurm" / "learner.sbatch").read_text()
+    page = " ".join((ROOT / "docs" / "machines.md").read_text().split())
+    (gpus,) = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", script, re.MULTILINE)
+    (seconds,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
+    ((first, ports),) = re.findall(r"^port=\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)$", script, re.MULTILINE)
+
+    assert f"A machine gives {gpus} GPUs unless `--gpus-per-node` differs." in page
+    assert f"torchrun's port is {first} + the job's number modulo {ports}." in page
+    assert int(seconds) == 600
+    assert "Ten minutes before its time limit the job stops in order and is queued again." in page
+
+
+def test_parts_of_the_trial_of_a_card_have_the_shares_of_the_page():
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+
+    assert [int(share) for share in re.findall(r"^\| [^|]+ \| (\d+) % \|", page, re.MULTILINE)] == [
+        round(100 * part.share) for part in trial.PARTS
+    ]
+
+
+def test_the_first_run_has_the_steps_and_questions_of_the_page():
+    files, page = ROOT / "examples" / "first-run", (ROOT / "docs" / "two-sites.md").read_text(encoding="utf-8")
+    steps = tomllib.loads((files / "learner.toml").read_text())["max_steps"]
+
+    assert f"has four configurations, {len((files / 'questions.jsonl').read_text().splitlines())} questions" in page
+    assert f"after the learner's `max_steps`, {steps} here" in page
 
 
 def test_a_start_waits_for_the_lock_as_long_as_the_page_says():

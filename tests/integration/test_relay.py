@@ -239,6 +239,10 @@ async def test_what_is_kept_survives_a_restart_and_an_outage(run, site, tmp_path
     frames = [frame async for frame in client.read_payload(digest=digest, offset=10, stop=20)]
     assert len(b"".join(frames)) == 10
     assert (await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=WAIT_S)).is_serving  # fmt: skip
+    # Plans are in memory alone.
+    await site.restart()
+    with pytest.raises(Unreachable):
+        await site.puller(tmp_path / "d", client=site.client("eu.1", policy=HASTY)).pull(held=None, want_version=-1)
 
 
 async def test_a_fetch_that_broke_goes_on_from_its_bytes(run, site, tmp_path):

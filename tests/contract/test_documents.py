@@ -300,3 +300,34 @@ def test_site_builds_without_a_broken_link(tmp_path):
 )
 def test_the_site_breaks_keys_keeps_units_and_links_pictures(written, shown):
     assert on_page_content(written, page=None, config=None, files=None) == shown
+
+
+@cache
+def _sayings() -> str:
+    """Texts of the services; each value that a text is given is a dot."""
+    found = []
+    for path in (ROOT / "services").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "." for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("signatures.md", r"^\| (`[^|]+) \|"),
+        ("operate.md", r"^\| sampler that saw .* \| (`[^`]+`);"),
+        ("operate.md", r"logs (`[^`]+`)"),
+    ],
+)
+def test_messages_that_a_page_explains_are_said(page, row):
+    rows = re.findall(row, _text(f"docs/{page}"), re.MULTILINE)
+    messages = [message for found in rows for message in re.findall(r"`([^`]+)`", found)]
+
+    assert messages
+    assert [message for message in messages if re.sub(r"\bN\b|\d+", ".", message) not in _sayings()] == []

@@ -61,6 +61,18 @@ def test_expression_uses_metrics_and_labels_that_exist(where, expression):
     assert labels or names or "up" in expression
 
 
+def _metrics_of(text):
+    return set(re.findall(r"\bheterorl_(?:[a-z]+_)+[a-z]+(?:_\*)?", text))
+
+
+def test_metrics_that_a_page_names_exist():
+    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
+    named = set().union(*(_metrics_of(path.read_text(encoding="utf-8")) for path in pages)) - {"heterorl_research"}
+
+    assert len(named) >= 5
+    assert [name for name in named if not any(each.startswith(name.rstrip("*")) for each in SAMPLES)] == []
+
+
 @pytest.mark.parametrize(
     ("board", "panel", "query"),
     [(board, panel, query) for board in BOARDS for panel in board.panels for query in panel.queries],

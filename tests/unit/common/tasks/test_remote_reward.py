@@ -1,6 +1,7 @@
 """Rewards over HTTP: values or an error, never a zero for a failure; judges are asked once and at a pace."""
 
 import dataclasses
+import hashlib
 import json
 import sqlite3
 import threading
@@ -17,7 +18,7 @@ from heterorl.common.process.config_file import InvalidConfig, load
 from heterorl.common.tasks.rewards import http_reward
 from heterorl.common.tasks.rewards.http_reward import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, question_digest, score_of
-from heterorl.common.tasks.rewards.remote_reward import Terms, sign
+from heterorl.common.tasks.rewards.remote_reward import Terms, sign, statement
 from heterorl.common.tasks.task import Message, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
@@ -255,6 +256,18 @@ def test_a_signed_value_is_proven_and_an_unsigned_one_refused_at_once(tmp_path):
     ]
     for change in ({"name": "y"}, {"completion": "y"}, {"value": 0.5}, *({"prompt": other} for other in others)):
         assert not proves(**change)
+
+
+def test_a_service_signs_the_bytes_that_are_described():
+    """Services are programs of other people: another text would prove none of their values."""
+    messages = [Message(role="system", content="Be brief."), Message(role="user", content="3+4=")]
+
+    def digest(text):
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    asked = digest(digest("system") + digest("Be brief.") + digest("user") + digest("3+4="))
+    said = ("heterorl reward 2", "style", asked, digest("sieben \u20ac"), digest("7"), "3fd0000000000000")
+    assert statement("style", messages, "sieben \u20ac", "7", 0.25) == "\n".join(said).encode()
 
 
 def test_a_reward_of_whole_groups_cannot_be_signed(tmp_path):

@@ -57,6 +57,10 @@ def problem(reply):
     return reply.json()["error"]["message"]
 
 
+def test_only_this_machine_can_connect(begun):
+    assert begun().endpoint._server.server_address[0] == "127.0.0.1"
+
+
 def test_a_request_waits_for_the_turn_and_gets_it(begun):
     program = begun()
     first = program.post()

@@ -185,8 +185,8 @@ async def _pull(
     async def admit(plan: PullPlan) -> None:
         trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
 
-    policy = RetryPolicy(budget_s=BUDGET_S)
-    async with CoordinatorClient(address, tls=config.tls, policy=policy, bandwidth=config.bandwidth) as api:
+    asked = config.model_copy(update={"coordinator": address})
+    async with CoordinatorClient.of(asked, policy=RetryPolicy(budget_s=BUDGET_S)) as api:
         puller = Puller(
             api=api,
             spool=spool,

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -248,3 +249,22 @@ def test_a_set_twice_is_refused(model_dir, tmp_path):
 
     with pytest.raises(ConfigError, match="evaluation has two sets named a"):
         run(model_dir, "-c", path)
+
+
+async def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
+    allowed = []
+
+    class Puller:
+        def __init__(self, *, api, **_):
+            self.urls = api._connections
+
+        async def pull(self, **_):
+            allowed.extend(self.urls.allows(f"https://{host}/payloads/1") for host in ("s3.example", "s4.example"))
+
+    monkeypatch.setattr(subject, "Puller", Puller)
+    for keys in ({"payload_hosts": ["s3.example"]}, {"payload_urls": "none"}):
+        config = SamplerConfig.model_validate({"tls": {"insecure": True}, **keys})
+        engine = SimpleNamespace(layout=None)
+        await subject._pull("127.0.0.1:1", 0, config, engine, lambda: None, None, tmp_path)
+
+    assert allowed == [True, False, False, False]

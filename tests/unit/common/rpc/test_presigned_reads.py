@@ -8,7 +8,11 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc import presigned as reads
+from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.presigned import UrlClient
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 
 
 async def _drops():
@@ -138,6 +142,18 @@ def test_addresses_of_named_hosts_alone_are_asked(host, is_asked):
 
     assert connections.allows(f"https://{host}/payloads/1") == is_asked
     assert not connections.allows(f"http://{host}/payloads/1")
+
+
+@pytest.mark.parametrize("config", [LearnerConfig, RelayConfig, SamplerConfig])
+async def test_each_node_asks_what_its_file_allows(config):
+    plain = {"insecure": True}
+    named = config.model_validate({"tls": plain, "payload_hosts": ["s3.example"]})
+    async with CoordinatorClient.of(named) as client:
+        assert client._connections.allows("https://s3.example/payloads/1")
+        assert not client._connections.allows("https://s4.example/payloads/1")
+    none = config.model_validate({"tls": plain, "payload_urls": "none"})
+    async with CoordinatorClient.of(none) as client:
+        assert not client._connections.allows("https://s3.example/payloads/1")
 
 
 def test_this_machine_is_asked_where_it_is_named():

@@ -251,9 +251,6 @@ def ending_problem(group: Columns, contract: Contract) -> str:
     if (wrong := _first(~is_ended & (lengths < longest))) is not None:
         tokens = " or ".join(map(str, ends))
         return f"token_ids: rollout {owners[wrong]} has {lengths[wrong]} tokens without the end token {tokens}"
-    others = (group.endings != _EOS) & (group.endings != _LENGTH) & is_trainable(group)
-    if contract.max_turns == 1 and (wrong := _first(others)) is not None:
-        return f"endings: rollout {wrong} says {FINISH_OF[int(group.endings[wrong])].value}, and has one turn"
     return ""
 
 

@@ -12,6 +12,8 @@ from heterorl.common.types.rollout import GIVEN, FinishReason
 from tests.support.games import SIZE, TURNS, Games, collected
 from tests.support.run import CONTRACT
 
+ONE_TURN = dataclasses.replace(CONTRACT, min_members=SIZE // 2, end_token_ids=(1,))
+
 
 async def test_members_take_turns_until_their_environments_are_done(play, monkeypatch):
     games = Games(length=2)
@@ -36,6 +38,7 @@ async def test_members_take_turns_until_their_environments_are_done(play, monkey
     ("games", "contract", "reason", "num_turns"),
     [
         (Games(length=9, max_turns=2), TURNS, FinishReason.TURNS, 2),
+        (Games(length=9, max_turns=1), ONE_TURN, FinishReason.TURNS, 1),
         (Games(length=9, trajectory_s=0.0), TURNS, FinishReason.SECONDS, 1),
         (
             Games(length=9),
@@ -44,7 +47,7 @@ async def test_members_take_turns_until_their_environments_are_done(play, monkey
             2,
         ),
     ],
-    ids=["turns", "seconds", "context"],
+    ids=["turns", "one turn", "seconds", "context"],
 )
 async def test_limits_end_a_member_which_is_scored(play, monkeypatch, games, contract, reason, num_turns):
     world = await play(games, contract=contract)

@@ -68,6 +68,8 @@ class _Member:
         """Whether the engine lost the current turn."""
         self.asked_at = draft.begun_at
         """When the current turn was submitted."""
+        self.waited_s = 0.0
+        """Wait for a place among the live episodes, which is no time of its own."""
 
     @property
     def num_tokens(self) -> int:
@@ -220,7 +222,7 @@ class EpisodeRunner:
             return member.turns[-1].finish_reason
         conversation = member.draft.conversation
         assert conversation is not None, "its group has turns"
-        seconds = self._clock.monotonic() - member.draft.begun_at
+        seconds = self._clock.monotonic() - member.draft.begun_at - member.waited_s
         if (reason := conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds)) is not None:
             return reason
         if member.num_tokens + given.size + self._max_new_tokens > self._max_trajectory_tokens:
@@ -229,7 +231,9 @@ class EpisodeRunner:
         return None
 
     async def _open(self, member: _Member, conversation: Conversation) -> Episode:
+        since = self._clock.monotonic()
         await self._room.acquire()
+        member.waited_s = self._clock.monotonic() - since
         if self._is_closed:
             raise ToolLost("the sampler ends")
         loop = asyncio.get_running_loop()

@@ -198,6 +198,21 @@ async def test_no_more_episodes_live_than_there_is_room_for(play, monkeypatch):
     assert max(most) <= 2
 
 
+async def test_wait_for_a_place_is_no_time_of_an_episode(play, monkeypatch):
+    games = Games(length=2, trajectory_s=100.0)
+    games.go.clear()
+    world = await play(games, max_live=1)
+    await world.until(lambda: games.opened)
+    await world.passed(150.0)
+    games.go.set()
+
+    group = (await collected(world, monkeypatch))[0]
+
+    # Only the member that had the place was held so long.
+    found = sorted((rollout.finish_reason.value, rollout.reward) for rollout in group.rollouts)
+    assert found == [*[("eos", 2.0)] * (SIZE - 1), ("seconds", 1.0)]
+
+
 async def test_no_more_groups_begin_than_can_play(play):
     games = Games(length=2)
     games.go.clear()

@@ -172,7 +172,7 @@ class Episodes:
         """A place with room; None: a process is free for another one."""
         with self._changed:
             while not self._is_closed:
-                roomy = [place for place in self._places if place.live < EPISODES_A_PROCESS]
+                roomy = [each for each in self._places if each.live < EPISODES_A_PROCESS and not each.worker.is_full]
                 running = [place for place in roomy if place.worker.is_running]
                 if not running and self._num_shared < self.num_processes:
                     self._num_shared += 1

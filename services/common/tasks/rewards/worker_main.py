@@ -88,7 +88,7 @@ def main() -> None:
             reply = answer(request)
             text = json.dumps({"used_s": time.process_time() - began_s, **reply})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it; sys.exit too
-            text = json.dumps({"error": words_of(error)})
+            text = json.dumps({"error": words_of(error), "is_full": isinstance(error, MemoryError)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_line(out, text)

@@ -63,6 +63,8 @@ class WorkerProcess:
     def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float) -> None:
         self.timeout_s, self.cpu_s = timeout_s, cpu_s
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_full = False
+        """Whether it ran out of memory, which its code may keep."""
         self._job = dict(job)
         self._end: Any = None
 
@@ -127,6 +129,7 @@ class WorkerProcess:
                 raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
             raise WorkerLost(str(error) or "no answer") from error
         if "error" in reply:
+            self.is_full = self.is_full or bool(reply.get("is_full"))
             # It may hold a completion of a peer.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
         return reply
@@ -141,7 +144,7 @@ class WorkerProcess:
         """Kill it and all that it started."""
         if self._end is not None:
             self._end()
-        self.process = self._end = None
+        self.process, self._end, self.is_full = None, None, False
 
     def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self.process is not None
@@ -217,6 +220,8 @@ class WorkerPool:
             self.give(worker)
 
     def give(self, worker: WorkerProcess) -> None:
+        if worker.is_full:
+            worker.close()
         with self._changed:
             if self._is_closed:
                 worker.close()

@@ -95,6 +95,15 @@ class Tools(Play):
         "Look."
     tools = [look]
 
+class Hoard(Play):
+    held = []
+    def reset(self, row, *, seed):
+        super().reset(row, seed=seed)
+        self.held = Hoard.held
+
+class SharedHoard(Hoard):
+    shares_process = True
+
 class Half:
     def reset(self, row, *, seed):
         pass
@@ -330,6 +339,23 @@ def test_more_memory_than_allowed_is_an_error_and_no_full_machine(opened):
         assert episode.step(Action(f"take {1 << 25}"))
         with pytest.raises(EnvironmentFailed, match="MemoryError"):
             episode.step(Action(f"take {1 << 27}"))
+
+
+@pytest.mark.parametrize("name", ["play:Hoard", "play:SharedHoard"])
+def test_a_process_that_is_full_of_what_its_code_keeps_is_replaced(opened, name):
+    episodes = opened(name, memory_bytes=1 << 27, num_processes=2)
+    full = episodes.open({}, seed=1)
+    assert full.step(Action(f"take {3 << 25}"))
+    with pytest.raises(EnvironmentFailed, match="MemoryError"):
+        full.step(Action(f"take {1 << 25}"))
+    # It gets no other episode before it is replaced.
+    with episodes.open({}, seed=1) as other:
+        assert other.step(Action(f"take {1 << 25}"))
+    full.close()
+
+    for episode in [episodes.open({}, seed=1) for _ in range(2)]:
+        assert episode.step(Action(f"take {1 << 25}"))
+        episode.close()
 
 
 def test_the_same_seed_and_actions_give_the_same_observations_in_any_process(opened):

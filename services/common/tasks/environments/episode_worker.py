@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.tasks.environments.environment import Action, Observation, Reset, Step, ToolCall
-from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schema_of
+from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schemas_of
 from heterorl.common.tasks.task import ROLES
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -47,11 +47,11 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
             raise ValueError(f"{job['name']} has no {', '.join(missing)}; an environment needs reset, step and score")
         make = found
         facts = {flag: bool(getattr(found, flag, _DEFAULTS[flag])) for flag in ("is_deterministic", "shares_process")}
-        facts["tools"] = [schema_of(function) for function in getattr(found, "tools", ())]
+        facts["tools"] = schemas_of(getattr(found, "tools", ()))
     elif job["what"] == "function":
         functions = functions_of(sys.modules[job["module"]])
         make = functools.partial(ToolEnvironment, functions, found, most=most)
-        facts = {"needs": column_names(found), "tools": [schema_of(function) for function in functions]}
+        facts = {"needs": column_names(found), "tools": schemas_of(functions)}
     else:
         module: Any = importlib.import_module(f"heterorl.common.tasks.environments.{job['what']}")
         make, facts = module.load(job["name"], job["directory"])

@@ -77,6 +77,14 @@ def _as_function(tool: Tool) -> Tool:
     return call
 
 
+def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The schema of each tool; ValueError for two of one name."""
+    names = [getattr(tool, "__name__", "") for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ValueError(f"two tools have the name {twice}; rename one")
+    return [schema_of(tool) for tool in tools]
+
+
 def schema_of(tool: Tool) -> dict[str, Any]:
     """A tool for chat templates; ValueError without name, docstring or type."""
     name = getattr(tool, "__name__", "")
@@ -153,6 +161,14 @@ def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int)
     return tuple(messages)
 
 
+def _text_of(value: Any) -> str:
+    # Python's own text has an address of memory, which no learner's replay repeats.
+    kind: Any = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise TypeError(f"a {kind.__name__} has no text: its class needs __str__")
+    return str(value)
+
+
 def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
     tool = named.get(call.name)
     if tool is None:
@@ -161,7 +177,7 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
         value = validate_call(_as_function(tool))(**call.arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+        return value if isinstance(value, str) else to_json(value, fallback=_text_of).decode()
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]

@@ -102,6 +102,15 @@ def ring() -> list:
     made.append(made)
     return made
 
+def thing() -> object:
+    "Give an object without a text."
+    return [object()]
+
+def part() -> object:
+    "Give an object with a text."
+    from fractions import Fraction
+    return Fraction(1, 3)
+
 def half() -> list:
     "Give half a character."
     return [chr(0xD800)]
@@ -115,6 +124,8 @@ def half() -> list:
         ("later", {"a": "x"}, "error: wrong arguments of later: a: Input should be a valid integer"),
         ("raw", {}, "error: PydanticSerializationError: "),
         ("ring", {}, "error: PydanticSerializationError: "),
+        ("thing", {}, "error: PydanticSerializationError: Error serializing to JSON: TypeError: a object has no text"),
+        ("part", {}, '"1/3"'),
         ("half", {}, "error: PydanticSerializationError: "),
     ],
 )
@@ -328,6 +339,11 @@ def test_a_score_says_which_columns_it_needs(opened):
         ("def f(a: int) -> int:\n    'Do.'\n", "has no function score"),
         ("def f(a: int) -> int:\n    return a\ndef score(messages):\n    return 0\n", "f has no docstring"),
         ("def score(messages):\n    return 0\n", "no public function except score"),
+        (
+            "def f(a: int) -> int:\n    'Do.'\ng = f\ndef f(b: int) -> int:\n    'Do.'\n"
+            "def score(messages):\n    return 0\n",
+            "two tools have the name f",
+        ),
     ],
 )
 def test_a_file_that_is_no_tools_is_refused_at_the_start(opened, text, words):

@@ -185,7 +185,7 @@ class Session:
             _LOG.info("the sampler stops: the coordinator asks for it")
             self.stopped.set()
         if Command.DRAIN in commands:
-            self.drain("the coordinator asks for it")
+            self.drain("the run is complete (to go on: raise max_steps, start the learner, then samplers)")
         if Command.REGISTER in commands:
             await self.register()
 

@@ -230,6 +230,12 @@ async def test_export_holds_what_the_list_says(secure, suffix):
         assert rows == objects
 
 
+async def test_export_shows_how_far_it_is(secure, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = await invoke(secure, "samples", "export", str(secure.directory / "run.jsonl"))
+    assert "6 completions so far" in said
+
+
 async def test_export_that_fails_leaves_no_file(secure):
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(secure.directory / "run.csv"))
     assert "must end in .jsonl or .parquet" in str(result.exception)

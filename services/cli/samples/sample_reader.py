@@ -157,12 +157,12 @@ class Export:
     def add(self, sample: Sample) -> None:
         numbers = range(len(sample.rollouts))
         self._rows += [rollout_json(sample, number, with_tokens=self._with_tokens) for number in numbers]
+        self.num_rows += len(numbers)
         if len(self._rows) >= ROWS_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
         self._write(self._rows)
-        self.num_rows += len(self._rows)
         self._rows = []
 
 

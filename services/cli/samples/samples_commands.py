@@ -169,9 +169,10 @@ def export(
     decode = decoder(tokenizer)
 
     async def write(run: CoordinatorClient) -> int:
-        with exporting(out, with_tokens=tokens) as file:
+        with exporting(out, with_tokens=tokens) as file, console_of(stderr=True).status("no completion yet") as shown:
             async for sample in read_samples(run, wanted, SamplePage(is_oldest_first=True)):
                 file.add(decode(sample))
+                shown.update(f"{file.num_rows} completions so far")
         return file.num_rows
 
     rows = link.ask(write)

@@ -170,6 +170,18 @@ async def test_drain_empties_the_outbox_before_the_end_whatever_the_delay(world)
     assert await world.ledger_acked() == 2 * world.engine.num_batches
 
 
+async def test_sampler_that_starts_in_a_complete_run_ends_and_says_how_to_go_on(world, caplog):
+    caplog.set_level("INFO")
+    await world.run.publish()
+    await world.core.drain(reason="step 60 of 60 is reached")
+
+    world.start()
+    await world.until(lambda: world.is_ended)
+    await world.end()
+
+    assert "to go on: raise max_steps, start the learner, then samplers" in caplog.text
+
+
 async def test_drain_waits_out_an_outage_rather_than_leave_groups_behind(world):
     world.settings = {"delay": {"kind": "fixed", "value": 3600.0}}
     await generating(world, batches=2)

@@ -156,7 +156,7 @@ class InvalidRequest(RemoteError):
 class ContractMismatch(RemoteError):
     """A node's settings differ from the run's contract."""
 
-    action = "give this node the run's model, tokenizer, task and sampling settings"
+    action = "give this node the run's model, task, reward and sampling; others need a new run in empty directories"
     is_transient = False
 
 

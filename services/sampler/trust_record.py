@@ -262,10 +262,9 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
             continue
         left = max((version for version in record.versions if version <= to_version), default=NO_VERSION)
         then = f"what follows must descend from version {left}" if left >= 0 else "any first version is taken"
-        signer = f", signed by {newest.signed_by}" if newest.signed_by else ""
         sentences.append(
-            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}{signer}, was seen here; the"
-            f" run goes back to version {to_version}; {then}"
+            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}, signed by"
+            f" {newest.signed_by}, was seen here; the run goes back to version {to_version}; {then}"
         )
     return sentences
 

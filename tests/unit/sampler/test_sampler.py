@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -563,10 +564,11 @@ async def test_head_that_went_back_is_refused_by_a_restarted_sampler(world):
 async def test_version_with_another_state_than_before_is_refused_and_never_generated_with(world):
     path = world.directory / "site" / "versions.jsonl"
     path.parent.mkdir()
-    path.write_text('{"version": 0, "state_root": "' + "a" * 64 + '"}\n')
+    row = {"version": 0, "state_root": "a" * 64, "manifest_digest": "b" * 64, "run_id": "run", "signed_by": "unsigned"}
+    path.write_text(json.dumps(row) + "\n")
     await world.run.publish()
     world.start()
-    with pytest.raises(RunReplaced, match="version 0 had state aaaaaaaaaaaa before"):
+    with pytest.raises(RunReplaced, match="version 0 is another than the one used before"):
         await world.end()
 
     assert world.engine.loaded == []

@@ -108,7 +108,10 @@ def _must_hold(group: Group) -> None:
         assert np.isfinite(rollout.sampler_logprobs).all()
         assert rollout.sampler_logprobs.max() <= 0
         assert not np.isin(ids[:-1], _CONTRACT.end_token_ids).any()
-        assert (ids[-1] in _CONTRACT.end_token_ids) == (rollout.finish_reason is FinishReason.EOS)
+        is_ended = ids[-1] in _CONTRACT.end_token_ids
+        assert rollout.finish_reason is (FinishReason.EOS if is_ended else FinishReason.LENGTH) or (
+            rollout.finish_reason is FinishReason.TURNS
+        )
         assert [span.start for span in rollout.spans] == [0, *(span.end for span in rollout.spans[:-1])]
         assert rollout.spans[-1].end == size
         assert np.isfinite([rollout.reward, *(part.value * part.weight for part in rollout.reward_parts)]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from heterorl.cli.live.step_curves import progress_words, report_rows, series
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
+from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
@@ -264,13 +266,14 @@ Known = MutableMapping[tuple[int, str], Evaluation]
 
 
 async def read_evaluations(api: OperatorApi, known: Known) -> None:
-    """Ask for new and unfinished evaluations."""
+    """Ask for new and unfinished evaluations; without an answer known ones stay."""
     changing = [version for (version, _), found in known.items() if found.state in UNDER_WAY]
     after = min(changing, default=max((version for version, _ in known), default=0)) - 1
     for version, name in [key for key in known if key[0] > after]:
         # A newer version may have replaced an evaluation that had not begun.
         del known[version, name]
-    known.update({(found.version, found.task_set): found for found in await every_evaluation(api, after=after)})
+    with contextlib.suppress(RemoteError):
+        known.update({(found.version, found.task_set): found for found in await every_evaluation(api, after=after)})
 
 
 def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:

@@ -19,7 +19,7 @@ from heterorl.common.types.rollout import GIVEN, MAX_PART_NAME, MAX_REWARD_PARTS
 from heterorl.common.wire.sealed_groups import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
-_EOS, _LENGTH = FINISH[FinishReason.EOS], FINISH[FinishReason.LENGTH]
+_EOS, _LENGTH, _TURNS = (FINISH[reason] for reason in (FinishReason.EOS, FinishReason.LENGTH, FinishReason.TURNS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +251,9 @@ def ending_problem(group: Columns, contract: Contract) -> str:
     if (wrong := _first(~is_ended & (lengths < longest))) is not None:
         tokens = " or ".join(map(str, ends))
         return f"token_ids: rollout {owners[wrong]} has {lengths[wrong]} tokens without the end token {tokens}"
+    others = ~np.isin(group.endings, (_EOS, _LENGTH, _TURNS)) & is_trainable(group)
+    if contract.max_turns == 1 and (wrong := _first(others)) is not None:
+        return f"endings: rollout {wrong} says {FINISH_OF[int(group.endings[wrong])].value}, and has one turn"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from heterorl.cli.live.run_tables import evaluation_tables, read_evaluations
 from heterorl.common import api as module
+from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import evaluation_rows
 from heterorl.common.types.evaluation import (
     Estimate,
@@ -50,6 +51,18 @@ async def test_all_pages_are_read_and_then_what_may_have_changed(monkeypatch):
 
     assert sorted(version for version, _ in known) == [10, 20, 40]
     assert api.asked == [29, 40]
+
+
+async def test_a_coordinator_of_an_earlier_release_has_none():
+    class Old:
+        async def list_evaluations(self, **_):
+            raise RemoteError("UNIMPLEMENTED: no such method")
+
+    known = {}
+    await read_evaluations(Old(), known)
+
+    assert known == {}
+    assert evaluation_tables(()) == ()
 
 
 def test_a_set_has_its_newest_number_best_last_gap_and_what_is_under_way():

@@ -172,11 +172,13 @@ def _expected(group: Group, contract) -> str:
             said, is_ended = rollout.finish_reason, ids[turns[-1][1] - 1] in ends
             if (said is FinishReason.EOS and not is_ended) or (said is FinishReason.LENGTH and is_ended):
                 wrong.add("endings")
+            if contract.max_turns == 1 and said in (FinishReason.CONTEXT, FinishReason.SECONDS):
+                wrong.add("other_endings")
     order = {
         "lengths": "lengths", "record_lengths": "record_lengths", "span_counts": "span_counts",
         "span_lengths": "span_lengths", "span_versions": "span_versions", "span_keeps": "span_keeps",
         "several_records": "record_lengths", "num_turns": "span_versions", "token_ids": "token_ids", "long_turn": "lengths", "early_end": "token_ids",
-        "endings": "endings", "unended": "token_ids", "logprobs": "logprobs", "rewards": "rewards",
+        "endings": "endings", "unended": "token_ids", "other_endings": "endings", "logprobs": "logprobs", "rewards": "rewards",
         "part_weights": "part_weights",
     }  # fmt: skip
     for name, field in order.items():

@@ -75,7 +75,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
         ("dropped", dropped),
         *_closed(status),
         *_prompts(status),
-        *[("ledger", "balanced")] * ledger.is_balanced,
+        *([("ledger", "balanced")] if ledger.is_balanced else []),
         ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
     ]
     report = status.last_report
@@ -96,7 +96,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
 
 
 def _problem_rows(status: RunStatus) -> list[tuple[str, str]]:
-    """What needs an operator, worst first."""
+    """Problems that an operator solves, worst first."""
     rows = []
     stands_still = describe_standstill(quarantined_sites(status))
     if stands_still:

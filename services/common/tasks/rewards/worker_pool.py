@@ -277,15 +277,22 @@ def kill_started(pid: int) -> None:
         killed |= found
 
 
+def children_of(number: int) -> list[int]:
+    """Numbers of the processes that a process started, in any thread."""
+    found: list[int] = []
+    for path in Path(f"/proc/{number}/task").glob("*/children"):
+        # The process may end meanwhile.
+        with suppress(OSError):
+            found += map(int, path.read_text(encoding="ascii").split())
+    return found
+
+
 def _started(pid: int) -> set[int]:
     found, parents = set[int](), [pid]
     while parents:
-        for path in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
-            # The process may end meanwhile.
-            with suppress(OSError):
-                own = {int(each) for each in path.read_text(encoding="ascii").split()} - found
-                found |= own
-                parents += own
+        own = set(children_of(parents.pop())) - found
+        found |= own
+        parents += own
     return found
 
 

@@ -28,7 +28,7 @@ from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSand
 from heterorl.common.tasks.rewards.sandbox.code_reward import Test as UnitTest
 from heterorl.common.tasks.rewards.sandbox.code_reward import code_of, judged, tried
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
-from heterorl.common.tasks.rewards.worker_pool import PATIENCE
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE, children_of
 from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
@@ -326,17 +326,17 @@ def test_without_a_filter_of_calls_there_is_no_sandbox(monkeypatch):
 
 def test_no_process_is_left_of_a_sandbox_that_is_killed_as_it_begins(sandbox, monkeypatch):
     def killed(process, *_, **__):
-        while not bubblewrap.children_of(process.pid) and process.poll() is None:
+        while not children_of(process.pid) and process.poll() is None:
             pass
         raise KeyError
 
     monkeypatch.setattr(bubblewrap, "_converse", killed)
-    before = bubblewrap.children_of(os.getpid())
+    before = children_of(os.getpid())
     for _ in range(20):
         with pytest.raises(KeyError):
             sandbox.outcome_of(b"", b"", standard_input=b"", errors=subprocess.DEVNULL)
 
-    assert [each for each in bubblewrap.children_of(os.getpid()) if each not in before] == []
+    assert [each for each in children_of(os.getpid()) if each not in before] == []
 
 
 def test_interpreter_that_would_show_a_home_is_refused(tmp_path, monkeypatch):

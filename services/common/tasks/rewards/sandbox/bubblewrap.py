@@ -40,6 +40,8 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
+from heterorl.common.tasks.rewards.worker_pool import children_of
+
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Audit numbers of the kernel."""
 _REFUSED = {
@@ -343,15 +345,6 @@ def _end_namespace(info: int, command: Sequence[str]) -> None:
         if os.waitpid(number, os.WNOHANG)[0] == 0:
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
-
-
-def children_of(number: int) -> list[int]:
-    """Child processes, those of any of its threads."""
-    found: list[int] = []
-    for path in Path(f"/proc/{number}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text(encoding="ascii").split())
-    return found
 
 
 def _command_of(number: int) -> list[str]:

@@ -23,9 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, children_of, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.gym_server import Entries, NoEntries
-from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, WorkerPool, converse
+from heterorl.common.tasks.rewards.worker_pool import (
+    NEAR,
+    PATIENCE,
+    LoadFailed,
+    NearLimit,
+    WorkerPool,
+    children_of,
+    converse,
+)
 from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart

@@ -16,7 +16,7 @@ from heterorl.common.tasks.task import Message
 pytestmark = pytest.mark.process
 
 AGENT = """
-import json, os, subprocess, sys, time, urllib.error, urllib.request
+import json, os, signal, subprocess, sys, time, urllib.error, urllib.request
 
 def ask(base_url, api_key, messages, **fields):
     body = json.dumps({"model": "any", "messages": messages, "temperature": 0, **fields}).encode()
@@ -60,21 +60,22 @@ def odd(row, base_url, api_key):
     message = ask(base_url, api_key, [user(row.get("first", str(os.getpid())))])
     word = row["do"]
     if word == "hang":
-        time.sleep(1000)
+        signal.pause()
     if word == "raise":
         raise KeyError("secret of the program")
     if word == "start":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         ask(base_url, api_key, [user(row["first"]), message, user(str(child.pid))])
     if word in ("detach", "orphan"):
         # As a browser or a terminal does: a session of its own, and with "orphan" no living parent.
-        sleep = "import time; time.sleep(1000)"
-        code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True)"
-        code += "; " + ("" if word == "orphan" else sleep)
+        waits = "import signal; signal.pause()"
+        code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {waits!r}]).pid, flush=True)"
+        code += "; " + ("" if word == "orphan" else waits)
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
         pid = child.stdout.readline().decode().strip()
         ask(base_url, api_key, [user(row["first"]), message, user(pid)])
-        time.sleep(row.get("stays_s", 0))
+        if row.get("stays"):
+            signal.pause()
     return {"text": "x", "none": None, "true": True, "nan": float("nan")}.get(word, 0.5)
 
 def differs(row, base_url, api_key):
@@ -225,7 +226,7 @@ def test_a_process_of_another_session_ends_with_its_episode(opened, word):
         assert episode.step(Action("z")).done
         assert values(episode) == {"reward": 0.5}
     until_gone(child)
-    with episodes.open({"do": word, "first": "x", "stays_s": 1000}, seed=1) as episode:
+    with episodes.open({"do": word, "first": "x", "stays": True}, seed=1) as episode:
         (child,) = said(episode.step(Action("y")))
         for worker in episodes._pool.workers:
             worker.timeout_s = 0.1

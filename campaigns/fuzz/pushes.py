@@ -25,7 +25,7 @@ from heterorl.common.types.rollout import (
 )
 from heterorl.common.wire.rollout_messages import pushed_from_pb
 from heterorl.common.wire.sealed_groups import open_group, read_sealed, seal
-from heterorl.coordinator.groups.intake import examined
+from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, check, parse
 from heterorl.v1 import rollout_pb2
 from tests.support.run import CONTRACT
@@ -77,23 +77,27 @@ class PushTarget:
     def run(self, case: bytes) -> None:
         message = parse(case, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
         assert isinstance(message, rollout_pb2.PushGroupsRequest)
-        problems = []
-        for group in pushed_from_pb(message, limit_groups=PUSH_GROUPS):
+        groups = pushed_from_pb(message, limit_groups=PUSH_GROUPS)
+        for group in groups:
             check(group)
-            found = [self._judge(group, contract) for contract in (_CONTRACT, _TURNS)]
-            if all(found):
-                problems += found
+        found = [examined(groups, contract, max_prompt_tokens=_MAX_PROMPT) for contract in (_CONTRACT, _TURNS)]
+        problems = []
+        for group, of_one_turn, of_turns in zip(groups, *found, strict=True):
+            self._judge(group, of_one_turn, _CONTRACT)
+            self._judge(group, of_turns, _TURNS)
+            if of_one_turn.problem and of_turns.problem:
+                problems.append(of_one_turn.problem)
         if problems:
             raise InvalidRequest(problems[0])
 
-    def _judge(self, group: rollout_pb2.Group, contract: Contract) -> str:
-        arrived = examined(group, contract, max_prompt_tokens=_MAX_PROMPT)
+    def _judge(self, group: rollout_pb2.Group, arrived: Arrival, contract: Contract) -> None:
+        (alone,) = examined([group], contract, max_prompt_tokens=_MAX_PROMPT)
+        assert repr(alone) == repr(arrived), "a group is judged otherwise than alone"
         if not arrived.problem:
             assert arrived.sealed is not None
             assert read_sealed(arrived.sealed.data) == arrived.sealed, "the store reads other facts than were sealed"
             opened = open_group(arrived.sealed)
             (_must_hold if contract is _CONTRACT else _must_hold_of_turns)(opened)
-        return arrived.problem
 
 
 def _must_hold(group: Group) -> None:

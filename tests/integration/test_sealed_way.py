@@ -117,8 +117,8 @@ async def test_group_with_ids_of_no_vocabulary_is_refused_and_counted(secure):
 async def test_stores_thread_never_looks_inside_a_group(secure, monkeypatch, prompt):
     looked_by, opened_by = [], []
     real = intake.columns_of
-    monkeypatch.setattr(seals, "columns_of", lambda one: opened_by.append(threading.get_ident()) or real(one))
-    monkeypatch.setattr(intake, "columns_of", lambda one: looked_by.append(threading.get_ident()) or real(one))
+    monkeypatch.setattr(seals, "columns_of", lambda *all: opened_by.append(threading.get_ident()) or real(*all))
+    monkeypatch.setattr(intake, "columns_of", lambda *all: looked_by.append(threading.get_ident()) or real(*all))
     store = await secure.core.database.run(lambda _: threading.get_ident())
     loop = threading.get_ident()
     (work,) = await secure.run.lease(1)

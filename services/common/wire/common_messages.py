@@ -58,6 +58,8 @@ _OTHER_NAMES = {
 }
 """Fields that messages name otherwise."""
 _READERS: dict[type, Callable[[Any], Any]] = {}
+_PLAIN = frozenset({int, float, bool, bytes, NoneType})
+"""Types of values that messages take as they are."""
 
 
 def reads(kind: type) -> Callable[[ReadT], ReadT]:
@@ -122,8 +124,11 @@ def arguments(message: Message, /, **changed: Any) -> dict[str, Any]:
     return found | changed
 
 
-def _names(kind: Any) -> tuple[str, ...]:
+def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNSTATED.get(kind, ()))
+
+
+_names: Callable[[Any], tuple[str, ...]] = functools.cache(_field_names)
 
 
 def _name_in(descriptor: Any, name: str) -> str:
@@ -131,6 +136,8 @@ def _name_in(descriptor: Any, name: str) -> str:
 
 
 def _written(descriptor: Any, name: str, value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, tuple | list) and _is_nested(descriptor, name):
         return [_written(descriptor, name, entry) for entry in value]
     if isinstance(value, str):

@@ -17,6 +17,7 @@ proportion to the message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ def open_group(sealed: SealedGroup) -> Group:
         rollouts=rollouts_of(columns),
         oldest_version=sealed.oldest_version,
         state_root=sealed.state_root,
-        generation_s=columns.generation_s,
+        generation_s=message.generation_s,
         is_seeded=message.is_seeded,
         trace=sealed.trace,
     )
@@ -126,11 +127,19 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """A group's numbers: G rollouts, T tokens, S spans, N reward parts."""
+    """The numbers of one group, or of several.
 
-    oldest_version: int
-    generation_s: float
+    B groups have G rollouts, T tokens, S spans and N reward parts together.
+    """
+
+    oldest_versions: Int64Array
+    """[B]."""
+    generation_s: Float64Array
+    """[B]."""
     prompt: Int32Array
+    """Tokens of all prompts."""
+    prompt_lengths: Int64Array
+    """[B]."""
     token_ids: Int32Array
     """[T]."""
     logprobs: Float32Array
@@ -184,58 +193,71 @@ _ABSENT = {"record_lengths": 0, "span_keeps": 0, "part_weights": 1}
 """Columns that a message may leave out, and what all their entries then are."""
 
 
-def columns_of(message: rollout_pb2.Group) -> Columns:
-    """Read a message's columns; raises MalformedPayload for a wrong length."""
-    lengths = _numbers(message.lengths, _U4, "lengths")
-    ids = _read_ids(message.token_ids, message.id_bytes)
-    _agree("token_ids", ids.size, "lengths", int(lengths.sum()))
-    num_prompt, lengths = int(lengths[0]) if lengths.size else 0, lengths[1:]
-    # A bytearray, because readers may write to their arrays.
-    logprobs: Float32Array = _numbers(bytearray(message.logprobs), _F4, "logprobs")
-    sizes = {"lengths": lengths.size}
+def shape_of(message: rollout_pb2.Group) -> tuple[object, ...]:
+    """What groups have in common whose columns are read together."""
+    absent = (len(message.span_keeps), len(message.part_weights), len(message.record_lengths))
+    return message.id_bytes, len(message.lengths), message.part_names, *map(bool, absent)
+
+
+def columns_of(*messages: rollout_pb2.Group) -> Columns:
+    """Read the columns of groups of one shape.
+    Raises MalformedPayload: one group's columns do not agree."""
+    lengths, counts = _column(messages, "lengths", _U4)
+    table = lengths.reshape(len(messages), counts[0])
+    prompt_lengths = table[:, :1].sum(axis=1)
+    prompt, token_ids = _read_ids(messages, table.sum(axis=1).tolist(), prompt_lengths.tolist())
+    logprobs, num_logprobs = _column(messages, "logprobs", _F4)
+    # The sum of each group's counts.
+    stated = {"lengths": [max(0, count - 1) for count in counts]}
     found: dict[str, NDArray[Any]] = {}
-    for name, (kind, counts) in _COLUMNS.items():
-        column = _numbers(getattr(message, name), kind, name)
+    for name, (kind, of) in _COLUMNS.items():
+        column, entries = _column(messages, name, kind)
         if name in _ABSENT and not column.size:
-            column = np.full(sizes[counts], _ABSENT[name], column.dtype)
-        _agree(name, column.size, counts, sizes[counts])
-        found[name], sizes[name] = column, int(column.sum()) if name.endswith("_counts") else 0
-    _check_columns(message, found, sizes)
-    drawn = found["span_lengths"][found["span_versions"] != GIVEN]
-    _agree("logprobs", logprobs.size, "span_lengths", int(drawn.sum()))
+            column, entries = np.full(sum(stated[of]), _ABSENT[name], column.dtype), stated[of]
+        _agree(name, entries, of, stated[of])
+        found[name] = column
+        if kind is _U4 and of == "lengths":
+            stated[name] = column.reshape(len(messages), -1).sum(axis=1).tolist()
+    _check_columns(messages, found, stated)
+    drawn = _num_drawn(found["span_versions"], found["span_lengths"], found["span_counts"])
+    _agree("logprobs", num_logprobs, "span_lengths", drawn.reshape(len(messages), -1).sum(axis=1).tolist())
     # On the wire a place is one more, and 0 continues.
     found["span_keeps"] = found["span_keeps"] - 1
     return Columns(
-        oldest_version=message.oldest_version,
-        generation_s=message.generation_s,
-        prompt=ids[:num_prompt],
-        token_ids=ids[num_prompt:],
+        oldest_versions=np.array([message.oldest_version for message in messages], np.int64),
+        generation_s=np.array([message.generation_s for message in messages], np.float64),
+        prompt=prompt,
+        prompt_lengths=prompt_lengths,
+        token_ids=token_ids,
         logprobs=logprobs,
-        lengths=lengths,
-        names=tuple(message.part_names.split("\n")) if sizes["part_counts"] else (),
+        lengths=table[:, 1:].ravel(),
+        names=tuple(messages[0].part_names.split("\n")) if any(stated["part_counts"]) else (),
         part_names=found.pop("part_name_positions"),
-        signatures=message.part_signatures,
-        routed_experts=message.routed_experts,
+        signatures=b"".join(message.part_signatures for message in messages),
+        routed_experts=b"".join(message.routed_experts for message in messages),
         **found,
     )
 
 
-def _check_columns(message: rollout_pb2.Group, found: dict[str, NDArray[Any]], sizes: dict[str, int]) -> None:
-    unknown = set(message.endings) - FINISH_OF.keys()
+def _check_columns(
+    messages: Sequence[rollout_pb2.Group], found: dict[str, NDArray[Any]], stated: dict[str, list[int]]
+) -> None:
+    unknown = set(found["endings"].tobytes()) - FINISH_OF.keys()
     if unknown:
         raise MalformedPayload(f"endings: {min(unknown)} is no FinishReason")
-    num_parts, num_names = sizes["part_counts"], message.part_names.count("\n") + 1
-    positions = found["part_name_positions"]
-    if num_parts and int(positions.max()) >= num_names:
+    positions, num_names = found["part_name_positions"], messages[0].part_names.count("\n") + 1
+    if positions.size and int(positions.max()) >= num_names:
         raise MalformedPayload(f"part_name_positions: {positions.max()}, part_names has {num_names}")
-    if len(message.part_signatures) not in (0, SIGNATURE_BYTES * num_parts):
-        raise MalformedPayload(f"part_signatures: {len(message.part_signatures)} bytes for {num_parts} parts")
-    _agree("routed_experts", len(message.routed_experts), "record_lengths", int(found["record_lengths"].sum()))
+    for message, num_parts in zip(messages, stated["part_counts"], strict=True):
+        if len(message.part_signatures) not in (0, SIGNATURE_BYTES * num_parts):
+            raise MalformedPayload(f"part_signatures: {len(message.part_signatures)} bytes for {num_parts} parts")
+    num_bytes = [len(message.routed_experts) for message in messages]
+    _agree("routed_experts", num_bytes, "record_lengths", stated["record_lengths"])
 
 
 def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
     """Policy versions of drawn spans, each once, ascending; reads one column."""
-    return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist()) - {GIVEN}))
+    return tuple(sorted(set(_column([message], "span_versions", _I8)[0].tolist()) - {GIVEN}))
 
 
 def write_columns(group: Group, message: rollout_pb2.Group) -> None:
@@ -279,7 +301,8 @@ def _write_parts(parts: list[RewardPart], message: rollout_pb2.Group) -> None:
 
 def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
     spans, parts = _spans_of(columns), _parts_of(columns)
-    drawn = iter(np.split(columns.logprobs, np.cumsum(num_drawn(columns))[:-1]))
+    # Copied, because readers may write to their arrays.
+    drawn = iter(np.split(columns.logprobs.copy(), np.cumsum(num_drawn(columns))[:-1]))
     rollouts = []
     token = span = part = record = 0
     for number, length in enumerate(columns.lengths.tolist()):
@@ -302,8 +325,12 @@ def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
 
 def num_drawn(columns: Columns) -> Int64Array:
     """Drawn tokens of each rollout, [G]."""
-    drawn = np.where(columns.span_versions != GIVEN, columns.span_lengths, 0)
-    ends = np.concatenate([[0], np.cumsum(drawn)])[np.concatenate([[0], np.cumsum(columns.span_counts)])]
+    return _num_drawn(columns.span_versions, columns.span_lengths, columns.span_counts)
+
+
+def _num_drawn(versions: Int64Array, lengths: Int64Array, counts: Int64Array) -> Int64Array:
+    drawn = np.where(versions != GIVEN, lengths, 0)
+    ends = np.concatenate([[0], np.cumsum(drawn)])[np.concatenate([[0], np.cumsum(counts)])]
     found: Int64Array = np.diff(ends)
     return found
 
@@ -353,31 +380,49 @@ def _write_ids(ids: Int32Array) -> tuple[int, bytes]:
     return width, digits[:, :width].tobytes()
 
 
-def _read_ids(data: bytes, width: int) -> Int32Array:
+def _read_ids(
+    messages: Sequence[rollout_pb2.Group], lengths: list[int], prompt_lengths: list[int]
+) -> tuple[Int32Array, Int32Array]:
+    """Token ids of the prompts, and of the rollouts."""
+    width = messages[0].id_bytes
     if not 1 <= width <= MAX_ID_BYTES:
         raise MalformedPayload(f"id_bytes: {width}, a token id has 1 to {MAX_ID_BYTES}")
-    if len(data) % width:
-        raise MalformedPayload(f"token_ids: {len(data)} bytes, {width} for each id")
-    digits = np.zeros((len(data) // width, MAX_ID_BYTES), np.uint8)
-    digits[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
-    wide = digits.reshape(-1).view("<u4")
-    # Beyond int32 an id is clamped: it stays outside every vocabulary.
-    ids: Int32Array = np.minimum(wide, MAX_INT32, out=wide).view(np.int32)
-    return ids
+    parts = [message.token_ids for message in messages]
+    for part in parts:
+        if len(part) % width:
+            raise MalformedPayload(f"token_ids: {len(part)} bytes, {width} for each id")
+    _agree("token_ids", [len(part) // width for part in parts], "lengths", lengths)
+    pairs = [(memoryview(part), width * length) for part, length in zip(parts, prompt_lengths, strict=True)]
+    return _ids_of([part[:cut] for part, cut in pairs], width), _ids_of([part[cut:] for part, cut in pairs], width)
 
 
-def _numbers(data: bytes | bytearray, kind: np.dtype[Any], name: str) -> NDArray[Any]:
-    """A column's entries; counts and lengths as int64, whose sums fit."""
-    if len(data) % kind.itemsize:
-        raise MalformedPayload(f"{name}: {len(data)} bytes, {kind.itemsize} for each entry")
-    numbers = np.frombuffer(data, kind)
-    return numbers.astype(np.int64) if kind is _U4 else numbers
+def _ids_of(parts: list[memoryview], width: int) -> Int32Array:
+    # Each id is read as four bytes, of which the last ones are the next id's.
+    data = b"".join([*parts, bytes(MAX_ID_BYTES - width)])
+    read = np.ndarray((sum(map(len, parts)) // width,), "<u4", data, strides=(width,))
+    wide = read & np.uint32(2 ** (8 * width) - 1)
+    if width == MAX_ID_BYTES:
+        # Beyond int32 an id is clamped: it stays outside every vocabulary.
+        np.minimum(wide, MAX_INT32, out=wide)
+    return wide.view(np.int32)
+
+
+def _column(messages: Sequence[rollout_pb2.Group], name: str, kind: np.dtype[Any]) -> tuple[NDArray[Any], list[int]]:
+    """A column's entries, and each group's number of them.
+    Counts and lengths are int64, whose sums fit."""
+    parts = [getattr(message, name) for message in messages]
+    for part in parts:
+        if len(part) % kind.itemsize:
+            raise MalformedPayload(f"{name}: {len(part)} bytes, {kind.itemsize} for each entry")
+    numbers = np.frombuffer(b"".join(parts), kind)
+    return numbers.astype(np.int64) if kind is _U4 else numbers, [len(part) // kind.itemsize for part in parts]
 
 
 def _bytes(numbers: list[int] | list[float], kind: np.dtype[Any]) -> bytes:
     return np.array(numbers, kind).tobytes()
 
 
-def _agree(name: str, found: int, other: str, stated: int) -> None:
-    if found != stated:
-        raise MalformedPayload(f"{name}: {found} entries, {other} states {stated}")
+def _agree(name: str, found: list[int], other: str, stated: list[int]) -> None:
+    for entries, expected in zip(found, stated, strict=True):
+        if entries != expected:
+            raise MalformedPayload(f"{name}: {entries} entries, {other} states {expected}")

@@ -18,17 +18,19 @@ from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
 from heterorl.common.wire.common_messages import MAX_INT64, bytes_digest, group_id_from_pb
-from heterorl.common.wire.sealed_groups import FINISH_OF, GroupMessage, canonical, columns_of, group_message, sealed
+from heterorl.common.wire.sealed_groups import (
+    FINISH_OF,
+    FIRST_LOST,
+    GroupMessage,
+    canonical,
+    columns_of,
+    group_message,
+    sealed,
+    shape_of,
+)
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, work_assignments
-from heterorl.coordinator.groups.validation import (
-    Facts,
-    content_problem,
-    counted_version,
-    is_trainable,
-    judge,
-    size_problem,
-)
+from heterorl.coordinator.groups.validation import Facts, content_problem, counted_version, judge, size_problem
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
@@ -36,6 +38,8 @@ from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Connection
 
 RETRY_AFTER_S = 1.0
+JUDGED_BYTES = 1 << 20
+"""Bytes of token ids and experts that are judged at once, which bounds the copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +75,38 @@ class Surroundings:
     instant: float
 
 
-def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
-    """Validate a group's content and digest its bytes, outside the commit.
+def examined(messages: Sequence[GroupMessage], contract: Contract, *, max_prompt_tokens: int) -> list[Arrival]:
+    """Validate groups' content and digest their bytes, outside the commit.
     Unreadable groups become invalid."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    num_bytes = 0
+    for place, message in enumerate(messages):
+        alike.setdefault((num_bytes // JUDGED_BYTES, *shape_of(message)), []).append(place)
+        num_bytes += len(message.token_ids) + len(message.routed_experts)
+    problems: dict[int, str | MalformedPayload] = {}
+    for places in alike.values():
+        some = [messages[place] for place in places]
+        problems |= zip(places, _problems(some, contract, max_prompt_tokens), strict=True)
+    return [_arrival(message, problems[place]) for place, message in enumerate(messages)]
+
+
+def _problems(
+    messages: Sequence[GroupMessage], contract: Contract, max_prompt_tokens: int
+) -> Sequence[str | MalformedPayload]:
+    """Each group's problem, or empty, for groups of one shape.
+    They are judged as one, and alone if that finds a problem."""
+    problem: str | MalformedPayload
     try:
-        columns = columns_of(message)
+        problem = content_problem(columns_of(*messages), contract, max_prompt_tokens=max_prompt_tokens)
     except MalformedPayload as error:
+        problem = error
+    if problem and len(messages) > 1:
+        return [_problems([message], contract, max_prompt_tokens)[0] for message in messages]
+    return [problem] * len(messages)
+
+
+def _arrival(message: GroupMessage, problem: str | MalformedPayload) -> Arrival:
+    if isinstance(problem, MalformedPayload):
         data = message.SerializeToString(deterministic=True)
         return Arrival(
             id=group_id_from_pb(message.id),
@@ -84,7 +114,7 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
             oldest_version=message.oldest_version,
             num_bytes=len(data),
             digest=bytes_digest(data),
-            problem=str(error),
+            problem=str(problem),
         )
     group = canonical(message)
     return Arrival(
@@ -93,11 +123,11 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
         oldest_version=group.oldest_version,
         num_bytes=len(group.data),
         digest=bytes_digest(group.data),
-        problem=content_problem(columns, contract, max_prompt_tokens=max_prompt_tokens),
+        problem=problem,
         sealed=group,
-        generation_s=columns.generation_s,
-        num_members=columns.lengths.size,
-        lost=tuple(FINISH_OF[ending] for ending in columns.endings[~is_trainable(columns)].tolist()),
+        generation_s=message.generation_s,
+        num_members=len(message.endings),
+        lost=tuple(FINISH_OF[ending] for ending in message.endings if ending >= FIRST_LOST),
     )
 
 
@@ -105,7 +135,8 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
     """The arrival of a group from this process, examined or not."""
     if isinstance(entry, Arrival):
         return entry
-    return examined(group_message(sealed(entry).data), contract, max_prompt_tokens=config.max_prompt_tokens)
+    message = group_message(sealed(entry).data)
+    return examined([message], contract, max_prompt_tokens=config.max_prompt_tokens)[0]
 
 
 def record(

@@ -8,7 +8,6 @@ before a run begins that the largest group fits a message.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import GIVEN, MAX_PART_NAME, MAX_REWARD_PARTS, DropReason, FinishReason, SealedGroup
-from heterorl.common.wire.sealed_groups import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
+from heterorl.common.wire.common_messages import MAX_INT64
+from heterorl.common.wire.sealed_groups import FINISH, FINISH_OF, FIRST_LOST, Columns, Int64Array, num_drawn
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 
 _EOS, _LENGTH, _TURNS = (FINISH[reason] for reason in (FinishReason.EOS, FinishReason.LENGTH, FinishReason.TURNS))
@@ -84,15 +84,16 @@ def size_problem(num_bytes: int, max_group_bytes: int) -> str:
 
 
 def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: int) -> str:
-    """First problem in a group's numbers, or empty.
-    Its columns have consistent lengths."""
-    if group.prompt.size > max_prompt_tokens:
-        return f"prompt: {group.prompt.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
-    if group.lengths.size != contract.group_size:
-        return f"lengths: {group.lengths.size} rollouts, the group size is {contract.group_size}"
-    if group.prompt.size == 0 or group.prompt.max() >= contract.vocab_size:
+    """First problem in one or several groups' numbers, or empty.
+    Columns have consistent lengths."""
+    longest, num_rollouts = group.prompt_lengths.max(), group.lengths.size // group.prompt_lengths.size
+    if longest > max_prompt_tokens:
+        return f"prompt: {longest} tokens, max_prompt_tokens is {max_prompt_tokens}"
+    if num_rollouts != contract.group_size:
+        return f"lengths: {num_rollouts} rollouts, the group size is {contract.group_size}"
+    if group.prompt_lengths.min() == 0 or group.prompt.max() >= contract.vocab_size:
         return f"prompt: empty or outside 0..{contract.vocab_size - 1}"
-    if not math.isfinite(group.generation_s) or group.generation_s < 0:
+    if not (np.isfinite(group.generation_s) & (group.generation_s >= 0)).all():
         return "generation_s: not a duration"
     problem = (
         _members_problem(group, contract)
@@ -102,9 +103,11 @@ def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: in
     )
     if problem:
         return problem
-    oldest = int(group.span_versions[group.span_versions != GIVEN].min())
-    if oldest != group.oldest_version:
-        return f"oldest_version: {group.oldest_version}, the spans say {oldest}"
+    spans = group.span_counts.reshape(group.prompt_lengths.size, -1).sum(axis=1)
+    drawn = np.where(group.span_versions == GIVEN, MAX_INT64, group.span_versions)
+    oldest = np.minimum.reduceat(drawn, np.cumsum(spans) - spans)
+    if (wrong := _first(oldest != group.oldest_versions)) is not None:
+        return f"oldest_version: {group.oldest_versions[wrong]}, the spans say {oldest[wrong]}"
     return ""
 
 
@@ -116,18 +119,24 @@ def is_trainable(group: Columns) -> NDArray[np.bool_]:
 def _members_problem(group: Columns, contract: Contract) -> str:
     trained = is_trainable(group)
     needed, longest = contract.min_members or contract.group_size, contract.max_rollout_tokens
-    if trained.sum() < needed:
-        return f"endings: {trained.sum()} rollouts can be trained, min_members is {needed}"
+    fewest = trained.reshape(group.prompt_lengths.size, -1).sum(axis=1).min()
+    if fewest < needed:
+        return f"endings: {fewest} rollouts can be trained, min_members is {needed}"
     # A lost member may have no tokens.
     if (wrong := _first((group.lengths < trained) | (group.lengths > longest))) is not None:
         return f"lengths: rollout {wrong} has {group.lengths[wrong]} tokens, allowed are 1..{longest}"
-    records = (group.prompt.size + group.lengths - 1) * contract.routed_token_bytes
+    records = (_prompt_lengths(group) + group.lengths - 1) * contract.routed_token_bytes
     if (wrong := _first((group.record_lengths != 0) & (group.record_lengths != records))) is not None:
         return (
             f"record_lengths: rollout {wrong} has {group.record_lengths[wrong]} bytes of experts;"
             f" 0 or {records[wrong]} is right"
         )
     return ""
+
+
+def _prompt_lengths(group: Columns) -> Int64Array:
+    """Of each rollout, [G]."""
+    return np.repeat(group.prompt_lengths, group.lengths.size // group.prompt_lengths.size)
 
 
 def _spans_problem(group: Columns, contract: Contract) -> str:
@@ -167,16 +176,17 @@ def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Con
     A few bytes can repeat many tokens, and the learner pads all sequences of a rollout to the longest. So together they
     may cost no more than one sequence of the largest length.
     """
-    most = group.prompt.size + contract.max_rollout_tokens
+    prompts = _prompt_lengths(group).tolist()
     found: dict[int, tuple[int, int, int]] = {}
     rows = zip(rollouts.tolist(), group.span_keeps.tolist(), group.span_lengths.tolist(), strict=True)
     for rollout, keeps, length in rows:
-        count, longest, known = found.get(rollout, (1, 0, group.prompt.size))
+        count, longest, known = found.get(rollout, (1, 0, prompts[rollout]))
         if keeps > known:
             return f"span_keeps: rollout {rollout} keeps more tokens than the sequence before has"
         count, known = count + (keeps >= 0), length + (keeps if keeps >= 0 else known)
         found[rollout] = count, max(longest, known), known
     for rollout, (count, longest, _) in found.items():
+        most = prompts[rollout] + contract.max_rollout_tokens
         if count > 1 and count * longest > most:
             return (
                 f"span_keeps: rollout {rollout} has {count} sequences of up to {longest} tokens; together they may have"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import grpc.aio
@@ -144,7 +144,8 @@ class PushStreams:
 
 
 def _examined(pushes: Sequence[Pushed], contract: Contract, max_prompt_tokens: int) -> list[list[Arrival]]:
-    return [[examined(group, contract, max_prompt_tokens=max_prompt_tokens) for group in push] for push in pushes]
+    arrivals = iter(examined([*chain.from_iterable(pushes)], contract, max_prompt_tokens=max_prompt_tokens))
+    return [list(islice(arrivals, len(push))) for push in pushes]
 
 
 async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:

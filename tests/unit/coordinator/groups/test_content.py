@@ -9,86 +9,13 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import (
-    GIVEN,
-    MAX_PART_NAME,
-    MAX_REWARD_PARTS,
-    FinishReason,
-    Group,
-    GroupId,
-    RewardPart,
-    Rollout,
-    Span,
-)
+from heterorl.common.types.rollout import GIVEN, MAX_PART_NAME, MAX_REWARD_PARTS, FinishReason, Group, Rollout, Span
 from heterorl.common.wire.sealed_groups import columns_of
 from heterorl.coordinator.groups.validation import content_problem
 from tests.support.groups import group_to_pb
-from tests.support.run import CONTRACT, INCARNATION, SITE
+from tests.support.odd_groups import EOS, LONGEST, MAX_PROMPT, changed_group, contract_of, sound_group
 
-EOS = 17_000
-LONGEST = 9
-MAX_PROMPT = 12
 VOCABULARIES = (40, 128, 256, 257, 17_001, 65_537, 150_000, 2**24 + 1, 2**31)
-
-
-def _contract(
-    vocab_size: int,
-    *ends: int,
-    routed_token_bytes: int = 0,
-    max_turns: int = 1,
-    min_members: int = 0,
-    longest: int = 60,
-):
-    sampling = dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST)
-    return dataclasses.replace(
-        CONTRACT, vocab_size=vocab_size, group_size=2, end_token_ids=ends, sampling=sampling,
-        routed_token_bytes=routed_token_bytes, max_turns=max_turns, max_trajectory_tokens=longest, min_members=min_members,
-    )  # fmt: skip
-
-
-def _ids(draw: random.Random, contract, length: int) -> list[int]:
-    ids = [draw.choice([0, 5, 127, 128, 300, 16_383, 16_384, draw.randrange(contract.vocab_size)])
-           % contract.vocab_size for _ in range(length)]  # fmt: skip
-    return [number if number not in contract.end_token_ids else 1 for number in ids]
-
-
-def _group(draw: random.Random, contract) -> Group:
-    prompt = [draw.randrange(contract.vocab_size) for _ in range(draw.randint(1, MAX_PROMPT))]
-
-    def rollout() -> Rollout:
-        ids, spans, known = [], [], len(prompt)
-        for turn in range(draw.randint(1, contract.max_turns)):
-            if turn:
-                count, keeps = draw.randint(1, 2), draw.choice([None, None, draw.randint(0, known)])
-                spans.append(Span(version=GIVEN, start=len(ids), end=len(ids) + count, keeps=keeps))
-                # What is given may hold end tokens.
-                ids += [draw.randrange(contract.vocab_size) for _ in range(count)]
-                known = count + (known if keeps is None else keeps)
-            is_eos = bool(contract.end_token_ids) and draw.random() < 0.5
-            length = draw.randint(1, LONGEST) if is_eos or not contract.end_token_ids else LONGEST
-            start, cut = len(ids), draw.randint(0, length - 1)
-            bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
-            spans += [Span(version=v, start=start + a, end=start + b) for v, a, b in bounds]
-            ids += _ids(draw, contract, length)
-            known += length
-            if is_eos:
-                ids[-1] = draw.choice(contract.end_token_ids)
-        count = sum(span.end - span.start for span in spans if span.is_drawn)
-        return Rollout(
-            token_ids=np.array(ids, np.int32),
-            sampler_logprobs=np.array([-draw.random() for _ in range(count)], np.float32),
-            spans=tuple(spans),
-            reward=draw.choice([0.0, 1.0]),
-            reward_parts=(RewardPart(name="correct", value=1.0),),
-            finish_reason=FinishReason.EOS if is_eos else FinishReason.LENGTH,
-        )
-
-    return Group(
-        id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=4, prompt_index=2,
-        prompt_token_ids=np.array(prompt, np.int32), rollouts=(rollout(), rollout()), oldest_version=3,
-        state_root=Digest("a" * 64), generation_s=0.5,
-    )  # fmt: skip
 
 
 def _problem(group: Group, contract) -> str:
@@ -188,53 +115,6 @@ def _expected(group: Group, contract) -> str:
     return "" if oldest == group.oldest_version else "oldest_version"
 
 
-def _changed(group: Group, draw: random.Random) -> Group:
-    """One thing is wrong, or none."""
-    at = draw.randrange(2)
-    some = group.rollouts[at]
-    part = some.reward_parts[0]
-    odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 0.5, -3.0]
-    ids = some.token_ids.copy()
-    ids[draw.randrange(ids.size)] = draw.choice([EOS, 39, 127, 16_384, 2**31 - 1])
-    logprobs = some.sampler_logprobs.copy()
-    logprobs[draw.randrange(logprobs.size)] = draw.choice(odd)
-    name = draw.choice(["version", "end", "keeps"])
-    number = draw.choice([-2, GIVEN, 2, 3]) if name == "version" else draw.choice([0, 1, 2, 3, 9, 40])
-    chosen = draw.randrange(len(some.spans))
-    spans = tuple(
-        dataclasses.replace(span, **{name: max(number, span.start) if name == "end" else number})
-        if place == chosen else span
-        for place, span in enumerate(some.spans)
-    )  # fmt: skip
-    rollout_changes = [
-        {},
-        {"token_ids": ids},
-        {"sampler_logprobs": logprobs},
-        {"token_ids": some.token_ids[: draw.randrange(some.token_ids.size + 1)]},
-        {"token_ids": some.token_ids[:0], "sampler_logprobs": logprobs[:0], "spans": ()},
-        {"finish_reason": draw.choice(list(FinishReason))},
-        {"finish_reason": FinishReason.TOOL_LOST},
-        {"spans": spans},
-        {"spans": (), "sampler_logprobs": logprobs[:0]},
-        {"spans": spans, "sampler_logprobs": np.zeros(sum(s.end - s.start for s in spans if s.is_drawn), np.float32)},
-        {"reward": draw.choice(odd)},
-        {"reward_parts": (dataclasses.replace(part, value=draw.choice(odd)),)},
-        {"reward_parts": (dataclasses.replace(part, weight=draw.choice(odd)),)},
-        {"routed_experts": bytes(draw.choice([0, 6, 6 * (group.prompt_token_ids.size + some.token_ids.size - 1)]))},
-    ]
-    group_changes = [
-        {"generation_s": draw.choice([-1.0, math.nan, 0.0, 3.0])},
-        {"oldest_version": draw.choice([3, 2, 4, -1])},
-        {"prompt_token_ids": draw.choice([group.prompt_token_ids[:0], np.full(13, 1, np.int32)])},
-    ]
-    change = draw.randrange(len(rollout_changes) + len(group_changes))
-    if change >= len(rollout_changes):
-        return dataclasses.replace(group, **group_changes[change - len(rollout_changes)])
-    rollouts = list(group.rollouts)
-    rollouts[at] = dataclasses.replace(some, **rollout_changes[change])
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "ends", "max_turns"),
     [
@@ -246,10 +126,12 @@ def _changed(group: Group, draw: random.Random) -> Group:
 def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends, max_turns):
     draw = random.Random(vocabulary * 100 + sum(ends))
     ends = [token for token in ends if token < vocabulary]
-    contract = _contract(vocabulary, *ends, routed_token_bytes=6, max_turns=max_turns, min_members=draw.choice([0, 1]))
+    contract = contract_of(
+        vocabulary, *ends, routed_token_bytes=6, max_turns=max_turns, min_members=draw.choice([0, 1])
+    )
     seen = {True: 0, False: 0}
     for _ in range(60):
-        group = _changed(_group(draw, contract), draw)
+        group = changed_group(sound_group(draw, contract), draw)
 
         problem, expected = _problem(group, contract), _expected(group, contract)
 
@@ -269,8 +151,8 @@ def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends, ma
     ],
 )
 def test_parts_of_rewards_are_bounded(part_changes, count, problem):
-    contract = _contract(300)
-    group = _group(random.Random(3), contract)
+    contract = contract_of(300)
+    group = sound_group(random.Random(3), contract)
     first, second = group.rollouts
     parts = (dataclasses.replace(first.reward_parts[0], **part_changes),) * count
     group = dataclasses.replace(group, rollouts=(first, dataclasses.replace(second, reward_parts=parts)))
@@ -281,8 +163,8 @@ def test_parts_of_rewards_are_bounded(part_changes, count, problem):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_group_has_the_size_of_the_contract(count):
-    contract = _contract(300)
-    group = _group(random.Random(4), contract)
+    contract = contract_of(300)
+    group = sound_group(random.Random(4), contract)
 
     assert _problem(dataclasses.replace(group, rollouts=group.rollouts[:1] * count), contract) == (
         f"lengths: {count} rollouts, the group size is 2"
@@ -303,8 +185,8 @@ def test_a_group_has_the_size_of_the_contract(count):
     ],
 )
 def test_record_of_experts_has_the_size_that_the_contract_states(token_bytes, change, is_right):
-    contract = _contract(300, routed_token_bytes=token_bytes)
-    group = _group(random.Random(1), contract)
+    contract = contract_of(300, routed_token_bytes=token_bytes)
+    group = sound_group(random.Random(1), contract)
     first = group.rollouts[0]
     record = bytes(6 * (group.prompt_token_ids.size + first.token_ids.size - 1))
     first = dataclasses.replace(first, routed_experts=change(record))
@@ -331,7 +213,7 @@ def _of_sequences(pieces: list[tuple[int, int | None, int]], record: bytes = b""
         rollout, token_ids=rollout.token_ids[:0], sampler_logprobs=rollout.sampler_logprobs[:0], spans=(),
         finish_reason=FinishReason.TOOL_LOST, routed_experts=b"",
     )  # fmt: skip
-    group = _group(random.Random(1), _contract(300))
+    group = sound_group(random.Random(1), contract_of(300))
     return dataclasses.replace(group, prompt_token_ids=np.full(5, 5, np.int32), rollouts=(lost, rollout))
 
 
@@ -346,7 +228,7 @@ def _of_sequences(pieces: list[tuple[int, int | None, int]], record: bytes = b""
     ],
 )
 def test_sequences_of_a_rollout_cost_no_more_than_the_longest_one_may(pieces, problem):
-    contract = _contract(300, max_turns=4, min_members=1, longest=35)
+    contract = contract_of(300, max_turns=4, min_members=1, longest=35)
 
     found = _problem(_of_sequences(pieces), contract)
 
@@ -356,7 +238,7 @@ def test_sequences_of_a_rollout_cost_no_more_than_the_longest_one_may(pieces, pr
 
 @pytest.mark.parametrize(("keeps", "problem"), [(None, ""), (5, "record_lengths: rollout 1 has several sequences")])
 def test_rollout_of_several_sequences_has_no_record_of_experts(keeps, problem):
-    contract = _contract(300, max_turns=2, min_members=1, routed_token_bytes=2)
+    contract = contract_of(300, max_turns=2, min_members=1, routed_token_bytes=2)
     group = _of_sequences([(0, None, 9), (2, keeps, 9)], record=bytes(2 * (5 + 20 - 1)))
 
     found = _problem(group, contract)

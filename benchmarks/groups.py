@@ -7,6 +7,8 @@ that of the whole process, all threads together; the median of some repeats. The
 over loopback to a learner, and the calls are counted that turn all its tokens into another form.
 
     python -m benchmarks.groups --out benchmarks/results/groups.json
+
+`--before` keeps the rows of another file next to these, such as those that an earlier checkout wrote in the same hour.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -41,7 +44,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
@@ -51,6 +54,7 @@ from heterorl.common.wire.rollout_messages import pushes_to_pb
 from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
 from heterorl.sampler.outbox.outbox import Outbox
@@ -58,8 +62,8 @@ from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 8, 200, 150_000
-LENGTHS = {64: 64, 512: 48, 4096: 16}
-"""Groups of one repeat, by the tokens of a completion."""
+COUNTS = {(64, 1): 1024, (512, 1): 192, (4096, 1): 32, (24_576, 12): 8}
+"""Groups of one repeat, by tokens and turns of a rollout. Half of the tokens of several turns are given."""
 CONVERSIONS = frozenset({"group_to_pb", "group_from_pb", "seal", "_group_of"})
 """Functions that turn every token of a group into another form."""
 _SERVICE = "/heterorl.v1.RolloutService/"
@@ -119,10 +123,12 @@ class Bench:
     contract: Contract
     epoch: int
     root: Digest
+    num_tokens: int
+    turns: int
     sequence: int = 0
 
     @classmethod
-    async def open(cls, directory: Path, *, num_tokens: int) -> Bench:
+    async def open(cls, directory: Path, *, num_tokens: int, turns: int = 1) -> Bench:
         """Open a store and publish version 0."""
         config = CoordinatorConfig(
             run_id="bench", data_dir=directory / "data", max_staleness_versions=1000, max_policy_age_s=1e6,
@@ -130,7 +136,7 @@ class Bench:
         )  # fmt: skip
         core = await Coordinator.open(config, SystemClock())
         layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(64,))])
-        contract = bench_contract(layout.layout_id, num_tokens)
+        contract = bench_contract(layout.layout_id, num_tokens, turns)
         grant = await core.acquire_lease(holder="bench", contract=contract, request_id="bench")
         root = await publish(core, Arena(layout), grant.epoch, directory)
         await core.register(
@@ -149,7 +155,8 @@ class Bench:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, handlers)
         return cls(
-            core=core, server=server, handlers=handlers, contract=contract, epoch=grant.epoch, root=root
+            core=core, server=server, handlers=handlers, contract=contract, epoch=grant.epoch, root=root,
+            num_tokens=num_tokens, turns=turns,
         )  # fmt: skip
 
     async def call(self, name: str, messages: Sequence[bytes], *, answers: int) -> list[bytes]:
@@ -168,13 +175,15 @@ class Bench:
         await stream.aclose()
         return left
 
-    async def groups(self, count: int, *, num_tokens: int) -> list[Group]:
+    async def groups(self, count: int) -> list[Group]:
         """New groups for new assignments."""
         grant = await self.core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=count, policy_version=0)
         made = []
         for work in grant.assignments:
             self.sequence += 1
-            made.append(group_of(work, self.sequence, root=self.root, num_tokens=num_tokens))
+            made.append(
+                group_of(work, self.sequence, root=self.root, num_tokens=self.num_tokens, turns=self.turns)
+            )  # fmt: skip
         return made
 
     async def close(self) -> None:
@@ -182,12 +191,12 @@ class Bench:
         await self.core.close()
 
 
-def bench_contract(layout_id: Digest, num_tokens: int) -> Contract:
+def bench_contract(layout_id: Digest, num_tokens: int, turns: int = 1) -> Contract:
     """What a learner of groups of this length would state."""
     base = contract_of(layout_id)
     return dataclasses.replace(
-        base, vocab_size=VOCABULARY, num_prompts=1000, group_size=GROUP_SIZE,
-        sampling=dataclasses.replace(base.sampling, max_new_tokens=num_tokens),
+        base, vocab_size=VOCABULARY, num_prompts=1000, group_size=GROUP_SIZE, max_turns=turns,
+        max_trajectory_tokens=num_tokens, sampling=dataclasses.replace(base.sampling, max_new_tokens=num_tokens),
     )  # fmt: skip
 
 
@@ -223,15 +232,22 @@ async def publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path
     return manifest.state_root
 
 
-def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: int) -> Group:
+def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: int, turns: int = 1) -> Group:
     """The group of an assignment, of random tokens."""
     rng = np.random.default_rng(sequence)
+    # Drawn and given in turn; the last ones are drawn.
+    ends = np.linspace(0, num_tokens, 2 * turns).astype(int).tolist()
+    spans = tuple(
+        Span(version=GIVEN if number % 2 else 0, start=start, end=end)
+        for number, (start, end) in enumerate(itertools.pairwise(ends))
+    )
 
     def rollout() -> Rollout:
+        num_drawn = sum(span.end - span.start for span in spans if span.is_drawn)
         return Rollout(
             token_ids=rng.integers(0, VOCABULARY, num_tokens).astype(np.int32),
-            sampler_logprobs=-rng.random(num_tokens).astype(np.float32),
-            spans=(Span(version=0, start=0, end=num_tokens),),
+            sampler_logprobs=-rng.random(num_drawn).astype(np.float32),
+            spans=spans,
             reward=1.0,
             reward_parts=(RewardPart(name="correct", value=1.0),),
             finish_reason=FinishReason.LENGTH,
@@ -249,40 +265,39 @@ def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: i
     )
 
 
-def _request(group: Group) -> bytes:
+def _requests(groups: Sequence[Group]) -> list[bytes]:
     """What a sampler sends."""
-    ((message, _),) = pushes_to_pb([seal(group)], limit_bytes=1 << 30)
-    return message.SerializeToString(deterministic=True)
+    pushes = pushes_to_pb([seal(group) for group in groups], limit_bytes=1 << 30, limit_groups=PUSH_GROUPS)
+    return [message.SerializeToString(deterministic=True) for message, _ in pushes]
 
 
-async def measure(directory: Path, *, num_tokens: int, count: int, repeats: int) -> dict[str, Any]:
+async def measure(directory: Path, *, num_tokens: int, turns: int, count: int, repeats: int) -> dict[str, Any]:
     """CPU of `count` groups on their way through, median of the repeats."""
-    bench = await Bench.open(directory, num_tokens=num_tokens)
+    bench = await Bench.open(directory, num_tokens=num_tokens, turns=turns)
     taken: dict[str, list[float]] = {"in": [], "out": [], "copy": [], "insert": [], "select": []}
     size = 0
     try:
         # The first one warms up and is not counted.
         for number in range(repeats + 1):
-            groups = await bench.groups(count, num_tokens=num_tokens)
-            requests = [_request(group) for group in groups]
-            size = len(requests[0])
+            groups = await bench.groups(count)
+            requests, sealed = _requests(groups), [seal(group).data for group in groups]
+            size = len(sealed[0])
             times = {}
             started = time.process_time()
-            outcomes = await bench.call("PushGroups", requests, answers=count)
+            answers = await bench.call("PushGroups", requests, answers=len(requests))
             times["in"] = time.process_time() - started
-            assert all(
-                rollout_pb2.PushGroupsResponse.FromString(one).outcomes[0].status == rollout_pb2.PUSH_STATUS_ACCEPTED
-                for one in outcomes
-            ), "every group is taken"
+            outcomes = [o for one in answers for o in rollout_pb2.PushGroupsResponse.FromString(one).outcomes]
+            assert [one.status for one in outcomes] == [rollout_pb2.PUSH_STATUS_ACCEPTED] * count, (
+                "every group is taken"
+            )
             wanted = rollout_pb2.StreamGroupsRequest(epoch=bench.epoch, credits=count).SerializeToString()
             started = time.process_time()
             leased = await bench.call("StreamGroups", [wanted], answers=count)
             times["out"] = time.process_time() - started
-            sent = {rollout_pb2.PushGroupsRequest.FromString(one).groups for one in requests}
             came = {rollout_pb2.StreamGroupsResponse.FromString(one).group for one in leased}
-            assert came == sent, "the learner gets what was pushed"
+            assert came == set(sealed), "the learner gets what was pushed"
             await bench.core.abandon_groups(epoch=bench.epoch, ids=[group.id for group in groups], reason="measured")
-            times |= _limits(directory / f"limit-{number}.sqlite", requests)
+            times |= _limits(directory / f"limit-{number}.sqlite", sealed)
             if number:
                 for name, seconds in times.items():
                     taken[name].append(seconds / count)
@@ -293,10 +308,12 @@ async def measure(directory: Path, *, num_tokens: int, count: int, repeats: int)
     limit = micros["copy"] + micros["insert"] + micros["select"]
     return {
         "tokens": num_tokens,
+        "turns": turns,
         "bytes": size,
+        "bytes_per_token": round(size / (GROUP_SIZE * num_tokens + PROMPT_TOKENS), 2),
         "in_us": round(micros["in"], 1),
         "out_us": round(micros["out"], 1),
-        "group_us": round(spent, 1),
+        "cpu_us_per_group": round(spent, 1),
         "ingest_mb_s": round(size / micros["in"], 1),
         "memcpy_us": round(micros["copy"], 1),
         "sqlite_insert_us": round(micros["insert"], 1),
@@ -347,7 +364,7 @@ async def count_conversions(directory: Path) -> dict[str, int]:
         outbox = Outbox(directory / "outbox", site=SITE)
         try:
             address = f"127.0.0.1:{await bench.server.start('127.0.0.1:0')}"
-            (group,) = await bench.groups(1, num_tokens=64)
+            (group,) = await bench.groups(1)
             async with CoordinatorClient(address, tls=TlsConfig(insecure=True), max_message_bytes=16 << 20) as client:
                 await asyncio.to_thread(outbox.put, [group], release=[0.0])
                 due, _ = await asyncio.to_thread(outbox.due, 1.0, limit=1, max_bytes=1 << 20)
@@ -374,6 +391,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/groups.json"))
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--before", type=Path, default=None, help="results of an earlier checkout")
     parser.add_argument("--directory", type=Path, default=None, help="where the stores lie; temporary if not given")
     arguments = parser.parse_args()
     # What is measured is given up after each repeat, and the coordinator says so each time.
@@ -381,14 +399,16 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="heterorl-groups-", dir=arguments.directory) as directory:
-        for num_tokens, count in LENGTHS.items():
+        for (num_tokens, turns), count in COUNTS.items():
             place = Path(directory) / str(num_tokens)
             place.mkdir()
-            rows.append(asyncio.run(measure(place, num_tokens=num_tokens, count=count, repeats=arguments.repeats)))
+            measured = measure(place, num_tokens=num_tokens, turns=turns, count=count, repeats=arguments.repeats)
+            rows.append(asyncio.run(measured))
         conversions = asyncio.run(count_conversions(Path(directory) / "way"))
     results: dict[str, Any] = {
         "group_size": GROUP_SIZE,
         "rows": rows,
+        "before": json.loads(arguments.before.read_text())["rows"] if arguments.before else [],
         "form_changes": sum(conversions.values()),
         "conversions": conversions,
         "repeats": arguments.repeats,

@@ -41,7 +41,8 @@ class Mlflow:
         self._state(run, place.facts)
         markers = self._client.get_metric_history(self._run, "version")
         newest = max(markers, key=lambda entry: (entry.value, entry.step), default=None)
-        self._sets: dict[str, int] = json.loads(run.data.tags.get(_SETS, "{}"))
+        sets = json.loads(run.data.tags.get(_SETS, "{}"))
+        self._sets = {str(name): int(version) for name, version in dict(sets).items()}
         self.had = Had(
             steps=None if newest is None else Mark(int(newest.value), newest.step),
             evaluations=dict(self._sets),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heterorl.common.api import SamplesApi
-from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample, Unreachable
+from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError, UnknownSample, Unreachable
 from heterorl.common.types.common import StepReport, peer_words
 from heterorl.common.types.evaluation import Estimate, Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
@@ -249,7 +249,8 @@ CLASSES = {"wandb": "WandB", "mlflow": "Mlflow", "tensorboard": "TensorBoard", "
 def open_tracker(kind: str, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
     """Open or create a run in a tracker, and import its package.
     An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made, or that id is no name;
-    DependencyMissing; Unreachable: the tracker does not answer, or its files cannot be written."""
+    DependencyMissing; OperatorError: the run has rows that heterorl does not write; Unreachable: the tracker does not
+    answer, or its files cannot be written."""
     name = run or status.run_id
     if not run and (not _RUN_ID.fullmatch(name) or set(name) == {"."}):
         # It is a coordinator's word, and becomes a directory.
@@ -265,5 +266,9 @@ def open_tracker(kind: str, status: RunStatus, *, project: str, run: str, direct
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or kind, f"track-{kind}") from None
     place = Place(project=project, run=name, directory=directory, facts=status.facts)
-    opened: Tracker = getattr(module, CLASSES[kind])(place)
+    try:
+        opened: Tracker = getattr(module, CLASSES[kind])(place)
+    except (TypeError, ValueError, KeyError) as error:
+        problem = f"{kind}: the newest rows of {name} cannot be read: {error}"
+        raise OperatorError(problem, action="choose another name by --run; that run gets all rows") from error
     return opened

@@ -277,9 +277,12 @@ def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:
     """Value of a dataclass from the JSON of `dataclasses.asdict`.
 
     Rows of earlier programs have fewer fields; where a number must be stated, null is NaN. Raises TypeError or
-    ValueError if the row is not of this kind.
+    ValueError if the row is not of this kind, also for null where a value must be stated.
     """
     readers = _readers(kind)  # type: ignore[arg-type] # a type is hashable
+    stated = _stated(kind)  # type: ignore[arg-type] # a type is hashable
+    if empty := [name for name, value in dict(row).items() if value is None and name in stated]:
+        raise ValueError(f"{kind.__name__}: null as {', '.join(empty)}")
     return kind(**{name: _of_json(value, readers.get(name)) for name, value in dict(row).items()})
 
 
@@ -294,6 +297,15 @@ def _of_json(value: Any, reader: Callable[[Any], Any] | None) -> Any:
 def _number(value: float | None) -> float:
     """A stated number; null stands for one that was not finite."""
     return math.nan if value is None else value
+
+
+@functools.cache
+def _stated(kind: type[Any]) -> frozenset[str]:
+    """Fields that cannot be null."""
+    hints = typing.get_type_hints(kind)
+    return frozenset(
+        name for name, hint in hints.items() if hint is not float and type(None) not in typing.get_args(hint)
+    )
 
 
 @functools.cache

@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError
 from heterorl.common.types.run import RunStatus
-from heterorl.track.tracker import CLASSES, open_tracker
+from heterorl.track.tracker import CLASSES, had_in, open_tracker
 
 STATUS = RunStatus(
     run_id="run", head_version=3, epoch=1, learner="l", is_draining=False, uptime_s=1.0,
@@ -29,6 +30,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match="--dir.*file/track.*name another one"):
         open_tracker("tensorboard", STATUS, project="p", run="", directory=tmp_path / "file" / "track")
+
+
+@pytest.mark.parametrize(
+    "row", [{"version": None, "step": 1}, {"version": 1}, {"evaluation/math/version": None}], ids=str
+)
+def test_rows_that_heterorl_does_not_write_are_refused_at_the_opening(row, tmp_path, monkeypatch):
+    module = SimpleNamespace(Trackio=lambda place: had_in([row]))
+    monkeypatch.setitem(sys.modules, "heterorl.track.to_trackio", module)
+
+    with pytest.raises(OperatorError, match=r"trackio: the newest rows of run cannot be read.*--run"):
+        open_tracker("trackio", STATUS, project="p", run="", directory=tmp_path)
 
 
 @pytest.mark.parametrize("run_id", ["../../elsewhere", "/elsewhere", "..", ""])

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import weakref
 from pathlib import Path
@@ -199,6 +200,14 @@ def test_cursor_survives_its_bytes(step, manifest, ids):
 def test_cursor_refuses_other_bytes(data):
     with pytest.raises(CorruptStore):
         cursor_from_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["step", "version", "parent_version", "lineage_version", "state_root", "reports"])
+def test_cursor_with_null_is_refused_where_it_is_read(name):
+    table = json.loads(cursor_to_bytes(make_cursor(step=1, manifest=b"m", consumed=())))
+
+    with pytest.raises(CorruptStore, match=f"null as {name}"):
+        cursor_from_bytes(json.dumps(table | {name: None}).encode())
 
 
 def test_step_id_depends_on_run_parent_step_and_state_alone():

@@ -94,10 +94,12 @@ class LearnerApi(WeightsApi, Protocol):
         contract (heterorl.common.wire.statement); the first one stays.
         """
 
-    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+    async def renew_lease(
+        self, *, epoch: int, progress: LearnerProgress | None = None, refused_rollback: str = ""
+    ) -> LeaseGrant:
         """Extend the lease by a term, also past its end if free.
 
-        `progress` is shown to operators.
+        `progress` is shown to operators. `refused_rollback` is the id of an order that the learner cannot carry out.
         """
 
     async def release_lease(self, *, epoch: int) -> None:

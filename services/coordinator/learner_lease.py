@@ -97,7 +97,9 @@ class LearnerLease:
             _LOG.warning("learner %s states another configuration; sites with [join] get the first: %s", holder, other)
         return self._grant(epoch, holder, head)
 
-    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+    async def renew_lease(
+        self, *, epoch: int, progress: LearnerProgress | None = None, refused_rollback: str = ""
+    ) -> LeaseGrant:
         """Extend the lease, also after its expiry unless another learner took it."""
         now = self._context.clock.monotonic()
 
@@ -105,8 +107,15 @@ class LearnerLease:
             lineage.check_epoch(connection, epoch)
             self._expires = now + self._context.config.learner_lease_s
             self._context.standing.note(progress, epoch=epoch, now=now)
-            grant = self._grant(epoch, get_meta(connection, "holder") or "", lineage.head_version(connection))
-            return dataclasses.replace(grant, rollback_to=stated_version(rollback_order.told(connection)))
+            holder = get_meta(connection, "holder") or ""
+            refused = rollback_order.refuse(connection, request_id=refused_rollback)
+            if refused is not None:
+                detail = f"the learner cannot go back to version {refused}: its log says why"
+                wall = self._context.clock.wall()
+                audit.append(connection, AuditKind.ROLLBACK_ORDER, subject=refused_rollback, detail=detail, now=wall)
+            grant = self._grant(epoch, holder, lineage.head_version(connection))
+            version, request_id = rollback_order.open_order(connection)
+            return dataclasses.replace(grant, rollback_to=stated_version(version), rollback_id=request_id)
 
         return await self._context.database.run(operation)
 

@@ -302,9 +302,12 @@ class RenewLeaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
+    REFUSED_ROLLBACK_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
+    refused_rollback: builtins.str
+    """Id of a rollback order that the learner cannot carry out, which then keeps no payloads; empty: none."""
     @property
     def progress(self) -> heterorl.v1.common_pb2.LearnerProgress:
         """Where the learner stands; unset by one that does not say."""
@@ -313,10 +316,11 @@ class RenewLeaseRequest(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
+        refused_rollback: builtins.str = ...,
         progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_progress", b"_progress", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_progress", b"_progress", "epoch", b"epoch", "progress", b"progress"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_progress", b"_progress", "epoch", b"epoch", "progress", b"progress", "refused_rollback", b"refused_rollback"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_progress", b"_progress"]) -> typing.Literal["progress"] | None: ...
 
 Global___RenewLeaseRequest: typing_extensions.TypeAlias = RenewLeaseRequest
@@ -332,6 +336,7 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    ROLLBACK_ID_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     MASKS_STALE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
@@ -344,6 +349,8 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     """Holder as recorded."""
     rollback_to: builtins.int
     """Version whose content the next one is to have, by an operator's order; absent when there is none."""
+    rollback_id: builtins.str
+    """Id of that order."""
     max_staleness_versions: builtins.int
     """Versions between a group's oldest trained token and the parent of the version that consumes it, at most."""
     masks_stale: builtins.bool
@@ -356,11 +363,12 @@ class RenewLeaseResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
         rollback_to: builtins.int | None = ...,
+        rollback_id: builtins.str = ...,
         max_staleness_versions: builtins.int | None = ...,
         masks_stale: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_staleness_versions", b"max_staleness_versions", "rollback_id", b"rollback_id", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
     @typing.overload

@@ -111,8 +111,11 @@ class CoordinatorClient(WeightCalls):
         )  # fmt: skip
         return grant_from_pb(answer)
 
-    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
-        return grant_from_pb(await self._call("RenewLease", epoch=epoch, progress=progress))
+    async def renew_lease(
+        self, *, epoch: int, progress: LearnerProgress | None = None, refused_rollback: str = ""
+    ) -> LeaseGrant:
+        answer = await self._call("RenewLease", epoch=epoch, progress=progress, refused_rollback=refused_rollback)
+        return grant_from_pb(answer)
 
     async def release_lease(self, *, epoch: int) -> None:
         await self._call("ReleaseLease", epoch=epoch)

@@ -24,6 +24,11 @@ def stated_version(version: int | None) -> int:
     return NO_VERSION if version is None else version
 
 
+def version_words(version: int) -> str:
+    """A stated version for people; NO_VERSION is "no version yet"."""
+    return "no version yet" if version == NO_VERSION else f"version {version}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:
     """The learner's lease; only the newest `epoch` has effects."""
@@ -35,6 +40,8 @@ class LeaseGrant:
     """Newest version, or -1 when none is published yet."""
     rollback_to: int = -1
     """Version whose content the next one must have, by an operator's order; -1: no order."""
+    rollback_id: str = ""
+    """Id of that order."""
     max_message_bytes: int = 0
     """The coordinator's largest message; 0: not stated."""
     max_staleness_versions: int = -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import xxhash
 from google.protobuf.message import DecodeError
 
@@ -47,11 +49,11 @@ def frame_checksum(frame: bytes) -> int:
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
     """Convert a lease: bounds at the first answer, rollback orders at renewals."""
-    stated = {
+    stated: dict[str, Any] = {
         "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
     }
     if isinstance(message, policy_pb2.AcquireLeaseResponse):
-        stated["rollback_to"] = -1
+        stated |= {"rollback_to": -1, "rollback_id": ""}
     else:
         ordered = message.rollback_to if message.HasField("rollback_to") else -1
         stated |= {"rollback_to": ordered, "max_message_bytes": 0, "most_groups_per_version": 0}
@@ -59,7 +61,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
-    return to_message(policy_pb2.AcquireLeaseResponse, value, without={"rollback_to"})
+    return to_message(policy_pb2.AcquireLeaseResponse, value, without={"rollback_to", "rollback_id"})
 
 
 def renewal_to_pb(value: LeaseGrant) -> policy_pb2.RenewLeaseResponse:

@@ -35,7 +35,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         progress = progress_from_pb(request.progress) if request.HasField("progress") else None
-        grant = await self._lease.renew_lease(epoch=request.epoch, progress=progress)
+        grant = await self._lease.renew_lease(
+            epoch=request.epoch, progress=progress, refused_rollback=request.refused_rollback
+        )
         return renewal_to_pb(grant)
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:

@@ -1,7 +1,8 @@
 """The operator's rollback order: publish an earlier version's state next. Store operations.
 
 There is at most one order, and it is durable. The same request id is the same order, also after it took effect. The
-transaction that commits a version with that state ends it. Numbers continue and no version is abandoned.
+transaction that commits a version with that state ends it. An order that the learner refuses keeps no payloads. Numbers
+continue and no version is abandoned.
 """
 
 from __future__ import annotations
@@ -29,24 +30,29 @@ from heterorl.coordinator.versions import lineage, pull_plans
 from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
-_TOLD, _AGAIN = "rollback_told", "again"
-"""Key of meta: the order that the learner heard last; AGAIN if the same one was given since."""
+_ID = "rollback_id"
+"""Key of meta: the order's request id; empty once the learner refused it."""
 
 
 def ordered(connection: Connection) -> int | None:
-    """The version to go back to, or None without an order."""
+    """The version to go back to, or None without an order.
+    A refused order stays for operators until it is replaced."""
     return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
 
 
-def told(connection: Connection) -> int | None:
-    """The order for the learner's next renewal; none once between equal orders.
+def open_order(connection: Connection) -> tuple[int | None, str]:
+    """Version and request id of an order that is not refused."""
+    request_id = get_meta(connection, _ID) or ""
+    return ordered(connection) if request_id else None, request_id
 
-    A learner that refused a version ignores it until it hears another order, or none.
-    """
-    heard = get_meta(connection, _TOLD)
-    version = None if heard == _AGAIN else ordered(connection)
-    if heard != str(stated_version(version)):
-        set_meta(connection, _TOLD, str(stated_version(version)))
+
+def refuse(connection: Connection, *, request_id: str) -> int | None:
+    """Note that the learner cannot carry out the order of this id.
+    Returns its version. An order given since, also an equal one, stays open."""
+    version, current = open_order(connection)
+    if version is None or request_id != current:
+        return None
+    set_meta(connection, _ID, "")
     return version
 
 
@@ -64,15 +70,15 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
         return
     if to_version is not None:
         _ways(connection, to_version)
-        if get_meta(connection, _TOLD) == str(to_version):
-            set_meta(connection, _TOLD, _AGAIN)
     set_meta(connection, _ORDER, str(stated_version(to_version)))
+    set_meta(connection, _ID, request_id)
     remember_order(connection, _KIND, request_id, "")
 
 
 def needed(connection: Connection) -> frozenset[Digest]:
-    """Payloads from which the learner gets the ordered state, at any time."""
-    version = ordered(connection)
+    """Payloads from which the learner gets the ordered state, at any time.
+    A refused order needs none."""
+    version, _ = open_order(connection)
     try:
         ways = () if version is None else _ways(connection, version)
     except UnknownVersion:

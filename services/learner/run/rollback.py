@@ -27,7 +27,7 @@ from heterorl.common.errors import (
 from heterorl.common.process.files import room
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetcher import Fetcher
-from heterorl.common.types.policy import Manifest, PayloadKind
+from heterorl.common.types.policy import LeaseGrant, Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
 from heterorl.common.weights.manifest import verify_state
@@ -44,15 +44,12 @@ class Rollback:
     """Carries out an order; its files lie in the publisher's directory."""
 
     resumption: Resumption
-    _refused: int | None = None
+    _refused: str | None = None
+    """Id of the order refused last, which a renewal on its way may still state."""
 
-    def is_due(self, version: int) -> bool:
-        """Whether an order for `version` is open and not refused.
-        NO_VERSION is no order."""
-        if version != self._refused:
-            # Another order, or none, came between: the same version would be a new order.
-            self._refused = None
-        return version >= 0 and self._refused is None
+    def is_due(self, grant: LeaseGrant) -> bool:
+        """Whether an order is open and not refused."""
+        return grant.rollback_to >= 0 and grant.rollback_id != self._refused
 
     async def resume(self, *, is_start: bool, step_of_head: int | None = None) -> int:
         """Resume at the head or at an ordered version.
@@ -77,8 +74,9 @@ class Rollback:
         """
         parts, publisher = self.resumption, self.resumption.publisher
         # Asked now: an earlier order may be carried out or withdrawn.
-        version = (await publisher.backoff.retry(lambda: publisher.api.renew_lease(epoch=publisher.epoch))).rollback_to
-        if not self.is_due(version):
+        grant = await publisher.backoff.retry(lambda: publisher.api.renew_lease(epoch=publisher.epoch))
+        version = grant.rollback_to
+        if not self.is_due(grant):
             # Whole copies of the weights that a dead process left.
             await in_thread(_remove_leftovers, publisher.directory)
             return None
@@ -89,12 +87,14 @@ class Rollback:
         try:
             arena = await self._content(await parts.published.manifest(version))
         except (UnknownVersion, UnknownPayload, UntrustedVersion, CorruptData) as error:
-            self._refused = version
+            self._refused = grant.rollback_id
             _LOG.error(
                 "the learner cannot go back to version %d and trains on: %s (see `heterorl rollback --list`)",
                 version,
                 error,
             )
+            renew = functools.partial(publisher.api.renew_lease, epoch=publisher.epoch)
+            await publisher.backoff.retry(lambda: renew(refused_rollback=grant.rollback_id))
             return None
         _LOG.warning(
             "THE LEARNER GOES BACK by order: version %d has the weights of version %d; the optimizer is new",

@@ -183,7 +183,7 @@ class TrainingRun:
             return
         selection = self._loop.selection
         selection.max_staleness_versions, selection.masks_stale = grant.max_staleness_versions, grant.masks_stale
-        if self._rollback and self._rollback.is_due(grant.rollback_to):
+        if self._rollback and self._rollback.is_due(grant):
             await self._loop.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:

@@ -65,7 +65,7 @@ def test_an_optional_field_is_none_only_where_it_is_unset():
 
 def test_a_lease_says_bounds_at_first_and_orders_later():
     first = dataclasses.replace(GRANT, max_message_bytes=5, most_groups_per_version=6)
-    ordered = dataclasses.replace(GRANT, rollback_to=2)
+    ordered = dataclasses.replace(GRANT, rollback_to=2, rollback_id="one")
 
     assert grant_from_pb(grant_to_pb(first)) == first
     assert grant_from_pb(renewal_to_pb(ordered)) == ordered

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
+from heterorl.common.errors import Busy, InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetcher import MAX_COPIES
@@ -16,6 +16,8 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose, negate
 from heterorl.common.weights.payload import file_digest, max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_from_bytes
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.versions.rollback_order import needed
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -286,7 +288,11 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
     await filling
     assert (result.step, result.version) == (4, 4)
     assert caplog.text.count("cannot go back to version 1") == 1
+    # Operators see it, and it keeps no payloads.
     assert await ordered(core) == (1, 4)
+    assert not await core.database.run(needed)
+    log = await core.database.run(audit.read)
+    assert log[-1].detail == "the learner cannot go back to version 1: its log says why"
 
 
 async def test_order_that_cannot_be_carried_out_leaves_masters_without_open_steps(core, tmp_path):
@@ -325,11 +331,18 @@ class Broken:
     """A coordinator that has no way to version 1 until an operator repairs it."""
 
     def __init__(self, core):
-        self.core, self.is_lost = core, True
+        self.core, self.is_lost, self.loses_answer = core, True, False
         self.asked, self.refused = asyncio.Event(), asyncio.Event()
 
     def __getattr__(self, name):
         return getattr(self.core, name)
+
+    async def renew_lease(self, **values):
+        grant = await self.core.renew_lease(**values)
+        if self.loses_answer:
+            self.loses_answer = False
+            raise Busy("the answer is lost")
+        return grant
 
     async def plan_pull(self, *, have_version, want_version, **options):
         if self.is_lost and 1 in (have_version, want_version):
@@ -363,8 +376,8 @@ async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path
     assert roots[4:] == [roots[2], roots[1]]
 
 
-@pytest.mark.parametrize("is_taken_back", [False, True])
-async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, caplog, is_taken_back):
+@pytest.mark.parametrize("between", ["nothing", "taken back", "an answer is lost"])
+async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, caplog, between):
     await trained(core, tmp_path, GentleBackend())
     config = learner_config(tmp_path, max_steps=4)
 
@@ -373,7 +386,8 @@ async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, 
     await core.rollback(to_version=1, request_id="one")
     await api.refused.wait()
     api.is_lost = False
-    if is_taken_back:
+    api.loses_answer = between == "an answer is lost"
+    if between == "taken back":
         # Before a renewal could see it.
         await core.rollback(to_version=-1, request_id="none")
     await core.rollback(to_version=1, request_id="two")

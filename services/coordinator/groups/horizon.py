@@ -108,14 +108,26 @@ def oldest_pending(connection: Connection, count: int, *, first_version: int) ->
     ).fetchall()
 
 
-def first_pending(connection: Connection, site: str, *, behind: tuple[int, int]) -> tuple[int, int] | None:
-    """Version and arrival of a site's first pending group behind another."""
-    row = connection.execute(
-        "SELECT oldest_version, arrival FROM groups WHERE state = 'pending' AND site = ?"
-        " AND (oldest_version, arrival) > (?, ?) ORDER BY oldest_version, arrival LIMIT 1",
-        (site, *behind),
-    ).fetchone()
-    return None if row is None else (int(row[0]), int(row[1]))
+_FIRST = "(SELECT arrival FROM groups WHERE state = 'pending' {} ORDER BY site, oldest_version, arrival LIMIT 1)"
+_FIRSTS = (
+    # By the index `groups_by_site`, from each to the first of the next version or site, past all others.
+    f"WITH RECURSIVE firsts (arrival) AS (SELECT {_FIRST.format('')} UNION ALL SELECT coalesce("
+    f"{_FIRST.format('AND site = f.site AND oldest_version > f.oldest_version')}, {_FIRST.format('AND site > f.site')})"
+    " FROM firsts JOIN groups f USING (arrival)"
+    ") SELECT arrival, site, oldest_version FROM firsts JOIN groups USING (arrival)"
+)
+
+
+def first_arrivals(connection: Connection) -> dict[int, tuple[str, int]]:
+    """Arrivals of each site's first pending group of each version, with both."""
+    return {arrival: (site, version) for arrival, site, version in connection.execute(_FIRSTS)}
+
+
+def first_arrival(connection: Connection, site: str, version: int) -> int | None:
+    """The same of one site and version; None without a group."""
+    query = "SELECT min(arrival) FROM groups WHERE state = 'pending' AND site = ? AND oldest_version = ?"
+    (arrival,) = connection.execute(query, (site, version)).fetchone()
+    return None if arrival is None else int(arrival)
 
 
 def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:

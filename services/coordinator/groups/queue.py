@@ -34,7 +34,7 @@ from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.store.database_engine import NUMBERS, OLDEST_OF_EACH_SITE, Connection
+from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 from heterorl.coordinator.versions import published_variants
 
 Order = Literal["oldest", "fair", "newest"]
@@ -128,33 +128,42 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Firsts:
-    """The first waiting group of each site, read once for a lease.
+    """The first waiting group of each site and version.
 
-    Read again for each of its 128 groups, 2048 waiting groups took the store's thread a quarter of a second.
+    They are read once for a lease. Read again for each of its 128 groups, 2048 waiting groups took the store's thread a
+    quarter of a second.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._first_version: int | None = None
-        self._of: dict[str, tuple[int, int]] = {}
-        self._taken = ""
+        self._of: dict[int, tuple[str, int]] | None = None
+        self._taken: tuple[str, int] | None = None
 
-    def read(self, first_version: int) -> Mapping[str, tuple[int, int]]:
-        """Version and arrival of each site's first group from a version on."""
-        if first_version != self._first_version:
-            rows = self.connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
-            self._of = {site: (version, arrival) for site, version, arrival in rows}
-            self._first_version = first_version
-        elif self._taken:
-            following = horizon.first_pending(self.connection, self._taken, behind=self._of.pop(self._taken))
-            self._of |= {} if following is None else {self._taken: following}
-        self._taken = ""
+    def read(self, first_version: int) -> Mapping[int, tuple[str, int]]:
+        """Site and version of each by its arrival, from a version on.
+        That version only rises within a lease."""
+        if self._of is None:
+            self._of = horizon.first_arrivals(self.connection)
+        elif self._taken is not None:
+            following = horizon.first_arrival(self.connection, *self._taken)
+            self._of |= {} if following is None else {following: self._taken}
+        self._taken = None
+        self._of = {arrival: key for arrival, key in self._of.items() if key[1] >= first_version}
         return self._of
 
-    def take(self, site: str) -> list[tuple[Any, ...]]:
-        """A site's first group, as a row of `horizon.oldest_pending`."""
-        self._taken = site
-        return horizon.pending_at(self.connection, self._of[site][1])
+    def take(self, arrival: int) -> list[tuple[Any, ...]]:
+        """A group that was read, as a row of `horizon.oldest_pending`."""
+        assert self._of is not None, "the group was read"
+        self._taken = self._of.pop(arrival)
+        return horizon.pending_at(self.connection, arrival)
+
+
+def _best(ranks: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Each site's smallest rank."""
+    best: dict[str, tuple[int, ...]] = {}
+    for site, rank in ranks:
+        best[site] = min(best.get(site, rank), rank)
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,26 +245,24 @@ class Queue:
         first_version = max(first_version, oldest)
         if self.turns.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
-        if self.turns.order == "newest":
-            return self._newest(connection, first_version)
         waiting = firsts.read(first_version)
-        return firsts.take(self.turns.next(waiting)) if waiting else []
+        ranks = self._ranks(connection, waiting) if waiting else {}
+        return firsts.take(ranks[self.turns.next(ranks)][-1]) if ranks else []
 
-    def _newest(self, connection: Connection, first_version: int) -> list[tuple[Any, ...]]:
+    def _ranks(self, connection: Connection, waiting: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+        """Each site's smallest rank.
+        Under `newest` of the groups within the window, or of those behind it."""
+        if self.turns.order != "newest":
+            return _best((site, (version, arrival)) for arrival, (site, version) in waiting.items())
         taken = horizon.newest_taken(connection)
         floor = oldest_in_window(taken, max_staleness_versions=self.config.max_staleness_versions)
-        first: dict[str, tuple[int, ...]] = {}
-        late: dict[str, tuple[int, ...]] = {}
-        for site, version, arrival in connection.execute(
-            "SELECT site, oldest_version, arrival FROM groups WHERE state = 'pending' AND oldest_version >= ?",
-            (first_version,),
-        ):
-            is_late = version < floor
-            rank = (version, arrival) if is_late else newest_first(version, arrival, newest_taken=taken)
-            of = late if is_late else first
-            of[site] = min(of.get(site, rank), rank)
-        chosen = late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
-        return horizon.pending_at(connection, chosen[self.turns.next(chosen)][-1]) if chosen else []
+        late = _best((site, (version, arrival)) for arrival, (site, version) in waiting.items() if version < floor)
+        first = _best(
+            (site, newest_first(version, arrival, newest_taken=taken))
+            for arrival, (site, version) in waiting.items()
+            if version >= floor
+        )
+        return late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config

@@ -85,20 +85,10 @@ NUMBERS = "(SELECT CAST(value AS BIGINT) FROM json_each(?))"
 NAMES = "(SELECT CAST(value AS TEXT) FROM json_each(?))"
 """The texts of a list in JSON."""
 SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
-OLDEST_OF_EACH_SITE = (
-    # SQLite takes the bare column from the row that has the minimum.
-    "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
-    " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site"
-)
-"""For each site with pending groups: their oldest version, and its first arrival."""
 IN_POSTGRES = {
     SET_META: (
         # The column holds texts, and two settings that are bytes.
         "INSERT INTO meta VALUES (?, convert_to(CAST(? AS TEXT), 'UTF8'))"
         " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
-    ),
-    OLDEST_OF_EACH_SITE: (
-        "SELECT DISTINCT ON (site) site, oldest_version, arrival FROM groups"
-        " WHERE state = 'pending' AND oldest_version >= ? ORDER BY site, oldest_version, arrival"
-    ),
+    )
 }

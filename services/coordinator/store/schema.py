@@ -7,7 +7,7 @@ key is not its first columns.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
@@ -42,6 +42,8 @@ CREATE TABLE groups (
     assignment INTEGER NOT NULL, oldest_version INTEGER NOT NULL, num_bytes INTEGER NOT NULL, arrived REAL NOT NULL,
     version INTEGER, payload BLOB, UNIQUE (site, incarnation, sequence));
 CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
+CREATE INDEX groups_by_site ON groups (state, site, oldest_version, arrival) WHERE state = 'pending';
+CREATE INDEX groups_refused ON groups (site, arrival) WHERE state = 'refused';
 CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
 CREATE TABLE work (
     assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,

@@ -180,7 +180,7 @@ def _turns(cluster: Cluster, kept: Kept) -> dict[str, int]:
     logs = "".join((cluster.directory / "logs" / f"{site}.log").read_text() for site in SAMPLERS)
     given_up = {int(number) for number in re.findall(r"assignment (\d+) (?:gives no group and )?is returned", logs)}
     with closing(cluster.database()) as file:
-        given_up |= {number for (number,) in file.execute("SELECT assignment FROM groups WHERE state = 'dropped'")}
+        given_up |= {number for (number,) in file.execute("SELECT assignment FROM groups WHERE reason <> ''")}
     came = {(group.id.site, group.assignment): group for group in _groups(cluster)}
     counts = Counter(continued=0, altered=0)
     for (site, assignment, member), turns in kept.items():
@@ -203,8 +203,8 @@ def _assignments(cluster: Cluster) -> dict[str, int]:
         out = {number for (number,) in file.execute("SELECT assignment FROM work")}
         rows = file.execute("SELECT assignment, state, reason FROM groups").fetchall()
         closed = sum(n for (n,) in file.execute("SELECT count FROM ledger WHERE account LIKE 'closed/%'"))
-    taken = Counter(assignment for assignment, state, _ in rows if state != "dropped")
-    ended = {number for number, state, reason in rows if state == "dropped" and DropReason(reason) not in REOPENED}
+    taken = Counter(assignment for assignment, state, _ in rows if state not in ("dropped", "refused"))
+    ended = {number for number, _, reason in rows if reason and DropReason(reason) not in REOPENED}
     missing = set(range(int(following))) - out - set(taken) - ended
     doubled = [number for number, count in taken.items() if count > 1 or number in out]
     return {"assignments": int(following), "unanswered": len(missing) - closed, "answered_twice": len(doubled)}

@@ -156,6 +156,7 @@ def record(
         work_assignments.answer(connection, [arrived.assignment])
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
     ledger.add(connection, ledger.account_of(reason), 1)
+    ledger.forget_refused(connection, group_id.site)
     if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
         around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
     if reason in work_assignments.REOPENED:
@@ -194,7 +195,7 @@ def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) ->
         group_id.incarnation,
         group_id.sequence,
         arrived.digest,
-        "dropped" if reason else "pending",
+        "refused" if reason else "pending",
         reason.value if reason else "",
         arrived.assignment,
         version,
@@ -234,8 +235,8 @@ def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
         (group_id.site, group_id.incarnation, group_id.sequence),
     ).fetchone()
     if row is None:
-        # The site stated so when it registered. The groups that it gave up have no account here.
-        text = "the site registered with a lowest sequence above this one"
+        # Groups that the site gave up have no account here.
+        text = "this group was refused long ago, or the site registered with a lowest sequence above this one"
     elif row[0] != arrived.digest:
         # The ledger does not move: the first content stands.
         text = "this id was pushed before with other content, which stands"

@@ -4,11 +4,12 @@ Every group has exactly one account.
 
 `acked` and the final accounts are counters, changed in the transaction that moves the group. Pending and leased are
 counted from the groups, so a lost or doubly counted group breaks the equation. Assignments closed without a group have
-accounts outside it.
+accounts outside it. Refused groups, which a hostile site can send without end, leave few rows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from heterorl.common.types.rollout import DropReason, ReturnReason
@@ -17,6 +18,12 @@ from heterorl.coordinator.store.database_engine import Connection
 
 ACKED = "acked"
 CONSUMED = "consumed"
+REFUSED_KEPT = 1024
+"""Newest refused groups of a site whose rows stay, for repeats."""
+
+
+_FORGOTTEN = "forgotten/"
+"""Accounts of refused groups without a row, by reason, beside their accounts as dropped."""
 
 
 def account_of(reason: DropReason) -> str:
@@ -35,6 +42,18 @@ def add(connection: Connection, account: str, count: int) -> None:
         "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET count = ledger.count + excluded.count",
         (account, count),
     )
+
+
+def forget_refused(connection: Connection, site: str) -> None:
+    """Delete the rows of a site's older refused groups.
+    Accounts keep their numbers for a recount."""
+    rows = connection.execute(
+        "DELETE FROM groups WHERE state = 'refused' AND site = ? AND arrival <= (SELECT arrival FROM groups"
+        " WHERE state = 'refused' AND site = ? ORDER BY arrival DESC LIMIT 1 OFFSET ?) RETURNING reason",
+        (site, site, REFUSED_KEPT),
+    ).fetchall()
+    for (reason,) in rows:
+        add(connection, f"{_FORGOTTEN}{reason}", 1)
 
 
 def counts(connection: Connection) -> LedgerCounts:
@@ -56,16 +75,21 @@ def counts(connection: Connection) -> LedgerCounts:
 
 def recount(connection: Connection) -> LedgerCounts:
     """Count every account from the groups themselves; slower, independent of the counters."""
+    accounts = dict(connection.execute("SELECT account, count FROM ledger"))
     rows = connection.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
-    by_state = {state: count for state, _, count in rows if state != "dropped"}
+    by_state = {state: count for state, reason, count in rows if not reason}
+    dropped = Counter({name.removeprefix(_FORGOTTEN): n for name, n in accounts.items() if name.startswith(_FORGOTTEN)})
+    for _, reason, count in rows:
+        dropped[reason] += count
+    del dropped[""]
     return LedgerCounts(
-        acked=sum(count for _, _, count in rows),
+        acked=sum(by_state.values()) + dropped.total(),
         pending=by_state.get("pending", 0),
         leased=by_state.get("leased", 0),
         consumed=by_state.get("consumed", 0),
-        dropped={DropReason(reason): count for state, reason, count in rows if state == "dropped"},
+        dropped={DropReason(reason): count for reason, count in dropped.items()},
         # No row of groups shows them.
-        closed=_closed(dict(connection.execute("SELECT account, count FROM ledger"))),
+        closed=_closed(accounts),
     )
 
 

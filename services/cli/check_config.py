@@ -16,6 +16,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
+from heterorl.common.types.common import amount
 from heterorl.common.types.run import facts_of
 
 Service = Literal["coordinator", "learner", "sampler", "relay"]
@@ -194,8 +195,8 @@ def counted(task: Any, prompter: Any) -> str:
     longest = int(lengths.argmax())
     of = f"the longest of {len(indices)}" if len(indices) < task.num_prompts else "the longest"
     return (
-        f"{task.num_prompts} prompts to train on, {task.num_evaluation_prompts} held out; {of} has "
-        f"{lengths[longest]} tokens with its template (prompt {indices[longest]})"
+        f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
+        f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
     )
 
 

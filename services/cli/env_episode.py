@@ -19,7 +19,7 @@ from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.task import Message, Prompt, messages_of
-from heterorl.common.types.common import Int32Array
+from heterorl.common.types.common import Int32Array, amount
 from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Screen:
 
     def begin(self, prompt: Prompt, spec: EnvironmentSpec, *, num_tokens: int | None) -> None:
         """Print the prompt and the tools."""
-        tokens = "" if num_tokens is None else f", {num_tokens} tokens"
+        tokens = "" if num_tokens is None else f", {amount(num_tokens, 'token')}"
         self._write(f"{spec.episodes.name}, prompt {prompt.index}, seed {spec.seed}{tokens}")
         for tool in spec.tools:
             self._write(f"tool {_tool_line(tool['function'])}")
@@ -200,21 +200,20 @@ class Screen:
         """Print a sampled turn; a typed one is on the screen already."""
         if turn.token_ids is not None:
             cut = ", cut at sampling.max_new_tokens" if turn.is_cut else ""
-            words = f"policy, turn {number}: {turn.token_ids.size} tokens{cut}, {turn.policy_s:.2f} s"
+            words = f"policy, turn {number}: {amount(turn.token_ids.size, 'token')}{cut}, {turn.policy_s:.2f} s"
             self._say(words, turn.text)
 
     def said(self, turn: Turn) -> None:
         for message in turn.said.messages:
             self._say(f"{message.role} {message.name}".rstrip(), message.content)
-        given = "" if turn.given_ids is None else f"{turn.given_ids.size} tokens given, "
+        given = "" if turn.given_ids is None else f"{amount(turn.given_ids.size, 'token')} given, "
         if turn.token_ids is not None:
             self._write(f"[{given}environment {turn.environment_s:.3f} s]")
 
     def end(self, played: Played) -> None:
         """Print the end, the reward and the totals."""
         reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
-        turns = "1 turn" if len(played.turns) == 1 else f"{len(played.turns)} turns"
-        self._write(f"\nend after {turns}: {_ENDS[played.finish_reason]}{reason}")
+        self._write(f"\nend after {amount(len(played.turns), 'turn')}: {_ENDS[played.finish_reason]}{reason}")
         parts = [f"{p.name} {p.value:g}" + ("" if p.weight == 1 else f" x {p.weight:g}") for p in played.parts]
         self._write(f"reward {played.reward:g} = {' + '.join(parts)}")
         if any(turn.token_ids is not None for turn in played.turns):

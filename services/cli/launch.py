@@ -13,6 +13,7 @@ from heterorl.cli.check_config import Service, schema_of
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config_file import DIRECTORY, load, problems_of
+from heterorl.common.types.common import amount
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 
@@ -57,7 +58,7 @@ def launch(
     tree = render(launcher, loaded, part or ())
     write_tree(tree, out)
     console = console_of()
-    console.print(f"wrote {len(tree)} files to {out}; read {out / 'README.md'} first", soft_wrap=True)
+    console.print(f"wrote {amount(len(tree), 'file')} to {out}; read {out / 'README.md'} first", soft_wrap=True)
 
 
 def _problems(kind: Service, table: dict[str, Any]) -> list[tuple[str, str]]:

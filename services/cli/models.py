@@ -14,7 +14,7 @@ import typer
 
 from heterorl.cli.connection import bytes_bar, console_of
 from heterorl.common.process.config_file import quoted
-from heterorl.common.types.common import strict_json
+from heterorl.common.types.common import amount, strict_json
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
@@ -202,7 +202,8 @@ def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[Prom
             draws = of.draws
             bar.add_task(f"{name}, {of.name}", total=draws.num_prompts)
             if not console.is_terminal:
-                _say(f"{name}, {of.name}: {draws.num_prompts} prompts, {draws.num_samples} completions of each")
+                each = amount(draws.num_samples, "completion")
+                _say(f"{name}, {of.name}: {amount(draws.num_prompts, 'prompt')}, {each} of each")
 
         def advance(_: PromptResult) -> None:
             bar.advance(bar.task_ids[-1])

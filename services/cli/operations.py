@@ -16,6 +16,8 @@ import typer
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
+from heterorl.common.types.common import amount
+from heterorl.common.types.policy import version_words
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
@@ -65,7 +67,7 @@ def rollback(
     except RunFinished as error:
         raise RunFinished(error.args[0], action="raise it and start the coordinator again, then order") from error
     said = f"the learner goes back to version {to} at its next step" if to >= 0 else "the order is cancelled"
-    typer.echo(f"{said}; the head is version {head}")
+    typer.echo(f"{said}; the run is at {version_words(head)}")
 
 
 sites = typer.Typer(help="Release sites of a run from quarantine.", no_args_is_help=True)
@@ -170,8 +172,9 @@ def backup(
     address, tls = link.find()
     made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
     typer.echo(
-        f"{made.path} on the coordinator's machine: version {made.head_version}, {made.num_payloads} payloads,"
-        f" {made.num_bytes} bytes, newest audit row {made.audit_digest or 'none'}"
+        f"{made.path} on the coordinator's machine: {version_words(made.head_version)},"
+        f" {amount(made.num_payloads, 'payload')}, {made.num_bytes} bytes,"
+        f" newest audit row {made.audit_digest or 'none'}"
     )
     typer.echo("copy it to another disk, then delete it there: its payloads are hard links to the run's")
 
@@ -210,8 +213,9 @@ def restore(
         )
     place = "the database of store.url" if loaded.store.url else "SQLite"
     typer.echo(
-        f"run {found.run_id} is in {loaded.data_dir} and {place}: version {found.head_version}, {found.num_groups}"
-        f" groups that wait, {found.num_payloads} payloads, newest audit row {found.audit_digest}"
+        f"run {found.run_id} is in {loaded.data_dir} and {place}: {version_words(found.head_version)},"
+        f" {amount(found.num_groups, 'group')} that wait, {amount(found.num_payloads, 'payload')},"
+        f" newest audit row {found.audit_digest}"
     )
     for digest in found.missing:
         typer.echo(f"payload {digest[:12]} is incomplete in the backup and was left out; the run works without it")

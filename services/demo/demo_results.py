@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import Regime
 from heterorl.report.figures import PICTURES, drawings, picture
@@ -107,8 +107,8 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
         lines.append(f"heterorl report {PurePath(summary['summary']).parent} makes a page of what lies there")
     if summary["groups_accepted"] is not None:
         lines.append(
-            f"{summary['versions']} versions published; {summary['groups_accepted']} groups accepted, "
-            f"{summary['groups_trained']} trained"
+            f"{amount(summary['versions'], 'version')} published; "
+            f"{amount(summary['groups_accepted'], 'group')} accepted, {summary['groups_trained']} trained"
         )
     if before is not None and summary["final_accuracy_version"]:
         lines.append(

@@ -26,7 +26,7 @@ from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.common import StepReport, value_of_row
+from heterorl.common.types.common import StepReport, amount, value_of_row
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import (
     FULL,
@@ -314,7 +314,7 @@ def render(
         run.add_row("KL", f"{report.kl:.3f} nats")
         run.add_row("effective sample size", f"{report.ess_fraction:.1%} of the batch")
     run.add_row("bytes per version", f"{status.bytes_last:,} of {status.bytes_full:,} ({ratio:.2f}x smaller)")
-    run.add_row("queue", f"{status.ledger.pending} groups pending, {status.ledger.leased} with the learner")
+    run.add_row("queue", f"{amount(status.ledger.pending, 'group')} pending, {status.ledger.leased} with the learner")
     run.add_row("ledger", "balanced" if status.ledger.is_balanced else "BROKEN")
     sites = Table("site", "version", "behind", "groups", "tokens/s", min_width=70)
     for site in status.sites:

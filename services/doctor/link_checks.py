@@ -26,6 +26,8 @@ from heterorl.common.identity.spiffe import Identity, Role, read_identity
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.threads import num_threads
 from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from heterorl.common.types.common import amount
+from heterorl.common.types.policy import version_words
 from heterorl.doctor.check import TIMEOUT, Check, Failure, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")
@@ -342,14 +344,14 @@ def judge_revoked(fact: int | Failure | None) -> Check:
         return warn("revoked", "tls.revoked is not set: a revoked certificate keeps working", remedy)
     if isinstance(fact, Failure):
         return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file revokes nothing")
-    return ok("revoked", f"{fact} certificates are refused")
+    return ok("revoked", f"{amount(fact, 'certificate')} refused")
 
 
 def judge_answer(fact: Reached | Failure) -> Check:
     """Whether the coordinator answers this node, and how fast."""
     if isinstance(fact, Reached):
         middle = statistics.median(fact.round_trips)
-        found = f"run {fact.diagnosis.run_id}, version {fact.diagnosis.head_version}; round trip {_ms(middle)} "
+        found = f"run {fact.diagnosis.run_id}, {version_words(fact.diagnosis.head_version)}; round trip {_ms(middle)} "
         found += f"(median of {len(fact.round_trips)}, worst {_ms(max(fact.round_trips))})"
         if middle > RTT_WARN_S:
             return warn("coordinator", found, "look for a shorter path: the link is slow or overloaded")

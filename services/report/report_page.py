@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import heterorl
 from heterorl.common.evaluation.summary import HEADS, evaluation_rows
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
 from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture
@@ -135,15 +135,17 @@ def _remarks(run: PastRun) -> list[str]:
     empty = sum(report.num_tokens == 0 for report in unapplied)
     if empty < len(unapplied):
         rejected = len(unapplied) - empty
-        remarks.append(f"{rejected} steps changed nothing, because their loss or gradient was not finite.")
+        remarks.append(f"{amount(rejected, 'step')} changed nothing, because the loss or gradient was not finite.")
     if empty:
-        remarks.append(f"{empty} steps changed nothing, because the rewards of each of their groups were equal.")
+        remarks.append(f"{amount(empty, 'step')} changed nothing, because the rewards of each group were equal.")
     if changed_steps(run.facts):
         remarks.append(
             "A restart changed the configuration: dotted lines mark the step, the facts below say what changed."
         )
     if run.num_abandoned:
-        remarks.append(f"{run.num_abandoned} versions were abandoned by a learner that continued from an earlier one.")
+        remarks.append(
+            f"A learner that continued from an earlier version abandoned {amount(run.num_abandoned, 'version')}."
+        )
     return remarks
 
 

@@ -28,7 +28,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ends_within
 from heterorl.common.types.common import Digest, peer_words
-from heterorl.common.types.policy import NO_VERSION
+from heterorl.common.types.policy import NO_VERSION, version_words
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
@@ -114,7 +114,11 @@ class Session:
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "the sampler registers again in %.1f s: %s", delay_s, error)
                 await self.clock.sleep(delay_s)
-        _LOG.info("the sampler is registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
+        _LOG.info(
+            "the sampler is registered with run %s, at %s",
+            peer_words(answer.run_id),
+            version_words(answer.head_version),
+        )
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
         """Return a killed process's assignments first: one may have killed it."""

@@ -121,5 +121,5 @@ def test_doctor_says_what_becomes_of_revoked_certificates(tmp_path):
         return " ".join(CliRunner().invoke(app, words, env={"COLUMNS": "200"}).output.split())
 
     assert "warn tls.revoked is not set" in line()
-    assert "ok 0 certificates are refused" in line(f'tls.revoked="{node}/revoked"')
+    assert "ok 0 certificates refused" in line(f'tls.revoked="{node}/revoked"')
     assert "fail tls.revoked: cannot read" in line(f'tls.revoked="{node}/nothing"')

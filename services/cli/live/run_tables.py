@@ -19,7 +19,7 @@ from heterorl.cli.live.step_curves import progress_words, report_rows, series
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import (
     NEVER_S,
@@ -71,7 +71,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
         ("encode", f"{status.encode_s:.3g} s" if status.encode_s else "-"),
         ("store", _store(status)),
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
-        ("trained", f"{ledger.consumed} groups"),
+        ("trained", amount(ledger.consumed, "group")),
         ("dropped", dropped),
         *_closed(status),
         *_prompts(status),
@@ -135,7 +135,7 @@ def _prompts(status: RunStatus) -> list[tuple[str, str]]:
         (
             "prompts",
             f"{found.in_window} in the window, {found.too_easy} too easy, {found.too_hard} too hard,"
-            f" {found.unseen} unseen; {found.passed_over} assignments skipped",
+            f" {found.unseen} unseen; {amount(found.passed_over, 'assignment')} skipped",
         )
     ]
 
@@ -365,7 +365,7 @@ def lines_of(
     head, sites = work_lines(status.sites, head_version=status.head_version)
     room = max(1, height // 3 - 1)
     if len(sites) > room:
-        sites = [*sites[: room - 1], f"and {len(sites) - room + 1} more sites"]
+        sites = [*sites[: room - 1], f"and {amount(len(sites) - room + 1, 'more site')}"]
     curves = [
         f"{name:<{_NAME}.{_NAME}}  {newest:<{_NEWEST}.{_NEWEST}} {sparkline(values[-line:], is_unicode=is_unicode)}"
         for name, newest, values in series(reports)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from heterorl.common.types.common import LearnerPhase, LearnerProgress, StepReport, StepTimes
+from heterorl.common.types.common import LearnerPhase, LearnerProgress, StepReport, StepTimes, amount
 
 MAX_SHOWN = 6
 """Reward parts and sites in a line."""
@@ -75,8 +75,8 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
             rows.append(
                 (
                     "replaced",
-                    f"{report.num_replaced} groups of equal rewards; {useful:.0%} of the {came} received were useful,"
-                    f" {1 - uniform:.0%} of the {report.num_groups} in the step",
+                    f"{amount(report.num_replaced, 'group')} of equal rewards; {useful:.0%} of the {came} received were"
+                    f" useful, {1 - uniform:.0%} of the {report.num_groups} in the step",
                 )
             )
         if numbers.turns_max > 1:

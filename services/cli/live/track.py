@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterorl.cli.connection import Link, console_of, linked, silence_grpc
+from heterorl.common.types.policy import version_words
 
 if TYPE_CHECKING:
     from heterorl.common.types.run import RunStatus
@@ -125,8 +126,9 @@ def track(
 
 def progress_table(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> Table:
     """Rows that this process sent to each tracker, and versions behind."""
-    head = None if status is None else status.head_version
-    title = "no answer from the coordinator yet" if status is None else f"run {status.run_id}, version {head}"
+    title = "no answer from the coordinator yet"
+    if status is not None:
+        title = f"run {status.run_id}, {version_words(status.head_version)}"
     table = Table("tracker", "steps sent", "evaluations", "tables", "newest step", "versions behind", "problem")
     table.title = Text(f"{title}; the coordinator does not answer: {problem}" if problem else title)
     for each in sent:

@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.common.types.common import amount
 from heterorl.common.types.rollout import spread
 from heterorl.common.types.sample import Sample, SampleList, SampleRollout, SampleSummary
 
@@ -83,7 +84,8 @@ def foot(found: SampleList, *, shown: int, before: int) -> str:
     """How many samples the coordinator keeps, and how to see older ones."""
     if not found.limit_bytes:
         return "this coordinator keeps no samples: its samples_bytes is 0"
-    kept = f"{found.num_kept} samples kept, {found.kept_bytes / 2**20:.1f} of {found.limit_bytes / 2**20:.0f} MiB"
+    used = f"{found.kept_bytes / 2**20:.1f} of {found.limit_bytes / 2**20:.0f} MiB"
+    kept = f"{amount(found.num_kept, 'sample')} kept, {used}"
     more = f"; older ones: --before {before}" if before else ""
     return f"{shown} shown; {kept}{more}"
 
@@ -111,7 +113,9 @@ def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Pane
     for number, rollout in enumerate(sample.rollouts):
         if only is None or only == number:
             body = coloured(rollout) if summary.has_texts else Text(_ids(rollout.token_ids.tolist()))
-            shown.append(Panel(body, title=Text(_title(number, rollout)), title_align="left"))
+            # A title is one line, cut at the width.
+            content = Group(Text(_facts_of(rollout), style="dim"), body)
+            shown.append(Panel(content, title=f"completion {number}", title_align="left"))
     return shown
 
 
@@ -136,13 +140,13 @@ def coloured(rollout: SampleRollout) -> Text:
     return text
 
 
-def _title(number: int, rollout: SampleRollout) -> str:
+def _facts_of(rollout: SampleRollout) -> str:
     parts = ", ".join(f"{visible(part.name)} {part.value:g}" for part in rollout.reward_parts)
-    said = [f"completion {number}"]
+    said = []
     if not rollout.is_lost:
         said.append(f"reward {rollout.reward:g}" + (f" ({parts})" if parts else ""))
     if len(rollout.token_ids):
-        said.append(f"{rollout.num_drawn} tokens")
+        said.append(amount(rollout.num_drawn, "token"))
     if num_given := len(rollout.token_ids) - rollout.num_drawn:
         said.append(f"{num_given} given")
     said.append(f"lost: {rollout.finish_reason.value}" if rollout.is_lost else rollout.finish_reason.value)

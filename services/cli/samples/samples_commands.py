@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from heterorl.cli.connection import Link, console_of, linked
+from heterorl.common.types.common import amount
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
@@ -172,11 +173,11 @@ def export(
         with exporting(out, with_tokens=tokens) as file, console_of(stderr=True).status("no completion yet") as shown:
             async for sample in read_samples(run, wanted, SamplePage(is_oldest_first=True)):
                 file.add(decode(sample))
-                shown.update(f"{file.num_rows} completions so far")
+                shown.update(f"{amount(file.num_rows, 'completion')} so far")
         return file.num_rows
 
     rows = link.ask(write)
-    typer.echo(f"{rows} completions written to {out}")
+    typer.echo(f"{amount(rows, 'completion')} written to {out}")
 
 
 def _filter(

@@ -257,6 +257,14 @@ class LearnerProgress:
 ValueT = TypeVar("ValueT")
 
 
+def amount(count: int, noun: str) -> str:
+    """A counted noun.
+
+    Example: "1 version", "2 versions"
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def strict_json(value: Any, *, indent: int | None = None) -> str:
     """Write plain values; a number that is not finite is null."""
     try:

@@ -26,7 +26,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import stated_version
+from heterorl.common.types.policy import stated_version, version_words
 from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
@@ -122,7 +122,7 @@ class Backups:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise
-        _LOG.info("backup %s holds version %d and %d payloads", backup.path, backup.head_version, len(digests))
+        _LOG.info("backup %s holds %s; payloads: %d", backup.path, version_words(backup.head_version), len(digests))
         return backup
 
     async def _bring(self, digest: Digest, target: Path) -> int:

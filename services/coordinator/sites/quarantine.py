@@ -221,7 +221,9 @@ def release(connection: Connection, site: SiteId, *, reason: str, now: float) ->
     if not reason.strip():
         raise InvalidRequest("reason: must not be empty; the audit log keeps it")
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
-        raise InvalidRequest(f"site: {site[:64]} never registered")
+        raise InvalidRequest(
+            f"site: {site[:64]} never registered", action="take a name that `heterorl status` or `heterorl top` lists"
+        )
     before = read_reasons(connection).get(site, "")
     for table in ("convictions", "failures", "quarantines", "lost_shares"):
         connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))

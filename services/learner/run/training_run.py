@@ -15,7 +15,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.types.common import Contract
-from heterorl.common.types.policy import NO_VERSION, LeaseGrant
+from heterorl.common.types.policy import NO_VERSION, LeaseGrant, version_words
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.checks.verifier import Limits, Verifier
@@ -142,7 +142,7 @@ class TrainingRun:
                 statement=self.statement,
             )
         )
-        _LOG.info("the learner holds the lease of epoch %d, the head is version %d", grant.epoch, grant.head_version)
+        _LOG.info("the learner holds the lease of epoch %d, at %s", grant.epoch, version_words(grant.head_version))
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:

@@ -31,7 +31,7 @@ def shown(reports, status=STATUS):
 def test_view_shows_version_lag_accuracy_ratio_and_queue():
     text = shown([dataclasses.replace(REPORT, evaluation_accuracy=0.5), REPORT])
 
-    for part in ("70", "0.500 (start 0.250)", "4.00x smaller", "1 groups pending", "balanced", "east", "64"):
+    for part in ("70", "0.500 (start 0.250)", "4.00x smaller", "1 group pending", "balanced", "east", "64"):
         assert part in text
 
 

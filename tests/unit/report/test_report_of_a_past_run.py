@@ -99,7 +99,7 @@ async def test_learners_journal_adds_what_only_it_knows(tmp_path, no_pictures):
     page, _ = render(run)
 
     assert len(run.reports) == 5
-    assert "1 steps changed nothing, because their loss or gradient was not finite" in page
+    assert "1 step changed nothing, because the loss or gradient was not finite" in page
     assert "<b>0.200 and 0.600</b><span>held-out reward, first and last; best 0.600" in page
     assert "every group accounted for" in page
     # A reward may be partial credit: its mean is no accuracy.
@@ -160,8 +160,8 @@ def test_steps_without_a_signal_are_not_called_infinite(tmp_path):
 
     remarks = " ".join(page_of._remarks(read_run(tmp_path)))
 
-    assert "1 steps changed nothing, because their loss or gradient was not finite." in remarks
-    assert "1 steps changed nothing, because the rewards of each of their groups were equal." in remarks
+    assert "1 step changed nothing, because the loss or gradient was not finite." in remarks
+    assert "1 step changed nothing, because the rewards of each group were equal." in remarks
 
 
 def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):

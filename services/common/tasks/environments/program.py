@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -36,6 +37,8 @@ MAX_TAIL_BYTES = 65_536
 _PIECE = 65_536
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+"""A program's last words without a package."""
 
 
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
@@ -172,7 +175,10 @@ class ProgramEnvironment(EndpointEpisode):
         kill_started(os.getpid())
         if event and not self._is_over:
             words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
-            raise RuntimeError(f"the program failed: {words}; {peer_words(self._err.last_line(), most=200)}")
+            last = peer_words(self._err.last_line(), most=200)
+            missing = _MISSING.match(last)
+            remedy = f": install {missing[1]} into the environment of heterorl" if missing else ""
+            raise RuntimeError(f"the program failed: {words}; {last}{remedy}")
         return None
 
     def _start(self, row: Mapping[str, Any], seed: int) -> None:

@@ -59,3 +59,5 @@ def test_table_says_what_was_sent_and_how_far_it_is_behind():
     assert rows == [["wandb", "4", "2", "1", "7", "2", ""], ["mlflow", "0", "0", "0", "-", "8", "[red]no"]]
     assert "does not answer: away" in shown("away")
     assert "no answer from the coordinator yet" in progress_table(None, "", ()).title.plain
+    early = dataclasses.replace(STATUS, head_version=-1, last_report=None)
+    assert progress_table(early, "", ()).title.plain == f"run {STATUS.run_id}, no version yet"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from heterorl.cli.samples.sample_table import coloured, sample_page, samples_table
 from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import RewardPart
 from heterorl.common.types.sample import SampleKind, SampleSummary
 from tests.support.samples import ANSWERED, ASKED, make_turns
 
@@ -103,15 +105,26 @@ def test_given_tokens_are_dim_and_drawn_ones_have_the_colour_of_their_own_ratio(
 
 def test_titles_count_drawn_tokens_and_say_what_was_lost():
     sample = make_turns(5)
-    titles = [line for line in page(sample).splitlines() if "completion " in line]
+    lines = page(sample).splitlines()
+    titles = [under for line, under in itertools.pairwise(lines) if "completion " in line]
 
     want = [len(one.sampler_logprobs) for one in sample.rollouts]
     given = len(sample.rollouts[1].token_ids) - want[1]
-    assert f"completion 1, reward 0.5, {want[1]} tokens, {given} given, turns" in titles[1]
-    assert "completion 3, lost: engine_failed" in titles[3]
-    assert f"completion 4, {want[4]} tokens" in titles[4]
+    assert f"reward 0.5, {want[1]} tokens, {given} given, turns" in titles[1]
+    assert " lost: engine_failed" in titles[3]
+    assert f" {want[4]} tokens" in titles[4]
     assert "lost: tool_lost" in titles[4]
     assert "reward" not in titles[3] + titles[4]
+
+
+def test_facts_of_a_completion_are_whole_at_80_columns():
+    sample = make_turns(1)
+    parts = tuple(RewardPart(name=f"part_number_{number}", value=0.25) for number in range(8))
+    rollouts = tuple(dataclasses.replace(rollout, reward_parts=parts) for rollout in sample.rollouts)
+    out = io.StringIO()
+    Console(file=out, width=80).print(*sample_page(dataclasses.replace(sample, rollouts=rollouts), only=0))
+
+    assert all(part.name in out.getvalue() for part in parts)
 
 
 def test_a_list_with_lost_members_has_a_column_of_them():

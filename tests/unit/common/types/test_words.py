@@ -6,7 +6,8 @@ import pytest
 
 from heterorl.common.errors import MalformedPayload, QuotaExceeded
 from heterorl.common.rpc.error_status import from_rpc_error, to_status
-from heterorl.common.types.common import MAX_ASKED_S, peer_seconds, peer_words
+from heterorl.common.types.common import MAX_ASKED_S, amount, peer_seconds, peer_words
+from heterorl.common.types.policy import version_words
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.v1 import policy_pb2
 
@@ -46,3 +47,8 @@ def test_manifest_with_a_field_that_is_no_digest_is_refused(change):
 
     with pytest.raises(MalformedPayload):
         manifest_from_bytes(policy_pb2.Manifest(**{**fields, **change}).SerializeToString())
+
+
+def test_counted_nouns_and_versions():
+    assert [amount(count, "version") for count in (0, 1, 2)] == ["0 versions", "1 version", "2 versions"]
+    assert (version_words(-1), version_words(0)) == ("no version yet", "version 0")

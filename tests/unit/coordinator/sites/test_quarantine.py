@@ -222,7 +222,7 @@ async def test_release_wants_a_reason_and_a_site(core, tmp_path):
 
     with pytest.raises(InvalidRequest, match="reason"):
         await core.release_site(site=SITE, reason=" ")
-    with pytest.raises(InvalidRequest, match="never registered"):
+    with pytest.raises(InvalidRequest, match="mars-1 never registered .*`heterorl status`"):
         await core.release_site(site="mars-1", reason="why not")
     assert await core.release_site(site=SITE, reason="to be sure") == ""
 

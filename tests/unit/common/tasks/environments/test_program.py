@@ -157,6 +157,13 @@ def test_a_function_and_a_command_play_one_episode_each(opened, name):
     assert len([worker for worker in episodes._pool.workers if worker.process]) == 1, "its worker serves other episodes"
 
 
+def test_a_program_without_its_package_names_what_to_install(opened, tmp_path):
+    (tmp_path / "needs.py").write_text("from nosuchpackage.parts import run\n\ndef play(row): return 1\n")
+
+    with pytest.raises(EnvironmentFailed, match="install nosuchpackage into the environment of heterorl"):
+        opened("needs.py:play").open({}, seed=1)
+
+
 def test_a_limit_is_told_to_the_program_which_may_grade_what_it_reached(opened):
     for name, expected in (("graded", {"reached": 0.25, "whole": 0}), ("guess", {"reward": 0.0})):
         with opened(f"agent.py:{name}").open({"answer": "42"}, seed=1) as episode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.common.types.common import amount
 from heterorl.common.types.policy import Manifest
 from heterorl.coordinator.offline.history import History, open_store, read_histories
 from heterorl.coordinator.offline.verify import (
@@ -18,7 +20,6 @@ from heterorl.coordinator.offline.verify import (
     Report,
     check_manifests,
     check_payloads,
-    num_rebuilt,
     rebuildable,
     replay,
     with_offered,
@@ -37,20 +38,20 @@ def verify_directory(directory: Path, *, keys: Sequence[str], is_replaying: bool
     Raises OperatorError if there is no store, it is in use, or a key is not a public key; CorruptStore if it is
     unreadable.
     """
-    histories = read_histories(directory)
     trained: dict[int, Manifest] | None = None
     is_sound = True
-    for history in histories:
-        report = Report()
-        manifests = check_manifests(history, keys=keys, report=report, trained=trained)
-        if trained is None:
-            trained = manifests
-        _check_payloads(history, manifests, report, is_replaying=is_replaying, console=console)
-        console.print(_checks(history, report, keys=keys, is_replaying=is_replaying))
-        if report.findings:
-            console.print(_findings(report))
-        console.print(_verdict(history, manifests, report))
-        is_sound = is_sound and report.is_sound
+    with read_histories(directory) as histories:
+        for history in histories:
+            report = Report()
+            manifests = check_manifests(history, keys=keys, report=report, trained=trained)
+            if trained is None:
+                trained = manifests
+            _check_payloads(history, manifests, report, is_replaying=is_replaying, console=console)
+            console.print(_checks(history, report, keys=keys, is_replaying=is_replaying))
+            if report.findings:
+                console.print(_findings(report))
+            console.print(_verdict(history, manifests, report))
+            is_sound = is_sound and report.is_sound
     return SOUND if is_sound else FAULTY
 
 
@@ -67,10 +68,11 @@ def _check_payloads(
         hashing = progress.add_task("hashing payloads", total=total)
         files = check_payloads(history, kept, report=report, advance=lambda n: progress.advance(hashing, n))
         if is_replaying:
-            rebuilding = progress.add_task("rebuilding states", total=num_rebuilt(kept))
-            replay(
-                rebuildable(manifests, kept), files, report=report, advance=lambda n: progress.advance(rebuilding, n)
-            )
+            rebuilt = rebuildable(manifests, kept)
+            total = sum(len(manifest.payloads) for manifest in rebuilt.values())
+            rebuilding = progress.add_task("rebuilding states", total=total)
+            advance = functools.partial(progress.advance, rebuilding)
+            replay(history, rebuilt, files, report=report, advance=advance)
 
 
 def _checks(history: History, report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table:
@@ -102,9 +104,9 @@ def _findings(report: Report) -> Table:
 
 def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> Text:
     variant = f" in variant {history.variant}" if history.variant else ""
-    name = f"run {history.run_id}, {len(history.versions)} versions{variant}"
+    name = f"run {history.run_id}, {amount(report.checked.get(Check.MANIFESTS, 0), 'version')}{variant}"
     if not report.is_sound:
-        return Text.assemble(("FAULTY", "bold red"), f": {name}, {len(report.findings)} faults")
+        return Text.assemble(("FAULTY", "bold red"), f": {name}, {amount(len(report.findings), 'fault')}")
     head = f", head {max(manifests)}" if manifests else ""
     return Text.assemble(("SOUND", "bold green"), f": {name}{head}")
 
@@ -126,7 +128,8 @@ def verify_log(directory: Path, *, expected: str, say: Say) -> int:
     for fault in faults:
         say(f"fault: {fault}")
     newest = rows[-1].digest if rows else "none"
-    say(f"{'FAULTY' if faults else 'SOUND'}: {len(rows)} rows, {len(faults)} faults, newest digest {newest}")
+    verdict = "FAULTY" if faults else "SOUND"
+    say(f"{verdict}: {amount(len(rows), 'row')}, {amount(len(faults), 'fault')}, newest digest {newest}")
     return FAULTY if faults else SOUND
 
 

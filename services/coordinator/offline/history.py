@@ -49,29 +49,44 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one variant, by number.
+    """All versions of a run in one variant, from an open store.
     A variant other than "" may lack versions."""
 
     run_id: str
-    versions: tuple[StoredVersion, ...]
+    connection: sqlite3.Connection
     offered: tuple[PayloadRef, ...]
     """Payloads that the store offers; others were deleted."""
     blobs: Path
     variant: str = ""
 
+    def versions(self) -> Iterator[StoredVersion]:
+        """Read the rows one at a time, by number.
+        A manifest may have a megabyte."""
+        rows = self.connection.execute(
+            "SELECT m.version, v.epoch, m.manifest, m.manifest_digest, m.state_root, v.is_abandoned,"
+            f" coalesce(s.signature, x'') FROM {'variant_versions' if self.variant else 'versions'} m"
+            " JOIN versions v ON v.version = m.version"
+            " LEFT JOIN signatures s ON s.variant = ?1 AND s.version = m.version"
+            f" {'WHERE m.variant = ?1' if self.variant else ''} ORDER BY m.version",
+            (self.variant,),
+        )
+        for row in rows:
+            yield StoredVersion(**dict(zip(StoredVersion.__slots__, row, strict=True)))
+
     def payload(self, digest: Digest) -> Path:
         return self.blobs / digest[:2] / digest
 
 
-def read_histories(directory: Path) -> tuple[History, ...]:
-    """Read a data directory: the trained weights first, then each variant.
+@contextmanager
+def read_histories(directory: Path) -> Iterator[tuple[History, ...]]:
+    """Open a data directory's histories: the trained weights first, then each variant.
     Raises as `open_store`."""
     with open_store(directory) as connection:
         # A coordinator's start skips the history of a large store.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
         rows = connection.execute("SELECT DISTINCT variant FROM variant_versions ORDER BY variant").fetchall()
-        return tuple(_read(connection, directory, variant) for variant in ("", *(str(row[0]) for row in rows)))
+        yield tuple(_read(connection, directory, variant) for variant in ("", *(str(row[0]) for row in rows)))
 
 
 @contextmanager
@@ -136,20 +151,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _read(connection: sqlite3.Connection, directory: Path, variant: str) -> History:
     row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-    signatures: dict[int, bytes] = dict(
-        connection.execute("SELECT version, signature FROM signatures WHERE variant = ?", (variant,))
-    )
-    stated = "versions"
-    if variant:
-        stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE variant = ?)"
-    names = [name for name in StoredVersion.__slots__ if name != "signature"]
-    rows = connection.execute(
-        f"SELECT {', '.join(names)} FROM {stated} ORDER BY version", (variant,) if variant else ()
-    )
-    versions = tuple(
-        StoredVersion(**dict(zip(names, row, strict=True)), signature=signatures.get(row[0], b"")) for row in rows
-    )
     payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ?", (variant,))
     offered = tuple(payload_of(row) for row in payloads)
     run_id = "" if row is None else str(row[0])
-    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", variant=variant)
+    return History(run_id=run_id, connection=connection, offered=offered, blobs=directory / "blobs", variant=variant)

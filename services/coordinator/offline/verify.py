@@ -9,7 +9,8 @@
     payloads     each is there, complete and right
     replay       each leads to the state that its manifest states
 
-A replay holds one chunk for each version with open children, so its memory does not grow with the model.
+Manifests are read one at a time; of each only the fields without its chunk digests stay. A replay holds one chunk for
+each version with open children, and 16 bytes for each chunk of a version.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,33 +78,37 @@ def check_manifests(
 ) -> dict[int, Manifest]:
     """Check everything that needs no payload; returns the readable manifests by version.
 
-    `trained` are the trained weights' manifests, for a variant's history. Raises ConfigError: `keys` has a bad key.
+    They have no chunk digests. `trained` are the trained weights' manifests, for a variant's history.
+    Raises ConfigError: `keys` has a bad key.
     """
-    rows = {row.version: row for row in history.versions}
-    if not rows:
-        report.find(Check.NUMBERS, 0, "there is no version")
-    for version in range(max(rows, default=NO_VERSION) + 1) if trained is None else rows:
-        report.count(Check.NUMBERS)
-        if version not in (rows if trained is None else trained):
-            report.find(Check.NUMBERS, version, "is missing")
+    digests: dict[int, Digest] = {}
+    abandoned: set[int] = set()
     manifests: dict[int, Manifest] = {}
-    for row in history.versions:
-        manifest = _check_row(row, run_id=history.run_id, report=report)
+    for row in history.versions():
+        digests[row.version] = manifest_digest(row.manifest)
+        abandoned |= {row.version} if row.is_abandoned else set()
+        manifest = _check_row(row, digests[row.version], run_id=history.run_id, report=report)
         if manifest is not None:
-            manifests[row.version] = manifest
+            manifests[row.version] = dataclasses.replace(manifest, chunk_digests=())
         if keys:
             _check_signature(row, keys=keys, report=report)
+    if not digests:
+        report.find(Check.NUMBERS, 0, "there is no version")
+    for version in range(max(digests, default=NO_VERSION) + 1) if trained is None else digests:
+        report.count(Check.NUMBERS)
+        if version not in (digests if trained is None else trained):
+            report.find(Check.NUMBERS, version, "is missing")
     for version, manifest in manifests.items():
-        _check_parent(version, manifest, rows=rows, manifests=manifests, trained=trained, report=report)
+        _check_parent(version, manifest, digests=digests, manifests=manifests, trained=trained, report=report)
     if trained is None:
         # Only the history of the trained weights abandons versions.
-        _check_forks(rows, manifests, report=report)
+        _check_forks(digests, abandoned, manifests, report=report)
     return manifests
 
 
-def _check_row(row: StoredVersion, *, run_id: str, report: Report) -> Manifest | None:
+def _check_row(row: StoredVersion, digest: Digest, *, run_id: str, report: Report) -> Manifest | None:
     report.count(Check.MANIFESTS)
-    if manifest_digest(row.manifest) != row.manifest_digest:
+    if digest != row.manifest_digest:
         report.find(Check.MANIFESTS, row.version, "the manifest's bytes have another digest than when it was published")
     try:
         manifest = manifest_from_bytes(row.manifest)
@@ -135,7 +140,7 @@ def _check_parent(
     version: int,
     manifest: Manifest,
     *,
-    rows: Mapping[int, StoredVersion],
+    digests: Mapping[int, Digest],
     manifests: Mapping[int, Manifest],
     trained: Mapping[int, Manifest] | None,
     report: Report,
@@ -144,29 +149,31 @@ def _check_parent(
     number = manifest.parent_version
     if trained is not None and version in trained:
         follows = trained[version].parent_version
-        right = (follows if follows in rows else NO_VERSION, trained[version].step)
+        right = (follows if follows in digests else NO_VERSION, trained[version].step)
         if (number, manifest.step) != right:
             stated = f"follows version {number} at step {manifest.step}"
             report.find(Check.PARENTS, version, f"{stated}, expected version {right[0]} at step {right[1]}")
             return
     if number == NO_VERSION:
-        if manifest.parent_digest or (trained is None and version != min(rows)):
+        if manifest.parent_digest or (trained is None and version != min(digests)):
             report.find(Check.PARENTS, version, "names no parent and is not the first")
         return
     if not NO_VERSION < number < version:
         report.find(Check.PARENTS, version, f"names version {number} as its parent")
         return
-    if number not in rows:
+    if number not in digests:
         report.find(Check.PARENTS, version, f"its parent, version {number}, is missing")
         return
-    if manifest_digest(rows[number].manifest) != manifest.parent_digest:
+    if digests[number] != manifest.parent_digest:
         report.find(Check.PARENTS, version, f"names another version {number} as its parent than the one stored")
     parent = manifests.get(number)
     if parent is not None and parent.epoch > manifest.epoch:
         report.find(Check.PARENTS, version, f"its epoch {manifest.epoch} is before its parent's, {parent.epoch}")
 
 
-def _check_forks(rows: Mapping[int, StoredVersion], manifests: Mapping[int, Manifest], *, report: Report) -> None:
+def _check_forks(
+    versions: Collection[int], abandoned: Collection[int], manifests: Mapping[int, Manifest], *, report: Report
+) -> None:
     """Find forks, and marks of abandonment that no manifest states."""
     abandoned_by: dict[int, int] = {}
     for version in sorted(manifests):
@@ -179,15 +186,15 @@ def _check_forks(rows: Mapping[int, StoredVersion], manifests: Mapping[int, Mani
                 version,
                 f"follows version {manifest.parent_version}, which version {breaker} had abandoned: two histories",
             )
-        abandoned_by.update({number: version for number in manifest.abandoned if number in rows})
-    for version, row in rows.items():
-        if row.is_abandoned and version not in abandoned_by and version in manifests:
+        abandoned_by.update({number: version for number in manifest.abandoned if number in versions})
+    for version in versions:
+        if version in abandoned and version not in abandoned_by and version in manifests:
             report.find(Check.FORKS, version, "is marked as abandoned, and no manifest says so")
-        if not row.is_abandoned and version in abandoned_by:
+        if version not in abandoned and version in abandoned_by:
             report.find(Check.FORKS, version, f"is served, although version {abandoned_by[version]} abandoned it")
 
 
-Advance = Callable[[int], None]
+Advance = Callable[[float], None]
 
 
 def check_payloads(
@@ -227,66 +234,65 @@ def _check_payload(history: History, payload: PayloadRef) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def num_rebuilt(manifests: Mapping[int, Manifest]) -> int:
-    """Chunks that a replay decodes."""
-    return sum(len(manifest.payloads) * len(manifest.chunk_digests) for manifest in manifests.values())
+def replay(
+    history: History, manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, report: Report, advance: Advance
+) -> None:
+    """Rebuild each state by chunks; compare each chunk's digest.
 
-
-def replay(manifests: Mapping[int, Manifest], files: Mapping[str, Path], *, report: Report, advance: Advance) -> None:
-    """Rebuild each state by chunks; compare chunk digests and state roots.
-
-    `files` are the payloads that passed `check_payloads`; others are skipped. `advance` gets the chunks.
+    `files` are the payloads that passed `check_payloads`; others are skipped. `advance` gets each chunk's share of its
+    payload.
     """
-    for layout_id in dict.fromkeys(manifest.layout_id for manifest in manifests.values()):
-        family = {version: manifest for version, manifest in manifests.items() if manifest.layout_id == layout_id}
-        chunks: tuple[Chunk, ...] = ()
-        for version, manifest in sorted(family.items()):
-            try:
-                found = chunks_of(manifest)
-            except MalformedPayload as error:
-                report.find(Check.REPLAY, version, str(error))
-                del family[version]
-                continue
-            chunks = chunks or found
-            if found != chunks:
-                report.find(Check.REPLAY, version, "has other sizes than the versions before, and the same layout id")
-                del family[version]
-        if family:
-            _Replay(family, files, layout_id, chunks, report, advance).run()
+    families: dict[Digest, _Replay] = {}
+    for row in history.versions():
+        if row.version not in manifests:
+            continue
+        manifest = manifest_from_bytes(row.manifest)
+        try:
+            chunks = chunks_of(manifest)
+        except MalformedPayload as error:
+            report.find(Check.REPLAY, row.version, str(error))
+            continue
+        layout_id = manifest.layout_id
+        family = families.setdefault(layout_id, _Replay(files, layout_id, chunks, report, advance))
+        if chunks == family.chunks:
+            family.add(manifests[row.version], manifest.chunk_digests)
+        else:
+            report.find(Check.REPLAY, row.version, "has other sizes than the versions before, and the same layout id")
+    for family in families.values():
+        family.run()
 
 
 @dataclass(eq=False, repr=False)
 class _Replay:
     """One layout's versions."""
 
-    manifests: dict[int, Manifest]
     files: Mapping[str, Path]
     layout_id: Digest
     chunks: tuple[Chunk, ...]
     report: Report
     advance: Advance
+    _roots: dict[int, Digest] = field(default_factory=dict)
+    _digests: dict[int, bytes] = field(default_factory=dict)
+    """Each version's chunk digests, one after another."""
+    _payloads: list[PayloadRef] = field(default_factory=list)
+    _opened: dict[PayloadRef, PayloadChunks] = field(default_factory=dict)
+    _failed: set[PayloadRef] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        in_place = (
-            payload
-            for _, manifest in sorted(self.manifests.items())
-            for payload in manifest.payloads
-            if _is_in_place(payload, manifest)
-        )
-        self._payloads = list(dict.fromkeys(in_place))
-        self._digests: dict[PayloadRef, list[bytes]] = {}
-        self._opened: dict[PayloadRef, PayloadChunks] = {}
-        self._failed: set[PayloadRef] = set()
+    def add(self, manifest: Manifest, chunk_digests: Sequence[bytes]) -> None:
+        """Add the next version; its payloads are those to rebuild."""
+        self._roots[manifest.version] = manifest.state_root
+        self._digests[manifest.version] = b"".join(chunk_digests)
+        in_place = dict.fromkeys(payload for payload in manifest.payloads if _is_in_place(payload, manifest))
+        self._payloads += in_place
 
     def run(self) -> None:
         for payload in self._payloads:
             self._open(payload)
         for number in range(len(self.chunks)):
             self._rebuild_chunk(number)
-        for payload in self._payloads:
-            self._compare(payload)
 
     def _open(self, payload: PayloadRef) -> None:
+        self.report.count(Check.REPLAY)
         path = self.files.get(payload.digest)
         if path is None:
             # `check_payloads` has reported it.
@@ -294,10 +300,10 @@ class _Replay:
             return
         root = None
         if payload.kind is PayloadKind.DELTA:
-            if payload.from_version not in self.manifests:
+            if payload.from_version not in self._roots:
                 self._fail(payload, f"version {payload.from_version}, which it starts from, cannot be read")
                 return
-            root = self.manifests[payload.from_version].state_root
+            root = self._roots[payload.from_version]
         try:
             self._opened[payload] = PayloadChunks(
                 path, layout_id=self.layout_id, chunks=self.chunks, expected_from_root=root
@@ -312,7 +318,7 @@ class _Replay:
             state = self._apply(payload, number, states)
             if state is not None and children[payload.to_version]:
                 states[payload.to_version] = state
-            self.advance(1)
+            self.advance(1 / len(self.chunks))
             children[payload.from_version] -= 1
             if not children[payload.from_version]:
                 states.pop(payload.from_version, None)
@@ -335,18 +341,10 @@ class _Replay:
             self._fail(payload, f"chunk {number}: {error}")
             return None
         digest = digest_integers(state)
-        if digest != self.manifests[payload.to_version].chunk_digests[number]:
+        if digest != self._digests[payload.to_version][number * len(digest) :][: len(digest)]:
             self._fail(payload, f"leads to another chunk {number} than the manifest states")
             return None
-        self._digests.setdefault(payload, []).append(digest)
         return state
-
-    def _compare(self, payload: PayloadRef) -> None:
-        self.report.count(Check.REPLAY)
-        if payload in self._failed:
-            return
-        if state_root(self.layout_id, self._digests[payload]) != self.manifests[payload.to_version].state_root:
-            self._fail(payload, "leads to another state root than the manifest states")
 
     def _fail(self, payload: PayloadRef, problem: str) -> None:
         self._failed.add(payload)

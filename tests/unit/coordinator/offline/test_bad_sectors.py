@@ -65,6 +65,6 @@ def test_check_names_a_payload_that_cannot_be_read(blobs, monkeypatch):
     broken(monkeypatch, verify, "file_digest", below=blobs)
     payload = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=NO_VERSION, to_version=0, digest=BAD, num_bytes=3)
 
-    problem = verify._check_payload(History(run_id="run", versions=(), offered=(), blobs=blobs), payload)
+    problem = verify._check_payload(History(run_id="run", connection=None, offered=(), blobs=blobs), payload)
 
     assert problem == f"cannot be read: {os.strerror(errno.EIO)}"

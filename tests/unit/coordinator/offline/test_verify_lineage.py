@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from rich.console import Console
@@ -32,8 +33,9 @@ from tests.support.run import Run
 pytestmark = pytest.mark.sqlite
 
 
-def read_history(directory):
-    return read_histories(directory)[0]
+def read_rows(directory):
+    with read_histories(directory) as histories:
+        return list(histories[0].versions())
 
 
 class Recorded:
@@ -91,11 +93,11 @@ class Recorded:
         connection.close()
 
     def manifest(self, version):
-        return next(row.manifest for row in read_history(self.data).versions if row.version == version)
+        return read_rows(self.data)[version].manifest
 
     def payload(self, version, kind):
         (found,) = (p for p in manifest_from_bytes(self.manifest(version)).payloads if p.kind is kind)
-        return read_history(self.data).payload(found.digest)
+        return self.data / "blobs" / found.digest[:2] / found.digest
 
 
 @pytest.fixture
@@ -129,6 +131,30 @@ def test_sound_history_passes_and_nothing_of_it_is_touched(recorded):
     rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
     assert (rows["signatures"], rows["states rebuilt"], rows["payloads by digest"]) == ("7", "7", "7")
     assert files(recorded.data) == before
+
+
+def test_manifests_are_read_one_at_a_time(recorded):
+    head = manifest_from_bytes(recorded.manifest(6))
+    data = manifest_to_bytes(dataclasses.replace(head, chunk_digests=(b"d" * 16,) * 10_000))
+    for version in range(7, 57):
+        recorded.change(
+            "INSERT INTO versions SELECT ?1, 'step-' || ?1, content, epoch, ?2, manifest_digest, state_root, published,"
+            " bytes_full, bytes_last, changed_fraction, is_abandoned FROM versions WHERE version = 6",
+            version,
+            data,
+        )
+
+    tracemalloc.start()
+    try:
+        code, text = recorded.verify(keys=[], replay=False)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert code == 2
+    assert "57 versions" in text
+    # Bytes, message and digests of one such manifest take 1.5 MB.
+    assert peak < 4_000_000
 
 
 def test_what_was_not_asked_for_is_said_not_to_be_checked(recorded):
@@ -362,10 +388,10 @@ def test_store_in_use_is_refused_and_a_missing_one_is_named(recorded, tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"ready\n"
         with pytest.raises(OperatorError, match="in use.*stop the coordinator"):
-            read_history(recorded.data)
+            read_rows(recorded.data)
         holder.stdin.close()
     with pytest.raises(OperatorError, match="data_dir"):
-        read_history(tmp_path / "nothing")
+        read_rows(tmp_path / "nothing")
 
 
 async def test_store_of_a_killed_coordinator_is_read_with_its_log(tmp_path):
@@ -380,9 +406,7 @@ async def test_store_of_a_killed_coordinator_is_read_with_its_log(tmp_path):
     before = files(tmp_path / "killed")
     assert any(path.name.endswith("-wal") and data for path, (data, _) in before.items())
 
-    history = read_history(tmp_path / "killed")
-
-    assert [row.version for row in history.versions] == [0, 1, 2]
+    assert [row.version for row in read_rows(tmp_path / "killed")] == [0, 1, 2]
     assert files(tmp_path / "killed") == before
 
 
@@ -396,7 +420,7 @@ def test_no_room_for_a_copy_of_a_killed_coordinators_store_names_the_place_of_co
     monkeypatch.setattr(history_module.shutil, "copyfile", full)
 
     with pytest.raises(OperatorError, match=r"no room for a copy of .*, 100 bytes with its log \(set TMPDIR to"):
-        read_history(tmp_path)
+        read_rows(tmp_path)
 
 
 def test_version_without_a_signature_is_found_where_keys_are_given(recorded):
@@ -420,7 +444,7 @@ def test_ruined_store_is_one_typed_error(recorded):
     path.write_bytes(data)
 
     with pytest.raises(CorruptStore):
-        read_history(recorded.data)
+        read_rows(recorded.data)
 
 
 def test_command_ends_with_0_or_2(recorded, monkeypatch):
@@ -474,7 +498,7 @@ async def test_history_of_which_payloads_were_deleted_is_sound_and_the_rest_is_r
 
     # The coordinator's own snapshot is looked at too.
     snapshot = next(p for p in offered if p.to_version == first and p.kind is PayloadKind.SNAPSHOT)
-    read_history(data).payload(snapshot.digest).unlink()
+    (data / "blobs" / snapshot.digest[:2] / snapshot.digest).unlink()
     code, text = verify()
     assert code == 2
     assert "is not stored" in text

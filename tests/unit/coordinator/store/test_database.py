@@ -233,7 +233,8 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
         ).fetchone()
     )
     await database.close()
-    assert len(read_histories(tmp_path)) >= 1
+    with read_histories(tmp_path) as histories:
+        assert histories
     with path.open("r+b") as file:
         # The number of cells of the table's first page.
         file.seek((root - 1) * size + 3)
@@ -244,5 +245,5 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
             await Database.open(path)
     else:
         await (await Database.open(path)).close()
-    with pytest.raises(CorruptStore):
-        read_histories(tmp_path)
+    with pytest.raises(CorruptStore), read_histories(tmp_path):
+        pass

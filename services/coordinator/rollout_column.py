@@ -89,7 +89,10 @@ class RolloutColumn:
             self._context.sites.require(connection, site, incarnation)
             self._check_end(connection)
             if get_meta(connection, "draining"):
-                raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
+                raise Draining(
+                    f"the run drains: {get_meta(connection, 'draining')}",
+                    action="deliver what is held, then end; only a learner that starts again continues the run",
+                )
             head = stated_version(lineage.head_version(connection))
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:

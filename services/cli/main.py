@@ -9,8 +9,10 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import typer
@@ -323,7 +325,12 @@ add_lab(app)
 
 def main() -> None:
     """Run the command line; typed errors become one line and exit code.
-    So do files that a command cannot use."""
+    So do files that a command cannot use. SIGTERM and SIGHUP end a command as Ctrl-C does."""
+    is_service = sys.argv[1:2] in ([service] for service in get_args(Service))
+    for number in () if is_service else (signal.SIGTERM, signal.SIGHUP):
+        # Under nohup a command outlives its terminal.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:
@@ -331,9 +338,15 @@ def main() -> None:
     except OSError as error:
         refusal = _refusal(error)
         # A service may find its file at the next start, and its log needs the place in the code.
-        if refusal is None or sys.argv[1:2] in ([service] for service in get_args(Service)):
+        if refusal is None or is_service:
             raise
         _end(refusal)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C does here, also where the shell has SIGINT ignored."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
 def _refusal(error: OSError) -> OperatorError | None:

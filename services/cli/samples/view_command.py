@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -47,8 +46,6 @@ def view(
         from heterorl.view.pages import redirect_file, served
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or "jinja2", "view") from None
-    # SIGTERM ends it like Ctrl-C, which deletes the index.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with served(make_source, port=port) as server, redirect_file(server.url) as page:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")

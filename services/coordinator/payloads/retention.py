@@ -1,7 +1,7 @@
 """Pull leases, and which published payloads may be deleted.
 
-A lease covers all payloads of one plan, and each frame sent renews it. Leases are in memory; a restart waits one term
-before it deletes.
+A lease covers all payloads of one plan. Each frame sent renews it, as long as a pull may last whose every frame comes
+within STALL_S. Leases are in memory; a restart waits one term before it deletes.
 
 The decision is pure. Versions are nodes, payloads are edges. Kept are:
 
@@ -23,8 +23,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from heterorl.common.pull.fetcher import STALL_S
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 MAX_LEASES = 4096
@@ -38,13 +40,16 @@ class PullLeases:
     def __init__(self, *, term_s: float, started: float) -> None:
         self._term_s = term_s
         self._is_known_from = started + term_s
-        self._ends: dict[_Plan, float] = {}
+        self._ends: dict[_Plan, tuple[float, float]] = {}
+        """When each lease ends, and the latest end that frames give it."""
         self._plans_of: defaultdict[Digest, list[_Plan]] = defaultdict(list)
         self._reading: Counter[Digest] = Counter()
 
     def grant(self, *, have_version: int | None, payloads: tuple[PayloadRef, ...], now: float) -> None:
         if payloads:
-            self._renew((have_version, tuple(payload.digest for payload in payloads)), now)
+            plan = (have_version, tuple(payload.digest for payload in payloads))
+            num_frames = sum(payload.num_bytes // FRAME_BYTES + 1 for payload in payloads)
+            self._renew(plan, now, latest=now + self._term_s + num_frames * STALL_S)
             while len(self._ends) > MAX_LEASES:
                 self._forget(next(iter(self._ends)))
 
@@ -62,7 +67,7 @@ class PullLeases:
         """Renew the leases of a payload's plans."""
         # Called for each frame, so it must not read all leases.
         for plan in [*self._plans_of.get(digest, ())]:
-            self._renew(plan, now)
+            self._renew(plan, now, latest=self._ends[plan][1])
 
     def are_known(self, now: float) -> bool:
         """Whether all plans of an earlier process have ended."""
@@ -78,12 +83,12 @@ class PullLeases:
         self._expire(now)
         return frozenset(start for start, _ in self._ends if start is not None)
 
-    def _renew(self, plan: _Plan, now: float) -> None:
+    def _renew(self, plan: _Plan, now: float, *, latest: float) -> None:
         # Put last: the order is by last renewal.
         if self._ends.pop(plan, None) is None:
             for digest in plan[1]:
                 self._plans_of[digest].append(plan)
-        self._ends[plan] = now + self._term_s
+        self._ends[plan] = min(now + self._term_s, latest), latest
 
     def _forget(self, plan: _Plan) -> None:
         del self._ends[plan]
@@ -93,7 +98,7 @@ class PullLeases:
                 del self._plans_of[digest]
 
     def _expire(self, now: float) -> None:
-        for plan in [plan for plan, end in self._ends.items() if end <= now]:
+        for plan in [plan for plan, (end, _) in self._ends.items() if end <= now]:
             self._forget(plan)
 
 

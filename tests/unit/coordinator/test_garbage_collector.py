@@ -159,7 +159,7 @@ async def test_plan_under_way_keeps_its_payloads_while_frames_are_fetched(tmp_pa
         await grow(core, run, 30)
         for _ in range(3):
             # Longer than one term in all, never silent for one.
-            clock.advance(400)
+            clock.advance(250)
             await core.collector.work()
             assert {p.digest for p in plan.payloads} <= stored_files(tmp_path)
             async for _frame in core.read_payload(digest=plan.payloads[0].digest, offset=0):

@@ -1,7 +1,11 @@
 """Leases of plans: all payloads of one stay while any of them is fetched, and not for ever."""
 
+import dataclasses
+
+from heterorl.common.pull.fetcher import STALL_S
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.weights.payload import FRAME_BYTES
 from heterorl.coordinator.payloads import retention as pull_leases
 from heterorl.coordinator.payloads.retention import PullLeases
 
@@ -64,3 +68,17 @@ def test_frames_renew_their_plans_alone_and_what_ended_is_forgotten():
     leases.touch(third.digest, 12.0)
     assert leases.payloads(19.0) == frozenset()
     assert not leases._plans_of
+
+
+def test_frames_of_a_pull_without_progress_renew_its_plan_for_so_long_as_the_slowest_pull_takes():
+    leases = PullLeases(term_s=600.0, started=0.0)
+    (payload,) = payloads("a")
+    # At most 100 frames, each within 60 s; the first term comes on top.
+    leases.grant(have_version=0, payloads=(dataclasses.replace(payload, num_bytes=99 * FRAME_BYTES + 1),), now=0.0)
+    for now in range(0, 10_000, 500):
+        leases.touch("a", now)
+        assert leases.payloads(now) == ({"a"} if now < 100 * STALL_S + 600 else frozenset())
+
+    # A new plan counts from its own beginning.
+    leases.grant(have_version=0, payloads=(payload,), now=10_000)
+    assert leases.payloads(10_599) == {"a"}

@@ -110,33 +110,41 @@ class TurnStore:
     def take(self, *, since: float) -> list[KeptGroup]:
         """Groups to continue, each counted as resumed once more.
 
-        Deletes the others: resumed MAX_RESUMED times, damaged, or begun before `since`.
+        Deletes the others: resumed MAX_RESUMED times, damaged, or begun before `since`. Without room for these changes
+        all turns stay for a later start.
         """
+        try:
+            with self._transaction() as connection:
+                return self._taken(connection, since)
+        except DiskFull as error:
+            _LOG.error("KEPT TURNS ARE LEFT TO A LATER START, their prompts go to others as leases end: %s", error)
+            return []
+
+    def _taken(self, connection: sqlite3.Connection, since: float) -> list[KeptGroup]:
         groups = []
-        with self._transaction() as connection:
-            rows = connection.execute("SELECT * FROM turns ORDER BY assignment, member, number").fetchall()
-            for assignment, some in itertools.groupby(rows, key=lambda row: row[0]):
-                mine = list(some)
-                group = _group_of(mine)
-                times = min(resumed for *_, resumed, _, _ in mine)
-                problem = ""
-                if group is None:
-                    problem = "no first turn of it is whole"
-                elif times >= MAX_RESUMED:
-                    problem = f"{times} starts continued it without a new turn"
-                elif group.first.begun < since:
-                    problem = "it began more than task.trajectory_s ago"
-                if group is None or problem:
-                    _LOG.warning("assignment %d is returned: %s", assignment, problem)
-                    self.drop(connection, [assignment])
-                    continue
-                groups.append(group)
-                connection.execute("UPDATE turns SET resumed = resumed + 1 WHERE assignment = ?", (assignment,))
-                # Turns after a gap must not follow the turn that is drawn again.
-                behind = "DELETE FROM turns WHERE assignment = ? AND member = ? AND number >= ?"
-                members = {member for _, member, *_ in mine}
-                counts = [(assignment, member, len(group.members.get(member, ()))) for member in members]
-                connection.executemany(behind, counts)
+        rows = connection.execute("SELECT * FROM turns ORDER BY assignment, member, number").fetchall()
+        for assignment, some in itertools.groupby(rows, key=lambda row: row[0]):
+            mine = list(some)
+            group = _group_of(mine)
+            times = min(resumed for *_, resumed, _, _ in mine)
+            problem = ""
+            if group is None:
+                problem = "no first turn of it is whole"
+            elif times >= MAX_RESUMED:
+                problem = f"{times} starts continued it without a new turn"
+            elif group.first.begun < since:
+                problem = "it began more than task.trajectory_s ago"
+            if group is None or problem:
+                _LOG.warning("assignment %d is returned: %s", assignment, problem)
+                self.drop(connection, [assignment])
+                continue
+            groups.append(group)
+            connection.execute("UPDATE turns SET resumed = resumed + 1 WHERE assignment = ?", (assignment,))
+            # Turns after a gap must not follow the turn that is drawn again.
+            behind = "DELETE FROM turns WHERE assignment = ? AND member = ? AND number >= ?"
+            members = {member for _, member, *_ in mine}
+            counts = [(assignment, member, len(group.members.get(member, ()))) for member in members]
+            connection.executemany(behind, counts)
         return groups
 
     def _note_full(self, problem: str) -> None:

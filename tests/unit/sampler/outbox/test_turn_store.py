@@ -1,5 +1,6 @@
 """Turns of groups under way in the spool: durable, bounded, and damaged one by one."""
 
+import contextlib
 import dataclasses
 import sqlite3
 
@@ -147,6 +148,34 @@ def test_turns_beyond_the_bound_are_not_kept(outbox, tmp_path, monkeypatch, capl
     assert 0 < count < 8
     assert size <= 400
     assert caplog.text.count("turns in flight are not kept") == 1
+
+
+def test_start_on_a_full_disk_leaves_all_turns_to_a_later_one(outbox, tmp_path, monkeypatch, caplog):
+    outbox.turns.keep([*turns_of(outbox, tmp_path), *turns_of(outbox, tmp_path, assignment=7)])
+    before, transaction = rows(tmp_path), outbox.turns._transaction
+
+    @contextlib.contextmanager
+    def full():
+        with transaction() as connection:
+            yield connection
+            raise DiskFull("here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox.turns, "_transaction", full)
+        assert outbox.turns.take(since=0.0) == []
+
+    assert rows(tmp_path) == before
+    # A registration states them, so that this process begins none of them anew.
+    assert outbox.assignments() == (0, 7)
+    assert "KEPT TURNS ARE LEFT TO A LATER START" in caplog.text
+    assert places(outbox.turns.take(since=0.0)) == {(0, 0): [0, 1, 2], (7, 0): [0, 1, 2]}
+
+
+def rows(tmp_path):
+    with sqlite3.connect(tmp_path / "spool" / "outbox.sqlite") as file:
+        found = file.execute("SELECT * FROM turns ORDER BY assignment, member, number").fetchall()
+    file.close()
+    return found
 
 
 def test_full_disk_keeps_no_turn_and_ends_nothing(outbox, tmp_path, monkeypatch, caplog):

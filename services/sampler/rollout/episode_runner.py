@@ -173,8 +173,9 @@ class EpisodeRunner:
             self._forget(*name)
 
     def close(self) -> None:
+        """Begin nothing more; episodes that end still give their places back."""
         self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def _turn(self, draft: GroupDraft, number: int) -> Turn:
         member = self._members[draft.key, number]
@@ -241,7 +242,8 @@ class EpisodeRunner:
         try:
             member.episode = await asyncio.shield(asyncio.wrap_future(opening))
         except asyncio.CancelledError:
-            # The thread goes on, and the episode that it opens has no other owner.
+            opening.cancel()
+            # A thread that began goes on, and the episode that it opens has no other owner.
             opening.add_done_callback(lambda opened: self._close_opened(opened, loop))
             raise
         except BaseException:

@@ -1,14 +1,21 @@
 """Members in their environments: turns go on, end, and are lost alone; groups that lost members are pushed."""
 
+import asyncio
 import dataclasses
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
-from heterorl.common.generation.inference_engine import Lost
+from heterorl.common.generation.inference_engine import Completion, Lost
 from heterorl.common.process import metrics
-from heterorl.common.types.rollout import GIVEN, FinishReason
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.rollout import GIVEN, FinishReason, Span, WorkAssignment
+from heterorl.sampler.rollout.episode_runner import EpisodeRunner
+from heterorl.sampler.rollout.in_flight_groups import GroupDraft
+from tests.support.clock import ManualClock
 from tests.support.games import SIZE, TURNS, Games, collected
 from tests.support.run import CONTRACT
 
@@ -283,3 +290,36 @@ async def test_reward_that_fails_costs_one_member_of_a_group(play, monkeypatch):
     lost = [rollout for rollout in group.rollouts if not rollout.is_trainable]
     assert [(one.finish_reason, one.token_ids.size) for one in lost] == [(FinishReason.REWARD_FAILED, 3)]
     assert not lost[0].reward_parts
+
+
+async def test_episode_whose_end_waits_for_a_thread_gives_its_place_back_after_the_last_turn():
+    games = Games(length=9)
+    is_begun, real = threading.Event(), games.step
+
+    def step(episode, turn):
+        is_begun.set()
+        return real(episode, turn)
+
+    games.step = step
+    games.go.clear()
+    runner = EpisodeRunner(max_live=1, max_new_tokens=4, max_trajectory_tokens=60, clock=ManualClock())
+    prompt = np.array([2, 3], np.int32)
+    draft = GroupDraft(
+        key=1, assignment=WorkAssignment(id=0, prompt_index=0, seed=1, lease_s=1.0), prompt=Prompt(index=0, text="", answer=""),
+        prompt_token_ids=prompt, seed=1, version=0, begun_at=0.0, conversation=games,
+    )  # fmt: skip
+    turn = Completion(
+        token_ids=prompt, logprobs=np.zeros(2, np.float32), finish_reason=FinishReason.EOS,
+        spans=(Span(version=0, start=0, end=2),),
+    )  # fmt: skip
+    playing = asyncio.ensure_future(runner.play(draft, 0, turn))
+    await asyncio.to_thread(is_begun.wait)
+    playing.cancel()
+    await asyncio.wait([playing])
+
+    # The only thread steps: the episode's close waits.
+    runner.drop(draft.key)
+    runner.close()
+    games.go.set()
+    await asyncio.to_thread(runner._threads.shutdown)
+    assert games.closed == 1

@@ -3,8 +3,9 @@
 The prompts are for the engine's version.
 
 While the site holds prompts, the engine keeps their version and rollouts go on; newer weights wait at most
-`evaluation_hold_s`. A drained site waits as long for the last version. Only the evaluated version draws results. A
-prompt without a result is handed back. The site does not ask again for a set that it cannot draw.
+`evaluation_hold_s`, after which prompts without a result are handed back. A drained site waits as long for the last
+version. Only the evaluated version draws results. The site does not ask again for a set that it cannot draw. A prompt
+that ends the engine or the process three times is answered without a score.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
@@ -50,13 +52,15 @@ class EvaluationLoop:
             share=config.evaluation_share, max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             news=generation.news,
         )  # fmt: skip
+        self._in_flight = generation.in_flight
+        self._evaluator.failures.update(self._in_flight.held_out)
         self._work = WorkClient(self._session, name="evaluate")
         self._backoff = Backoff(clock=self._clock, rng=self._session.rng)
         self._held: set[int] = set()
         self._asking = asyncio.Lock()
         self._has_stopped = False
+        self._drawing: set[asyncio.Task[None]] = set()
         self._drawn: list[PromptResult] = []
-        self._num_undrawn = 0
         self._pushing = asyncio.Lock()
         self._num_samples = BLOCK
         """Completions of a prompt of the last set."""
@@ -129,8 +133,17 @@ class EvaluationLoop:
 
     def _is_late(self, version: int) -> bool:
         """Whether newer weights have waited long enough."""
-        is_held_long = self._clock.monotonic() >= self._kept_until and not self._session.is_draining
-        return is_held_long and self._policy.take(version) is not None
+        return self._clock.monotonic() >= self._kept_until and self._policy.take(version) is not None
+
+    async def _let_in(self, version: int) -> None:
+        """Wait until newer weights have waited long enough, then draw no more."""
+        while not self._is_late(version):
+            ticket, left_s = self._bell.ticket(), self._kept_until - self._clock.monotonic()
+            await ring_or_time(ticket, clock=self._clock, seconds=left_s if left_s > 0 else None)
+        for task in self._drawing:
+            task.cancel()
+        # Results that a link holds back do not keep the version.
+        self._release()
 
     def _release(self) -> None:
         self._evaluation_requests.keeps_version = False
@@ -170,19 +183,20 @@ class EvaluationLoop:
         spec = grant.evaluation
         assert spec is not None, "they are held-out prompts"
         of = self._sets[spec.task_set]
-        self._drawn, self._num_undrawn = [], len(grant.assignments)
+        self._drawn = []
         _LOG.debug("%d prompts of set %s are drawn with version %d", len(grant.assignments), of.name, spec.version)
         failures, drawn = self._evaluator.failures, list[WorkAssignment]()
         suspects = [[each] for each in grant.assignments if failures[of.name, each.prompt_index]]
         others = [each for each in grant.assignments if not failures[of.name, each.prompt_index]]
+        letting_in = asyncio.ensure_future(self._let_in(spec.version))
         try:
             # Prompts that the engine failed at are drawn alone, so that only the one at fault fails again.
             for drawn in (others, *suspects):
+                await self._note(of, drawn)
                 if self._is_late(spec.version):
                     break
                 async with asyncio.TaskGroup() as tasks:
-                    for each in drawn:
-                        tasks.create_task(self._prompt(spec, of, each))
+                    self._drawing = {tasks.create_task(self._prompt(spec, of, each)) for each in drawn}
         except ExceptionGroup as group:
             error = cause_of(group)
             if not isinstance(error, ConfigError | EngineError | RemoteError):
@@ -196,14 +210,29 @@ class EvaluationLoop:
             if isinstance(error, EngineError):
                 failures.update((of.name, each.prompt_index) for each in drawn if each.id in self._held)
             self._num_failures += 1
-            await self._give_back()
+            await self._end_delivery(of)
             return False
+        finally:
+            letting_in.cancel()
+        if self._held:
+            _LOG.info("%d held-out prompts of set %s are handed back: newer weights waited", len(self._held), of.name)
         self._num_failures = 0
+        await self._end_delivery(of)
         return True
+
+    async def _end_delivery(self, of: SiteSet) -> None:
+        await self._note(of, ())
+        await self._give_back()
+
+    async def _note(self, of: SiteSet, drawn: Sequence[WorkAssignment]) -> None:
+        """Write failures for the next process.
+        Each prompt that is drawn counts once more, since it may kill this one."""
+        counts = self._evaluator.failures + Counter((of.name, each.prompt_index) for each in drawn)
+        await asyncio.to_thread(self._in_flight.note_held_out, counts)
 
     async def _prompt(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> None:
         self._drawn.append(await self._evaluator.result(spec, of, assignment))
-        self._num_undrawn -= 1
+        self._drawing -= {asyncio.current_task()}
         # Results that ended during another delivery go together.
         async with self._pushing:
             while self._drawn:
@@ -222,9 +251,6 @@ class EvaluationLoop:
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
         async def attempt() -> int:
-            if not self._num_undrawn and self._is_late(self._kept_version):
-                # Newer weights do not wait for a link.
-                self._release()
             return await self._session.api.push_evaluation(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,

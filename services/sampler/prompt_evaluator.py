@@ -91,7 +91,7 @@ def open_set(
 BLOCK = 8
 """Completions of one request, so that a small engine need not hold all completions of a prompt."""
 MAX_FAILURES = 3
-"""Failures of the engine in a row after which this process no longer draws the prompt."""
+"""Ends of engine or process in a row after which this site no longer draws the prompt."""
 
 
 def blocks_of(draws: EvaluationDraws) -> Iterator[range]:
@@ -131,7 +131,7 @@ class PromptEvaluator:
         self.refused: dict[tuple[str, int], PromptRefused] = {}
         """Prompts that cannot be drawn, by set and index."""
         self.failures: Counter[tuple[str, int]] = Counter()
-        """Failures of the engine since it last ended a prompt, by set and index."""
+        """Failures of engine or process since a prompt last ended, by set and index."""
         rows = self.engine.max_running
         self.num_rows = rows + rows // 4 if self.share >= 1 else max(1, int(rows * self.share))
         """Most completions in the engine at once; a single request may be larger."""
@@ -184,7 +184,9 @@ class PromptEvaluator:
 
     def _draft(self, spec: EvaluationSpec, of: SiteSet, prompt: Prompt, assignment: WorkAssignment) -> GroupDraft:
         if self.failures[of.name, prompt.index] >= MAX_FAILURES:
-            raise PromptRefused(f"evaluation.{of.name}.task", f"the engine failed {MAX_FAILURES} times as it drew it")
+            raise PromptRefused(
+                f"evaluation.{of.name}.task", f"engine or process ended {MAX_FAILURES} times as it drew it"
+            )
         check_answer(of.task, prompt)
         conversation = of.conversations.of(prompt) if of.conversations else None
         with self.builder.lock:

@@ -48,7 +48,7 @@ BUDGETS = {
     "docs/concepts.md": 1080,
     "docs/configuration.md": 6200,
     "docs/environments.md": 1875,
-    "docs/evaluation.md": 675,
+    "docs/evaluation.md": 700,
     "docs/gpu.md": 700,
     "docs/index.md": 200,
     "docs/launch.md": 750,

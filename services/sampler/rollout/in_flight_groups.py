@@ -9,7 +9,8 @@ are not kept if the environment is not deterministic: no process could step it a
 
 A row can kill its process, for example by the kernel's memory killer, and that process cannot report it. So
 `under_way.json` names the assignments in flight. The next process returns those that it does not continue, with the
-reason ENGINE_FAILED, and the coordinator closes a row that killed three processes.
+reason ENGINE_FAILED, and the coordinator closes a row that killed three processes. `held_out.json` counts such ends of
+held-out prompts, which the sampler itself answers without a score after three.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from heterorl.common.types.rollout import GIVEN, Group, GroupId, RewardPart, Rol
 from heterorl.sampler.outbox.turn_store import KeptGroup, KeptTurn, TurnStore
 
 _LOG = logging.getLogger(__name__)
-NAME = "under_way.json"
+NAME, HELD_OUT_NAME = "under_way.json", "held_out.json"
 MAX_NOTED = 1024
-"""Assignments in the note, the newest ones."""
+"""Entries in a note, the newest assignments."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -268,11 +269,14 @@ def _moved(spans: Collection[Span], by: int) -> tuple[Span, ...]:
 
 
 class InFlightNote:
-    """The file under_way.json; `left` are a killed process's assignments."""
+    """The notes that a killed process leaves to the next.
+    `left` are its assignments."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / NAME
+        self._path, self._held_out = state_dir / NAME, state_dir / HELD_OUT_NAME
         self.left: tuple[int, ...] = _read(self._path)
+        self.held_out = _read_held_out(self._held_out)
+        """Failures in a row of held-out prompts, by set and index."""
 
     def note(self, assignments: Sequence[int]) -> None:
         """Write the assignments in the engine, oldest first. Blocking.
@@ -280,13 +284,23 @@ class InFlightNote:
         The note survives the process, not the machine: it is not synced.
         """
         # On a full disk groups do not begin, so a kill counts against no row.
-        with contextlib.suppress(OSError), replacing(self._path, is_durable=False) as file:
-            file.write(json.dumps([*reversed(assignments)][:MAX_NOTED]).encode("ascii"))
+        _write(self._path, [*reversed(assignments)])
+
+    def note_held_out(self, failures: Mapping[tuple[str, int], int]) -> None:
+        """Write failures in a row of held-out prompts.
+        Blocking."""
+        _write(self._held_out, [[name, index, count] for (name, index), count in failures.items()])
 
     def clear(self) -> None:
-        """Delete the note: the process ends in order."""
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        """Delete the notes: the process ends in order."""
+        for path in (self._path, self._held_out):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _write(path: Path, noted: Sequence[object]) -> None:
+    with contextlib.suppress(OSError), replacing(path, is_durable=False) as file:
+        file.write(json.dumps(noted[:MAX_NOTED]).encode("ascii"))
 
 
 def _read(path: Path) -> tuple[int, ...]:
@@ -297,6 +311,13 @@ def _read(path: Path) -> tuple[int, ...]:
     if not isinstance(found, list):
         return ()
     return tuple(number for number in found[:MAX_NOTED] if type(number) is int and 0 <= number < 1 << 63)
+
+
+def _read_held_out(path: Path) -> dict[tuple[str, int], int]:
+    try:
+        return {(str(name), int(index)): int(count) for name, index, count in json.loads(path.read_bytes())}
+    except (OSError, TypeError, ValueError):
+        return {}
 
 
 OnEnd = Callable[[Finished | None], None]

@@ -19,7 +19,7 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import EvaluationState
+from heterorl.common.types.evaluation import HELD_OUT, MAX_HELD_OUT, EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.prompt_evaluator import SiteSet
@@ -169,10 +169,45 @@ async def test_newer_weights_do_not_wait_for_ever(world):
     await world.until(lambda: of_evaluation(world.engine))
     await world.run.publish()
     await world.until(lambda: len(world.engine.loaded) > 1)
-
+    # What was begun gives no result: it is handed back.
+    while await leased(world, version=0):
+        await world.passed(0.5)
     assert (await found(world)).state is EvaluationState.RUNNING
-    # Not a prompt is of two versions: what was begun was ended before the swap.
-    assert (await found(world)).summary.num_prompts > 0
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_newer_weights_wait_no_longer_for_episodes_of_many_turns(world, is_draining, caplog):
+    caplog.set_level("INFO")
+    world.settings["evaluation_hold_s"] = 20.0
+    world.settings["sampling"] = {"max_trajectory_tokens": 10**6}
+    games = Games(length=10**6, max_turns=10**6)
+    games.max_live = 16
+    world.sets = (SiteSet(name="held", task=Held(), conversations=games),)
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    begun = world.clock.monotonic()
+    await world.run.publish()
+    if is_draining:
+        await world.core.drain(reason="the end")
+    await world.until(lambda: len(world.engine.loaded) > 1)
+
+    assert 15.0 < world.clock.monotonic() - begun < 25.0
+    assert "held-out prompts of set held are handed back: newer weights waited" in caplog.text
+    while await leased(world, version=0):
+        await world.passed(0.5)
+
+
+async def leased(world, *, version):
+    """Leased held-out prompts of a version."""
+    return await world.core.database.run(
+        lambda connection: connection.execute(
+            "SELECT assignment FROM work JOIN evaluation_jobs ON (assignment - ?) / ? = job"
+            " WHERE is_leased = 1 AND version = ?",
+            (HELD_OUT, MAX_HELD_OUT, version),
+        ).fetchall()
+    )
 
 
 async def test_an_engine_that_dies_costs_no_prompt(world):
@@ -204,6 +239,37 @@ async def test_a_prompt_that_ends_the_engine_every_time_stays_without_a_score(wo
 
     assert (of.summary.num_prompts, of.summary.num_errors, of.summary.average.num_prompts) == (12, 16, 11)
     assert "held-out prompt 1 cannot be drawn" in caplog.text
+
+
+async def test_a_prompt_that_kills_the_process_every_time_stays_without_a_score(world, caplog):
+    world.prompter = Prompts()
+    await world.run.publish()
+    num_kills, is_hit = 0, threading.Event()
+    while (of := await found(world)) is None or of.state is not EvaluationState.DONE:
+        if world.running is None:
+            assert num_kills <= 3, "it is drawn again and again"
+            is_hit.clear()
+            world.start()
+            submit = world.engine.submit
+            world.sampler.evaluation._evaluator.num_rows = 4 * 16
+
+            def fatal(request, submit=submit):
+                is_fatal = request.sampling is not None and request.prompt[0] == 1 + 2
+                is_hit.set() if is_fatal else submit(request)
+
+            world.engine.submit = fatal
+        await world._pass(0.5)
+        if is_hit.is_set():
+            await world.kill()
+            num_kills += 1
+
+    assert num_kills == 3
+    assert (of.summary.num_prompts, of.summary.num_errors, of.summary.average.num_prompts) == (12, 16, 11)
+    assert "held-out prompt 1 cannot be drawn" in caplog.text
+    world.stop.set()
+    await world.end()
+    # An end in order is no failure.
+    assert not (world.directory / "site" / "held_out.json").exists()
 
 
 async def test_a_killed_sampler_goes_on_with_what_it_held(world):

@@ -34,29 +34,8 @@ class PlanBasis(enum.Enum):
     SNAPSHOT = "a snapshot"
 
 
-class Failure(enum.Enum):
-    """Why a plan failed."""
-
-    DAMAGED = "damaged"
-    GONE = "gone"
-
-
-class Move(enum.Enum):
-    """The next step after a failure."""
-
-    STRIKE = "strike"
-    AGAIN = "again"
-    END = "end"
-
-
 MAX_REPLANS = 3
 """Plans of one call that may fail because the coordinator no longer has a payload."""
-TABLE: dict[PlanBasis, dict[Failure, Move]] = {
-    PlanBasis.MERGED: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.STRIKE},
-    PlanBasis.SINGLES: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
-    PlanBasis.BASE: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
-    PlanBasis.SNAPSHOT: {Failure.DAMAGED: Move.END, Failure.GONE: Move.AGAIN},
-}
 BELOW = {
     PlanBasis.MERGED: "from single deltas",
     PlanBasis.SINGLES: "from a snapshot",
@@ -90,16 +69,19 @@ class Fallback:
             raise StateMismatch(f"the plan rests on {basis.value}, which failed before")
         self.basis = basis
 
-    def fail(self, failure: Failure) -> bool:
-        """Note that the plan failed; returns whether to ask for another one."""
-        move = TABLE[self.basis][failure]
-        if failure is Failure.GONE:
-            self._num_gone += 1
-            if self._num_gone > MAX_REPLANS:
-                return False
-        if move is Move.STRIKE:
+    def damaged(self) -> bool:
+        """Note a failed check; returns whether to ask for another plan."""
+        if self.basis is PlanBasis.SNAPSHOT:
+            return False
+        self._struck.add(self.basis)
+        return True
+
+    def gone(self) -> bool:
+        """Note a missing payload; returns whether to ask for another plan."""
+        self._num_gone += 1
+        if self.basis is PlanBasis.MERGED:
             self._struck.add(self.basis)
-        return move is not Move.END
+        return self._num_gone <= MAX_REPLANS
 
     def built(self) -> None:
         self._struck = {PlanBasis.BASE}

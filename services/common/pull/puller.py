@@ -28,7 +28,7 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.pull.fallback import BELOW, Failure, Fallback, PlanBasis
+from heterorl.common.pull.fallback import BELOW, Fallback, PlanBasis
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
@@ -111,12 +111,12 @@ class Puller:
                 pulled = await self._pull(held, want_version, admit)
                 break
             except UnknownPayload as error:
-                if not self._fallback.fail(Failure.GONE):
+                if not self._fallback.gone():
                     raise
                 _LOG.info("version %d is planned again: %s", want_version, error)
             except CorruptData as error:
                 self._discard(error)
-                if not self._fallback.fail(Failure.DAMAGED):
+                if not self._fallback.damaged():
                     raise
                 way = BELOW[self._fallback.basis]
                 _LOG.error("version %d failed its checks and is built again %s: %s", want_version, way, error)

@@ -263,7 +263,7 @@ class EvaluationLoop:
     async def _give_back(self) -> None:
         held = sorted(self._held)
         # Prompts that a broken link kept here are handed back before the next question.
-        if await self._work.abandon(held):
+        if held and await self._work.abandon(held):
             self._held -= set(held)
 
     async def _pause(self, version: int) -> None:

@@ -16,16 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import (
-    CorruptData,
-    NotRegistered,
-    PermissionDenied,
-    RemoteError,
-    Unauthenticated,
-    Unreachable,
-)
+from heterorl.common.errors import CorruptData, NotRegistered, PermissionDenied, RemoteError, Unauthenticated
 from heterorl.common.process import metrics
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ends_within
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION, version_words
@@ -110,9 +103,7 @@ class Session:
                 break
             except (RemoteError, CorruptData) as error:
                 delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
-                # The link logs when the coordinator stops answering, and when it answers again.
-                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "the sampler registers again in %.1f s: %s", delay_s, error)
+                _LOG.log(log_level(error), "the sampler registers again in %.1f s: %s", delay_s, error)
                 await self.clock.sleep(delay_s)
         _LOG.info(
             "the sampler is registered with run %s, at %s",
@@ -157,8 +148,7 @@ class Session:
             except (RemoteError, CorruptData) as error:
                 if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
                     raise
-                severity = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(severity, "the heartbeat failed: %s", error)
+                _LOG.log(log_level(error), "the heartbeat failed: %s", error)
                 commands = ()
             await self._obey(commands)
             await self.clock.sleep(self.heartbeat_s)

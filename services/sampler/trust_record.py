@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
-from heterorl.common.process.files import make_directory, replacing, sync_directory
+from heterorl.common.process.files import make_directory, replacing, room, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
@@ -122,13 +122,12 @@ class TrustRecord:
         with self.path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
-                if file.write(row) != len(row):
-                    raise OSError(errno.ENOSPC, "short write")
-                os.fsync(file.fileno())
-            except OSError as error:
+                with room(self.path.parent):
+                    if file.write(row) != len(row):
+                        raise OSError(errno.ENOSPC, "short write")
+                    os.fsync(file.fileno())
+            except (OSError, DiskFull):
                 file.truncate(before)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise DiskFull(str(self.path.parent)) from error
                 raise
         self._seen[seen.version] = seen
 

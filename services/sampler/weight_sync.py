@@ -16,9 +16,9 @@ import random
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
+from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
 from heterorl.common.identity.signing import Trust
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.types.policy import NO_VERSION, PullPlan
@@ -79,9 +79,7 @@ class WeightSync:
                 await self._follow()
                 delay_s = self._watch_backoff.delay_s()
             except (RemoteError, CorruptData) as error:
-                # The link logs when the coordinator stops answering, and when it answers again.
-                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "the watch on the head broke: %s", error)
+                _LOG.log(log_level(error), "the watch on the head broke: %s", error)
                 retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
                 delay_s = self._watch_backoff.delay_s(asked_s=retry_after_s)
             await self.clock.sleep(delay_s)
@@ -124,9 +122,7 @@ class WeightSync:
             pulled = await self._pull(target)
             await asyncio.to_thread(self.record.note, self._seen(pulled))
         except RemoteError as error:
-            _LOG.log(
-                logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "version %d waits: %s", target, error
-            )
+            _LOG.log(log_level(error), "version %d waits: %s", target, error)
             return self.backoff.delay_s(asked_s=error.retry_after_s)
         except UntrustedVersion as error:
             # Costs no payload, so retried as often as a broken link; logged once.

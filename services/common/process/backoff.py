@@ -48,6 +48,11 @@ def wait_of(error: Exception) -> str:
     return next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
 
 
+def log_level(error: Exception) -> int:
+    """Level of a failed call: the link logs a silent coordinator itself."""
+    return logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+
+
 @dataclass(slots=True, kw_only=True)
 class Backoff:
     """Waits in [0, min(cap_s, base_s * 2^n)] after n failures in a row.

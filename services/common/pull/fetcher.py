@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import room
 from heterorl.common.process.threads import in_thread, settle
 from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved
 from heterorl.common.rpc.calls import Calls, WeightCalls
@@ -104,12 +104,8 @@ class Fetcher:
             DiskFull: the disk has no room for the missing bytes.
         """
         self.check(payload)
-        try:
+        with room(self.spool):
             return await self._fetch(payload)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull(str(self.spool)) from error
-            raise
 
     def check(self, payload: PayloadRef) -> None:
         """Check a payload's name and size before a request; raises CorruptData."""

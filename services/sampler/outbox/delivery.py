@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, RemoteError, Unreachable
+from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, RemoteError
 from heterorl.common.process import metrics
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.common import peer_words
@@ -76,9 +76,7 @@ class Delivery:
             # The next registration states the coordinator's smaller limit.
             is_too_large = isinstance(error, MessageTooLarge)
             delay_s = self._backoff.delay_s() if is_too_large else self._backoff.next_delay(error)
-            # The link logs when the coordinator stops answering, and when it answers again.
-            level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-            _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
+            _LOG.log(log_level(error), "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
             await self.clock.sleep(delay_s)
             return
         self._num_alone = max(0, self._num_alone - 1)

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
-from heterorl.common.process.backoff import Backoff, is_transient
+from heterorl.common.errors import NotRegistered, RemoteError, RunFinished
+from heterorl.common.process.backoff import Backoff, is_transient, log_level
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import EvaluationSet
@@ -77,8 +77,7 @@ class WorkClient:
             return None
         except RemoteError as error:
             # A draining run and a restarting coordinator answer alike; the heartbeat tells which.
-            level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-            _LOG.log(level, "the coordinator gives no work: %s", error)
+            _LOG.log(log_level(error), "the coordinator gives no work: %s", error)
             self.ask_time = self.clock.monotonic() + self._backoff.next_delay(error)
             return None
         # The request id changes only after an answer: a lost answer is not granted twice.
@@ -98,19 +97,16 @@ class WorkClient:
 
     async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> bool:
         """Return assignments with a reason; False: a later call may succeed."""
-        for first in range(0, len(assignments), MAX_ASKED):
-            some = tuple(assignments[first : first + MAX_ASKED])
-            try:
-                await self.session.api.abandon_work(
-                    site=self.session.registration.site,
-                    incarnation=self.session.registration.incarnation,
-                    assignments=some,
-                    reason=reason,
-                )
-            except RemoteError as error:
-                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
-                _LOG.log(level, "%d assignments are not taken back: %s", len(assignments) - first, error)
-                return not is_transient(error)
+        try:
+            await self.session.api.abandon_work(
+                site=self.session.registration.site,
+                incarnation=self.session.registration.incarnation,
+                assignments=assignments,
+                reason=reason,
+            )
+        except RemoteError as error:
+            _LOG.log(log_level(error), "%d assignments are not taken back: %s", len(assignments), error)
+            return not is_transient(error)
         return True
 
 

@@ -268,7 +268,7 @@ def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: i
 def _requests(groups: Sequence[Group]) -> list[bytes]:
     """What a sampler sends."""
     pushes = pushes_to_pb([seal(group) for group in groups], limit_bytes=1 << 30, limit_groups=PUSH_GROUPS)
-    return [message.SerializeToString(deterministic=True) for message, _ in pushes]
+    return [message.SerializeToString(deterministic=True) for message in pushes]
 
 
 async def measure(directory: Path, *, num_tokens: int, turns: int, count: int, repeats: int) -> dict[str, Any]:

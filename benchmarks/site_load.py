@@ -149,7 +149,7 @@ class Site:
             state_root=Digest(self._root),
             generation_s=1.0,
         )
-        ((message, _),) = pushes_to_pb([seal(group)], limit_bytes=1 << 20)
+        (message,) = pushes_to_pb([seal(group)], limit_bytes=1 << 20)
         return message
 
 

@@ -177,8 +177,8 @@ class Forwarder:
         # A call takes a place at the coordinator only once it has a message.
         room, first = await self._admission.message(node, method, context)
         try:
-            async with self._link(node).channel() as channel:
-                call: Any = channel.stream_stream(method)(
+            async with self._link(node).held() as lane:
+                call: Any = lane.channel.stream_stream(method)(
                     metadata=_metadata(node, context), timeout=context.time_remaining()
                 )
                 sending = asyncio.ensure_future(self._send(method, node, context, call, room, first))

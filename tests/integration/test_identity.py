@@ -19,7 +19,7 @@ from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticate
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.calls import RetryPolicy
-from heterorl.common.rpc.channel import Stubs
+from heterorl.common.rpc.channel import stubs_of
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -169,7 +169,7 @@ async def test_group_that_comes_after_the_revocation_is_not_taken(secure):
     pair = secure.certificates.pair("sampler", SITE)
     credentials = grpc.ssl_channel_credentials(secure.certificates.ca, pair.key, pair.cert)
     async with grpc.aio.secure_channel(secure.address, credentials) as channel:
-        push = Stubs(channel).method("PushGroups")()
+        push = stubs_of(channel)["PushGroups"]()
         await push.write(messages[0])
         await push.read()
         secure.certificates.authority.revoke(f"{secure.certificates.identity('sampler', SITE).serial:x}")

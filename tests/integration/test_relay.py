@@ -19,7 +19,7 @@ from heterorl.common.errors import (
 from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.identity.spiffe import NODE_KEY
 from heterorl.common.rpc import server_limits
-from heterorl.common.rpc.channel import Stubs, check_health
+from heterorl.common.rpc.channel import check_health, stubs_of
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
 from heterorl.common.types.rollout import GroupId
@@ -156,7 +156,7 @@ async def test_revocation_that_only_the_relay_knows_ends_what_it_answers_and_wha
     pair = run.certificates.pair("sampler", "eu.1")
     credentials = grpc.ssl_channel_credentials(run.certificates.ca, pair.key, pair.cert)
     async with grpc.aio.secure_channel(f"127.0.0.1:{site.port}", credentials) as channel:
-        push = Stubs(channel).method("PushGroups")()
+        push = stubs_of(channel)["PushGroups"]()
         await push.write(push_of(group_to_pb(groups[0])))
         await push.read()
         leasing = asyncio.ensure_future(client.lease_work(**name, max_groups=1, policy_version=0))

@@ -13,7 +13,7 @@ from heterorl.common.errors import HeterorlError, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 from heterorl.common.rpc.calls import RetryPolicy
-from heterorl.common.rpc.channel import Stubs
+from heterorl.common.rpc.channel import stubs_of
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -119,10 +119,10 @@ class SecureRun:
         async with channel:
             try:
                 if answers is not None:
-                    async for answer in Stubs(channel).method(method)(request, timeout=WAIT_S):
+                    async for answer in stubs_of(channel)[method](request, timeout=WAIT_S):
                         answers.append(answer)
                 else:
-                    await Stubs(channel).method(method)(request, timeout=WAIT_S)
+                    await stubs_of(channel)[method](request, timeout=WAIT_S)
             except grpc.aio.AioRpcError as error:
                 return from_rpc_error(error) or Unreachable(f"{error.code().name}: {error.details()}")
         raise AssertionError(f"{method} was not refused")

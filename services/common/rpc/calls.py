@@ -214,17 +214,17 @@ class Calls:
         request = new_message(GetMessageClass(RPCS[name].input_type), **fields) if message is None else message
 
         async def attempt() -> Any:
-            async with self._channel.stubs() as stubs:
+            async with self._channel.held() as lane:
                 with timed(name), self._outage.watching(name):
-                    return readable(name, await stubs.method(name)(request, timeout=timeout_s))
+                    return readable(name, await lane.stubs[name](request, timeout=timeout_s))
 
         return await self._retried(attempt, name=name)
 
     async def _once(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
-            async with self._channel.stubs() as stubs:
+            async with self._channel.held() as lane:
                 with timed(name):
-                    return readable(name, await stubs.method(name)(request, timeout=timeout_s))
+                    return readable(name, await lane.stubs[name](request, timeout=timeout_s))
 
         return await once(name, attempt)
 
@@ -235,8 +235,8 @@ class Calls:
 
     async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
         try:
-            async with self._channel.stubs() as stubs:
-                call = stubs.method(name)(request)
+            async with self._channel.held() as lane:
+                call = lane.stubs[name](request)
                 try:
                     with timed(name):
                         async for message in call:

@@ -50,14 +50,9 @@ KNOCK_S = 2.0
 """Time that an address has to accept a connection; a dead host never refuses one."""
 
 
-class Stubs:
+def stubs_of(channel: grpc.aio.Channel) -> dict[str, Any]:
     """The rpcs of all services over one channel, by name."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._methods = {name: _stub(channel, rpc) for name, rpc in RPCS.items()}
-
-    def method(self, name: str) -> Any:
-        return self._methods[name]
+    return {name: _stub(channel, rpc) for name, rpc in RPCS.items()}
 
 
 def _stub(channel: grpc.aio.Channel, rpc: Any) -> Any:
@@ -70,9 +65,11 @@ def _stub(channel: grpc.aio.Channel, rpc: Any) -> Any:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _OpenChannel:
+class OpenChannel:
+    """A dialled channel and its rpcs by name."""
+
     channel: grpc.aio.Channel
-    stubs: Stubs
+    stubs: Mapping[str, Any]
     number: int
     num_calls: int = 0
 
@@ -96,7 +93,7 @@ class CoordinatorChannel:
         """Largest message that this link sends."""
         self._files = None if tls.insecure else MaterialFiles(tls)
         self._lane = self._open()
-        self._retired: set[_OpenChannel] = set()
+        self._retired: set[OpenChannel] = set()
 
     async def send_up_to(self, num_bytes: int) -> None:
         """Adopt the peer's limit for sent messages; received ones keep theirs."""
@@ -112,19 +109,8 @@ class CoordinatorChannel:
             await lane.channel.close()
 
     @contextlib.asynccontextmanager
-    async def stubs(self) -> AsyncIterator[Stubs]:
-        """Stubs for one call; their channel stays open until the context ends."""
-        async with self._held() as lane:
-            yield lane.stubs
-
-    @contextlib.asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for one call of raw bytes, open within the context."""
-        async with self._held() as lane:
-            yield lane.channel
-
-    @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[_OpenChannel]:
+    async def held(self) -> AsyncIterator[OpenChannel]:
+        """The channel for one call; it stays open until the context ends."""
         lane = await self._current()
         lane.num_calls += 1
         try:
@@ -139,7 +125,7 @@ class CoordinatorChannel:
             lane.num_calls -= 1
             await self._sweep()
 
-    async def _current(self) -> _OpenChannel:
+    async def _current(self) -> OpenChannel:
         if self._is_lost:
             self._is_lost = False
             await self._seek()
@@ -160,10 +146,10 @@ class CoordinatorChannel:
         self._lane = self._open()
         await self._sweep()
 
-    def _open(self) -> _OpenChannel:
+    def _open(self) -> OpenChannel:
         material = None if self._files is None else self._files.current()
         channel = _dialled(self._address, material, receive_bytes=self._receive_bytes, send_bytes=self.send_bytes)
-        return _OpenChannel(channel=channel, stubs=Stubs(channel), number=0 if material is None else material.number)
+        return OpenChannel(channel=channel, stubs=stubs_of(channel), number=0 if material is None else material.number)
 
     async def _sweep(self) -> None:
         for lane in [lane for lane in self._retired if lane.num_calls == 0]:

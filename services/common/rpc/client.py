@@ -158,9 +158,9 @@ class CoordinatorClient(WeightCalls):
 
     async def _upload(self, requests: AsyncIterator[policy_pb2.UploadPayloadRequest]) -> int:
         async def attempt() -> int:
-            async with self._channel.stubs() as stubs:
+            async with self._channel.held() as lane:
                 with timed("UploadPayload"):
-                    return int((await stubs.method("UploadPayload")(requests)).num_bytes)
+                    return int((await lane.stubs["UploadPayload"](requests)).num_bytes)
 
         return await once("UploadPayload", attempt)
 
@@ -223,10 +223,10 @@ class CoordinatorClient(WeightCalls):
         pushed = pushes_to_pb(
             [sealed(group) for group in groups], limit_bytes=self._channel.send_bytes, limit_groups=self._push_groups
         )
-        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message, _ in pushed))
+        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
 
         async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
-            for message, _ in pushed:
+            for message in pushed:
                 await self._pace(self._up, "up", message.ByteSize())
                 BYTES.labels("groups", "out").inc(message.ByteSize())
                 yield message
@@ -235,9 +235,9 @@ class CoordinatorClient(WeightCalls):
             outcomes: list[PushOutcome] = []
             is_in_order = True
             try:
-                async with self._channel.stubs() as stubs:
+                async with self._channel.held() as lane:
                     with timed("PushGroups"):
-                        async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
+                        async for message in lane.stubs["PushGroups"](requests(), timeout=timeout_s):
                             for outcome in map(outcome_from_pb, readable("PushGroups", message).outcomes):
                                 # Keep one outcome for each group; drop extra outcomes and outcomes of other groups.
                                 if len(outcomes) < len(groups) and is_in_order:

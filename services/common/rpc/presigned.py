@@ -78,21 +78,17 @@ class UrlClient:
     """
 
     def __init__(self, allowed: Allowed, hosts: Sequence[str] = ()) -> None:
-        self._schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
+        self.schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
         self._hosts = tuple(host.lower() for host in hosts)
         self._takes_own = allowed == "any" or bool(hosts)
         self._client: httpx2.AsyncClient | None = None
-
-    @property
-    def is_any_allowed(self) -> bool:
-        return bool(self._schemes)
 
     def allows(self, url: str) -> bool:
         if not url or len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable():
             return False
         try:
             parts = urlsplit(url)
-            if parts.scheme not in self._schemes or not parts.hostname:
+            if parts.scheme not in self.schemes or not parts.hostname:
                 return False
             return self._is_named(parts.hostname) and (self._takes_own or not _is_own(parts.hostname))
         except ValueError:
@@ -274,7 +270,7 @@ class PresignedWrites:
     @property
     def is_worth_asking(self) -> bool:
         """Whether a URL would be used now."""
-        return self._connections.is_any_allowed and self._clock.monotonic() >= self._not_before
+        return bool(self._connections.schemes) and self._clock.monotonic() >= self._not_before
 
     async def put_all(
         self,

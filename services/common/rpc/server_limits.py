@@ -175,16 +175,14 @@ class MessagePool:
         if not turns:
             self._waiting.pop(caller, None)
 
-    def _has_own(self, caller: Caller) -> bool:
-        return self._used[caller] + self._message_bytes <= self._own_bytes
-
     def _is_full(self, caller: Caller) -> bool:
         """Whether the site has its whole share."""
         return self._of_site[caller.owner] + self._message_bytes > self._site_bytes
 
     def _wake(self) -> None:
         while self._free >= self._message_bytes:
-            fitting = [each for each in self._waiting if self._has_own(each) and not self._is_full(each)]
+            able = [each for each in self._waiting if self._used[each] + self._message_bytes <= self._own_bytes]
+            fitting = [each for each in able if not self._is_full(each)]
             if not fitting:
                 break
             caller = min(fitting, key=lambda each: (self._of_site[each.owner], self._used[each]))

@@ -68,14 +68,14 @@ def opened(value: LeasedGroup) -> QueuedGroup:
 
 def pushes_to_pb(
     groups: Sequence[SealedGroup], *, limit_bytes: int, limit_groups: int = 1
-) -> list[tuple[rollout_pb2.PushGroupsRequest, int]]:
-    """Messages of groups in order, each with its number of groups.
+) -> list[rollout_pb2.PushGroupsRequest]:
+    """Messages of groups in order.
 
     Small groups share a message. A group larger than any message is sent as its shell, without rollouts: the
     coordinator refuses it for good and counts its sequence. Otherwise it would block the outbox, or its sequence would
     be missing for ever.
     """
-    pushed: list[tuple[rollout_pb2.PushGroupsRequest, int]] = []
+    pushed: list[rollout_pb2.PushGroupsRequest] = []
     together: list[bytes] = []
     num_bytes = FRAME_BYTES
     for sealed in groups:
@@ -98,9 +98,9 @@ def pushes_to_pb(
     return [*pushed, _push_of(together)] if together else pushed
 
 
-def _push_of(groups: Sequence[bytes]) -> tuple[rollout_pb2.PushGroupsRequest, int]:
+def _push_of(groups: Sequence[bytes]) -> rollout_pb2.PushGroupsRequest:
     sizes = np.array([len(data) for data in groups], "<u4").tobytes()
-    return rollout_pb2.PushGroupsRequest(groups=b"".join(groups), sizes=sizes), len(groups)
+    return rollout_pb2.PushGroupsRequest(groups=b"".join(groups), sizes=sizes)
 
 
 def pushed_from_pb(message: rollout_pb2.PushGroupsRequest, *, limit_groups: int) -> list[rollout_pb2.Group]:

@@ -47,7 +47,7 @@ def test_configuration_takes_one_address_or_a_list():
 async def test_calls_go_to_the_address_that_listens(listening, closed):
     link_ = CoordinatorChannel(f"{closed},{listening}", tls=PLAIN, max_message_bytes=1 << 20)
 
-    async with link_.stubs():
+    async with link_.held():
         assert link_._address == listening
     await link_.close()
 
@@ -59,7 +59,7 @@ async def test_where_none_is_seen_to_listen_the_next_one_is_tried(closed, monkey
     seen = []
     for _ in range(2):
         link_._is_lost = True
-        async with link_.stubs():
+        async with link_.held():
             seen.append(link_._address)
     assert seen == ["localhost:1", closed]
     await link_.close()

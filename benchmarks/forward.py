@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.generated import generated
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import ScoredText, canary_texts
+from heterorl.common.generation.inference_engine import ScoredText, canary_texts, generate_all
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompter import Prompter
@@ -223,8 +223,11 @@ def _distances(
 
 def _held_out(bench: Bench) -> float:
     prompts = [bench.task.evaluation_prompt(index) for index in range(bench.task.num_evaluation_prompts)]
-    drawn = bench.engine.generate(
-        [bench.prompter.encode(prompt.text) for prompt in prompts], seeds=range(len(prompts)), num_per_prompt=4
+    drawn = generate_all(
+        bench.engine,
+        [bench.prompter.encode(prompt.text) for prompt in prompts],
+        seeds=range(len(prompts)),
+        num_per_prompt=4,
     )
     return float(
         np.mean(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, WorkAssignment
 from heterorl.sampler.rollout.group_builder import GroupBuilder
@@ -17,7 +18,8 @@ def generated(
     """A group of each assignment, numbered from `first`, with the engine's version."""
     drafts, refused = builder.begin(work, version=engine.version, state_root=state_root)
     assert not refused, "a benchmark's prompts are all taken"
-    made = engine.generate(
+    made = generate_all(
+        engine,
         [draft.prompt_token_ids for draft in drafts],
         seeds=[draft.seed for draft in drafts],
         num_per_prompt=builder.group_size,

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
@@ -54,7 +55,9 @@ def measure(make: Callable[[], Made]) -> dict[str, Any]:
             engine.load(base, version)
             pause_s = time.perf_counter() - started
             started = time.perf_counter()
-            groups = engine.generate(prompts, seeds=range(version, version + NUM_PROMPTS), num_per_prompt=GROUP_SIZE)
+            groups = generate_all(
+                engine, prompts, seeds=range(version, version + NUM_PROMPTS), num_per_prompt=GROUP_SIZE
+            )
             batch_s = time.perf_counter() - started
             # The first swap and the first batch warm caches up.
             if version:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.rows import Place, Rows, seconds
 from benchmarks.learner import VOCAB_SIZE, write_model
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import ScoredText
+from heterorl.common.generation.inference_engine import ScoredText, generate_all
 from heterorl.common.model.staging import Part, each_part, part_of, to_device
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.plan.assumptions import Assumptions
@@ -56,9 +56,9 @@ def _engine(rows: Rows, place: Place, model_dir: str, parameters: int) -> None:
     rows.add(f"{title}: pause of a swap", 1e3 * pause, "ms", forecast=1e3 * forecast)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB_SIZE, 16).astype(np.int32) for _ in range(num_rows // GROUP_SIZE)]
-    drawing.generate(prompts[:1], seeds=[0], num_per_prompt=GROUP_SIZE)
+    generate_all(drawing, prompts[:1], seeds=[0], num_per_prompt=GROUP_SIZE)
     started = time.perf_counter()
-    groups = drawing.generate(prompts, seeds=range(len(prompts)), num_per_prompt=GROUP_SIZE)
+    groups = generate_all(drawing, prompts, seeds=range(len(prompts)), num_per_prompt=GROUP_SIZE)
     taken = time.perf_counter() - started
     drawn = sum(row.token_ids.size for members in groups for row in members)
     rows.add(f"{title}: speed, {num_rows} rows", drawn / taken, "tokens/s")

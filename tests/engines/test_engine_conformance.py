@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from heterorl.common.generation.inference_engine import Finished, Request, in_order
+from heterorl.common.generation.inference_engine import Finished, Request, generate_all, in_order
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
@@ -34,7 +34,7 @@ class Subject:
         return self.version
 
     def generate(self, *, seeds=SEEDS, prompts=PROMPTS, num_per_prompt=3):
-        return self.engine.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+        return generate_all(self.engine, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
 
 @pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=NEEDS_VLLM)])

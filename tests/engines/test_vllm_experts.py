@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.learner_config import LearnerConfig
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
@@ -52,7 +53,7 @@ def test_trained_experts_are_swapped_in_place(monkeypatch, tmp_path):
         for version, state in ((1, trained), (2, disturbed(trained, seed=1))):
             engine.load(state, version)
             assert engine.canary_difference < 1e-5
-            groups = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+            groups = generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
             assert truth.difference(state, groups, semantics()) < 1e-5
         assert engine._process is process
     finally:

@@ -10,6 +10,7 @@ from tests.support.foreign import foreign_project, run
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 PROGRAM = """
 from pathlib import Path
+from heterorl.common.generation.inference_engine import generate_all
 from tests.support.engines import PROMPTS, disturbed, vllm_engine, write_model
 
 if __name__ == "__main__":
@@ -17,7 +18,7 @@ if __name__ == "__main__":
     try:
         # Our worker class loads it.
         engine.load(disturbed(engine.base(), seed=1), 1)
-        print("groups", len(engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=1)))
+        print("groups", len(generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=1)))
     finally:
         engine.close()
 """

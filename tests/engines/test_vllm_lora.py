@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heterorl.common.errors import StaleWeights
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.contract import LoraConfig
@@ -66,7 +67,7 @@ def test_adapters_are_drawn_with_as_merged_and_never_those_of_another_version(ma
     state = base
     for version in range(4):
         engine.load(state, version)
-        groups = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
+        groups = generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
 
         assert truth.difference(state, groups, SAMPLING) < 1e-4
         assert all(row.spans == (Span(version=version, start=0, end=len(row.token_ids)),) for g in groups for row in g)
@@ -80,7 +81,7 @@ def _swapped_during_a_batch(engine, old, new):
     engine.load(old, 11)
     groups = []
     batch = threading.Thread(
-        target=lambda: groups.extend(engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=60))
+        target=lambda: groups.extend(generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=60))
     )
     batch.start()
     while not engine._alive()._running:
@@ -122,5 +123,5 @@ def test_damaged_adapters_are_seen_and_the_next_load_starts_again(made, monkeypa
     old = engine._process
     engine.load(state, 21)
     assert engine._process is not old
-    groups = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+    groups = generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
     assert truth.difference(state, groups, SAMPLING) < 1e-4

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import shared_model as weights
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
@@ -26,7 +27,7 @@ def made(tmp_path_factory):
 
 
 def generate(engine):
-    return engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+    return generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
 
 
 def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
@@ -90,7 +91,7 @@ def test_swap_in_flight_that_goes_wrong_drops_the_batch_at_once(made, monkeypatc
 
     def batch():
         with pytest.raises(EngineError, match="a swap failed"):
-            engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=500)
+            generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=500)
         ended.append(engine.version)
 
     thread = threading.Thread(target=batch)

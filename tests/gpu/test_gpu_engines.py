@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from heterorl.common.generation.inference_engine import generate_all
 from tests.gpu.conftest import DEVICE
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
 
@@ -43,7 +44,7 @@ def test_swapped_weights_are_what_is_drawn_with(made):
         started = time.perf_counter()
         engine.load(state, version)
         pauses.append(time.perf_counter() - started)
-        groups = engine.generate(PROMPTS, seeds=SEEDS, num_per_prompt=8)
+        groups = generate_all(engine, PROMPTS, seeds=SEEDS, num_per_prompt=8)
 
         difference = truth.difference(state, groups, SAMPLING)
         assert difference < tolerance
@@ -56,7 +57,9 @@ def test_swap_during_a_batch_keeps_what_is_under_way(made):
     states = {20: disturbed(base, seed=20), 21: disturbed(base, seed=21, scale=0.02)}
     engine.load(states[20], 20)
     groups = []
-    batch = threading.Thread(target=lambda: groups.extend(engine.generate(PROMPTS, seeds=SEEDS, num_per_prompt=256)))
+    batch = threading.Thread(
+        target=lambda: groups.extend(generate_all(engine, PROMPTS, seeds=SEEDS, num_per_prompt=256))
+    )
     started = time.perf_counter()
     batch.start()
     engine.load(states[21], 21)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
@@ -104,9 +105,9 @@ async def _generates_the_same(core, parts, config, manifests, tmp_path):
     # Of so few values nearly all change, and a version may go out whole; its size is that of the adapters.
     assert sum(payload.num_bytes for payload in plans[-1].payloads) < 2 * engine.layout.full_bytes
     assert pulled.manifest.state_root == manifests[3].state_root
-    before = engine.generate([prompt], seeds=[1], num_per_prompt=1)[0][0]
+    before = generate_all(engine, [prompt], seeds=[1], num_per_prompt=1)[0][0]
     engine.load(pulled.arena, 3)
-    after = engine.generate([prompt], seeds=[1], num_per_prompt=1)[0][0]
+    after = generate_all(engine, [prompt], seeds=[1], num_per_prompt=1)[0][0]
     model = parts.backend.torch_model
     tensors.load(pulled.arena, model)
     ids = torch.from_numpy(prompt.astype(np.int64))[None]

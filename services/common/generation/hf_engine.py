@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from heterorl.common.errors import ConfigError, EngineError
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
@@ -33,7 +33,7 @@ from heterorl.common.model.logprobs import draw, gumbel, gumbel_noise, logprobs_
 from heterorl.common.model.model_directory import first_line
 from heterorl.common.model.model_loading import load_pretrained, token_limits_of
 from heterorl.common.model.router_replay import RouterRecorder
-from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
@@ -422,11 +422,6 @@ class HfEngine:
             self._waiting.clear()
             self._rows = None
             self._num_cancels += 1
-
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
-        return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
     def _admitted(self) -> list[Group]:
         """Whole requests, in their order, that fit next to running rows."""

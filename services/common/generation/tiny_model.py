@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.model.model_loading import BUILDING, load_pretrained
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.task import Task
@@ -228,7 +229,8 @@ def evaluate(directory: Path, *, task: Task, seed: int, device: str = "cpu") -> 
     arena = Arena(engine.layout)
     store(engine.model, arena)
     engine.load(arena, 0)
-    completions = engine.generate(
+    completions = generate_all(
+        engine,
         [prompter.encode(prompt.text) for prompt in prompts],
         seeds=[seed + number for number in range(len(prompts))],
         num_per_prompt=1,

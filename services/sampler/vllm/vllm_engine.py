@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
-from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText
+from heterorl.common.types.common import Float32Array
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm import weight_canary
@@ -159,11 +159,6 @@ class VllmEngine:
     def cancel(self) -> None:
         with self._news:
             self._drop()
-
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
-        return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
     def _take(self, epoch: int, key: int, member: int, answer: Any) -> None:
         with self._news:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError
-from heterorl.common.generation.inference_engine import Finished
+from heterorl.common.generation.inference_engine import Finished, generate_all
 from heterorl.common.model import tensors
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.task import Prompt
@@ -314,7 +314,7 @@ def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     engine, prompter = parts.evaluator._engine, parts.evaluator._prompter
     engine.load(arena, 0)
 
-    [completions] = engine.generate([prompter.encode("12+34=")], seeds=[3], num_per_prompt=3)
+    [completions] = generate_all(engine, [prompter.encode("12+34=")], seeds=[3], num_per_prompt=3)
     texts = [prompter.decode(completion.token_ids) for completion in completions]
 
     # Reference: argmax of the model's own logits, one token at a time.

@@ -286,7 +286,7 @@ def test_engines_of_one_process_draw_as_one_alone(tmp_path):
     groups = generate_all(group, PROMPTS, seeds=seeds, num_per_prompt=4)
 
     assert truth.difference(state, groups, SAMPLING) < 1e-5
-    expected = engines[0].generate(PROMPTS, seeds=seeds, num_per_prompt=4)
+    expected = generate_all(engines[0], PROMPTS, seeds=seeds, num_per_prompt=4)
     assert [row.token_ids.tolist() for one in groups for row in one] == [
         row.token_ids.tolist() for one in expected for row in one
     ]

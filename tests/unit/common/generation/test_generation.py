@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import FairLock, HfEngine, _is_made_of
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.logprobs import draw, gumbel, truncated
 from heterorl.common.model.tensors import store
@@ -46,7 +47,7 @@ PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 
 def test_logprobs_equal_a_full_float32_forward(model_dir, changes):
     engine = engine_of(model_dir, **changes)
 
-    for ids, rows in zip(PROMPTS, engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=3), strict=True):
+    for ids, rows in zip(PROMPTS, generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=3), strict=True):
         for row in rows:
             whole = torch.tensor([[*ids.tolist(), *row.token_ids.tolist()]])
             with torch.no_grad():
@@ -60,12 +61,12 @@ def test_logprobs_equal_a_full_float32_forward(model_dir, changes):
 
 def test_result_of_a_prompt_depends_on_its_seed_and_not_on_its_neighbours(model_dir):
     engine = engine_of(model_dir)
-    together = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+    together = generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
     alone = [
-        engine.generate([ids], seeds=[seed], num_per_prompt=2)[0]
+        generate_all(engine, [ids], seeds=[seed], num_per_prompt=2)[0]
         for ids, seed in zip(PROMPTS, (1, 2, 3, 4), strict=True)
     ]
-    other = engine.generate(PROMPTS, seeds=[5, 6, 7, 8], num_per_prompt=2)
+    other = generate_all(engine, PROMPTS, seeds=[5, 6, 7, 8], num_per_prompt=2)
 
     def ids(groups):
         return [[row.token_ids.tolist() for row in rows] for rows in groups]
@@ -98,7 +99,8 @@ def test_rows_that_ended_leave_the_batch_and_change_nothing(model_dir):
         lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     drawn = [
-        engine.generate(PROMPTS[i : i + 2], seeds=seeds[i : i + 2], num_per_prompt=4) for i in range(0, len(PROMPTS), 2)
+        generate_all(engine, PROMPTS[i : i + 2], seeds=seeds[i : i + 2], num_per_prompt=4)
+        for i in range(0, len(PROMPTS), 2)
     ]
     assert widths[0] == 8
     assert min(widths) <= 2
@@ -125,7 +127,7 @@ def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_vers
     arena = Arena(engine.layout)
     store(engine.model, arena)
     engine.load(arena, 7)
-    rows = [row for rows in engine.generate(PROMPTS * 8, seeds=range(32), num_per_prompt=4) for row in rows]
+    rows = [row for rows in generate_all(engine, PROMPTS * 8, seeds=range(32), num_per_prompt=4) for row in rows]
 
     ended = [row for row in rows if row.finish_reason is FinishReason.EOS]
     assert 0 < len(ended) < len(rows)
@@ -138,7 +140,7 @@ def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_vers
 def test_loaded_weights_are_the_ones_that_generate(model_dir):
     # T9: nothing computed with the old weights serves the new ones.
     engine = engine_of(model_dir)
-    before = engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    before = generate_all(engine, PROMPTS, seeds=[1] * 4, num_per_prompt=2)
     arena = Arena(engine.layout)
     store(engine.model, arena)
     for spec in arena.layout.specs:
@@ -148,8 +150,8 @@ def test_loaded_weights_are_the_ones_that_generate(model_dir):
     fresh = engine_of(model_dir)
     fresh.load(arena, 1)
 
-    after = engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
-    expected = fresh.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    after = generate_all(engine, PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    expected = generate_all(fresh, PROMPTS, seeds=[1] * 4, num_per_prompt=2)
 
     assert [[r.logprobs.tolist() for r in g] for g in after] == [[r.logprobs.tolist() for r in g] for g in expected]
     assert [[r.logprobs.tolist() for r in g] for g in after] != [[r.logprobs.tolist() for r in g] for g in before]
@@ -229,7 +231,7 @@ def test_swap_takes_effect_between_two_tokens_and_the_cache_stays(model_dir):
 
     loaders = []
     engine.model.register_forward_pre_hook(note)
-    groups = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=8)
+    groups = generate_all(engine, PROMPTS[:1], seeds=[1], num_per_prompt=8)
     for loader in loaders:
         loader.join()
 
@@ -250,7 +252,7 @@ def test_token_carries_the_version_of_its_own_pass(model_dir):
             engine.version += 1
 
     engine._weights_lock, engine.version = SwapAfterEveryTurn(), 0
-    [[row]] = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=1)
+    [[row]] = generate_all(engine, PROMPTS[:1], seeds=[1], num_per_prompt=1)
 
     assert row.spans == tuple(Span(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))
 

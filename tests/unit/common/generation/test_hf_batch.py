@@ -55,7 +55,7 @@ def collected(engine, *, until=lambda finished: False):
 
 def alone(engine, key):
     one = request(key)
-    return engine.generate([one.prompt], seeds=[one.seed], num_per_prompt=NUM)[0]
+    return generate_all(engine, [one.prompt], seeds=[one.seed], num_per_prompt=NUM)[0]
 
 
 def assert_equal(members, others):
@@ -69,7 +69,7 @@ def test_what_was_submitted_together_is_one_batch_bit_for_bit(model_dir):
     engine = hf_engine(model_dir, max_new_tokens=LIMIT, engine={"batch_rows": 16})
     seeds = [1, 2, 3, 4]
 
-    groups = engine.generate(PROMPTS, seeds=seeds, num_per_prompt=NUM)
+    groups = generate_all(engine, PROMPTS, seeds=seeds, num_per_prompt=NUM)
 
     expected = one_batch(engine, PROMPTS, seeds, NUM, sampling=SAMPLING)
     assert [(row.token_ids.tolist(), row.logprobs.tolist()) for members in groups for row in members] == expected
@@ -357,7 +357,7 @@ def test_requests_of_another_temperature_and_length_beside_others_are_what_they_
             model_dir, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
             max_new_tokens=own.max_new_tokens, engine={"batch_rows": 8},
         )  # fmt: skip
-        (expected,) = plain.generate([one.prompt], seeds=[one.seed], num_per_prompt=2)
+        (expected,) = generate_all(plain, [one.prompt], seeds=[one.seed], num_per_prompt=2)
         assert [row.token_ids.tolist() for row in members] == [row.token_ids.tolist() for row in expected]
     assert len({tuple(row.token_ids.tolist()) for row in found[1]}) == 1
     assert max(row.token_ids.size for row in found[1]) <= 5

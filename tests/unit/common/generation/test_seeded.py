@@ -6,6 +6,7 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.logprobs import group_key, gumbel_noise
 from heterorl.common.process.config_file import load
@@ -72,16 +73,16 @@ def test_longer_noise_begins_with_the_shorter():
 
 
 def test_draws_depend_on_the_key_and_the_place_alone(engine):
-    together = engine.generate(PROMPTS, seeds=[11, 12, 13], num_per_prompt=3)
+    together = generate_all(engine, PROMPTS, seeds=[11, 12, 13], num_per_prompt=3)
     alone = [
-        engine.generate([prompt], seeds=[seed], num_per_prompt=3)[0]
+        generate_all(engine, [prompt], seeds=[seed], num_per_prompt=3)[0]
         for prompt, seed in zip(PROMPTS, [11, 12, 13], strict=True)
     ]
 
     assert [tokens(rows) for rows in together] == [tokens(rows) for rows in alone]
     # The same member, however many there are; with the sequential noise of the other mode it is another.
-    assert tokens(engine.generate(PROMPTS[:1], seeds=[11], num_per_prompt=1)[0]) == tokens(together[0])[:1]
-    assert tokens(engine.generate(PROMPTS[:1], seeds=[99], num_per_prompt=3)[0]) != tokens(together[0])
+    assert tokens(generate_all(engine, PROMPTS[:1], seeds=[11], num_per_prompt=1)[0]) == tokens(together[0])[:1]
+    assert tokens(generate_all(engine, PROMPTS[:1], seeds=[99], num_per_prompt=3)[0]) != tokens(together[0])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from heterorl.learner.backends.torch_backend import TorchBackend
@@ -57,7 +58,7 @@ def _groups(engine, *, version):
     """Groups drawn by the engine; the reward is the share of even tokens."""
     prompts = [np.array(ids, np.int32) for ids in ([2, 3, 4], [5, 6, 7, 8], [9, 2], [11, 3, 3])]
     groups = []
-    for number, rows in enumerate(engine.generate(prompts, seeds=[1, 2, 3, 4], num_per_prompt=4)):
+    for number, rows in enumerate(generate_all(engine, prompts, seeds=[1, 2, 3, 4], num_per_prompt=4)):
         members = [
             rollout(row.token_ids, row.logprobs, float(np.mean(row.token_ids % 2 == 0)), version=version)
             for row in rows

@@ -10,7 +10,7 @@ import transformers
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import Request, ScoredText, in_order
+from heterorl.common.generation.inference_engine import Request, ScoredText, generate_all, in_order
 from heterorl.common.model.router_replay import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.wire.sealed_groups import canonical, open_group, seal
@@ -57,7 +57,7 @@ def _drawn(engine):
             prompt=PROMPTS[number],
             sequence=number + 1,
         )
-        for number, rows in enumerate(engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4))
+        for number, rows in enumerate(generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4))
     ]
 
 
@@ -115,7 +115,7 @@ def test_rollouts_without_a_record_are_routed_by_the_learner(model_dir):
 def test_record_is_that_of_each_row_alone_and_scoring_meanwhile_is_not_in_it(model_dir):
     engine = _engine(model_dir, batch_rows=64)
     requests = [Request(key=key, prompt=prompt, seed=key, num_completions=3) for key, prompt in enumerate(PROMPTS)]
-    alone = [engine.generate([one.prompt], seeds=[one.seed], num_per_prompt=3)[0] for one in requests]
+    alone = [generate_all(engine, [one.prompt], seeds=[one.seed], num_per_prompt=3)[0] for one in requests]
     text = ScoredText(prompt=PROMPTS[1], completion=PROMPTS[1])
     is_over = threading.Event()
 

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
+from heterorl.common.generation.inference_engine import (
+    MAX_TOKENS,
+    NUM_SEQUENCES,
+    ScoredText,
+    canary_texts,
+    generate_all,
+)
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.tasks.arithmetic import ArithmeticTask
@@ -72,7 +78,7 @@ def test_score_is_what_generate_states(model_dir):
     engine = _engine(model_dir, _sampling(0.7))
     prompt = np.array([3, 12, 4], np.int32)
 
-    for (row,) in engine.generate([prompt], seeds=[5], num_per_prompt=1):
+    for (row,) in generate_all(engine, [prompt], seeds=[5], num_per_prompt=1):
         (score,) = engine.score([ScoredText(prompt=prompt, completion=row.token_ids)])
         np.testing.assert_allclose(score, row.logprobs, atol=1e-5)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.tasks.task_config import TaskConfig, build_task
@@ -66,7 +67,7 @@ def test_tokens_and_log_probs_are_those_of_the_services_engine(models, is_sharin
         tensors.store(engine.model, arena)
         engine.load(arena, 0)
         ids = [drawing.texts.prompter.encode(prompt.text) for prompt in prompts]
-        for group, members in enumerate(engine.generate(ids, seeds=some, num_per_prompt=4)):
+        for group, members in enumerate(generate_all(engine, ids, seeds=some, num_per_prompt=4)):
             for member, completion in enumerate(members):
                 length = completion.token_ids.size
                 lengths.add(length)

@@ -118,7 +118,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number = 0
-        self._action: Callable[[], object] = lambda: None
+        self._action: Callable[[int, FrameType | None], object] = lambda *_: None
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -140,7 +140,7 @@ class Interruption:
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
         """Raise KeyboardInterrupt at once: for work without processes."""
-        with self._doing(_raise):
+        with self._doing(signal.default_int_handler):
             yield
 
     @contextlib.contextmanager
@@ -149,24 +149,19 @@ class Interruption:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "called in a coroutine"
         # Only this call wakes the loop from a signal handler.
-        with self._doing(lambda: loop.call_soon_threadsafe(task.cancel)):
+        with self._doing(lambda *_: loop.call_soon_threadsafe(task.cancel)):
             if self.number:
                 raise asyncio.CancelledError
             yield
 
     @contextlib.contextmanager
-    def _doing(self, action: Callable[[], object]) -> Iterator[None]:
+    def _doing(self, action: Callable[[int, FrameType | None], object]) -> Iterator[None]:
         self._action = action
         try:
             yield
         finally:
-            self._action = lambda: None
+            self._action = lambda *_: None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
         self.number = self.number or number
-        self._action()
-
-
-def _raise() -> None:
-    raise KeyboardInterrupt
+        self._action(number, frame)

@@ -129,11 +129,14 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         if check.name in waiting:
             waiting.remove(check.name)
 
+    def add_own(own: Identity | Failure, server: Identity | None = None) -> None:
+        add(link.judge_certificate(own, role=target.role, site=target.site, server=server))
+        add(link.judge_expiry(own, now=wall_time()))
+
     def rest(why: str) -> list[Check]:
         # This node's certificate is checked even if the coordinator does not answer.
         if own is not None:
-            add(link.judge_certificate(own, role=target.role, site=target.site, server=None))
-            add(link.judge_expiry(own, now=wall_time()))
+            add_own(own)
         return checks + [skip(name, why) for name in waiting]
 
     proxy = "" if own is None else proxy_variable(target.address)
@@ -161,16 +164,14 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         return rest("this node has no usable certificate"), None
     elif isinstance(connected, Failure):
         add(skip("tls", connected.detail))
-        add(link.judge_certificate(own, role=target.role, site=target.site, server=None))
-        add(link.judge_expiry(own, now=wall_time()))
+        add_own(own)
     else:
         shaken = await link.tls_handshake(connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s)
         add(link.judge_handshake(host, shaken))
         if isinstance(shaken, Failure):
             return rest("the handshake failed"), None
         server = shaken.server
-        add(link.judge_certificate(own, role=target.role, site=target.site, server=server))
-        add(link.judge_expiry(own, now=wall_time()))
+        add_own(own, server)
     try:
         check_tls(target.tls, key="coordinator", address=target.address)
         client = DiagnosisClient(

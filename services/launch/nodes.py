@@ -84,7 +84,8 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
         if node.port:
             tls["revoked"] = revoked or f"{tls_dir}/revoked"
     key = STATE_KEY[node.kind]
-    return {key: node.directory or state_dir, **without(node.config, key), "tls": tls}
+    # The place of the state comes first.
+    return {key: None} | node.config | {key: node.directory or state_dir, "tls": tls}
 
 
 def memory_limit(node: Node, *, is_container: bool = False) -> str:
@@ -95,11 +96,6 @@ def memory_limit(node: Node, *, is_container: bool = False) -> str:
         return memory
     number, unit = int(memory[:-1]), memory[-1]
     return f"{number + SHARED_MEMORY_GIB * (1 if unit == 'g' else 1024)}{unit}"
-
-
-def without(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """A table without one key."""
-    return {name: value for name, value in table.items() if name != key}
 
 
 def renumbered(node: Node, **changes: Any) -> Node:

@@ -104,7 +104,7 @@ class Payloads:
     def _source(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
         path = self._cache.path(digest)
         if path is not None:
-            return self._kept(digest, offset, stop)
+            return self._kept(digest, path, offset, stop)
         arrival = self._arrivals.get(digest)
         if arrival is not None:
             RELAY_READS.labels(JOINED).inc()
@@ -117,9 +117,7 @@ class Payloads:
         RELAY_READS.labels(FETCHED).inc()
         return self._arriving(self._begin(ref), offset, stop)
 
-    async def _kept(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
-        path = self._cache.path(digest)
-        assert path is not None
+    async def _kept(self, digest: Digest, path: Path, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
         RELAY_READS.labels(HIT).inc()
         try:
             async for frame in self._reader.read(digest, path, offset=offset, stop=stop):

@@ -88,15 +88,13 @@ def drawings(
         axes.set_ylim(0, 1.02)
 
     def size(axes: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
-
         numbers = [entry["version"] for entry in versions]
         axes.plot(numbers, [e["full_bytes"] / 1024 for e in versions], color=WEAK, linestyle="--", label="all weights")
         axes.plot(numbers, [e["bytes"] / 1024 for e in versions], color=STRONG, label="sent")
         _from_zero(axes, [e["full_bytes"] / 1024 for e in versions])
         axes.set_ylabel("KiB")
         axes.set_xlabel("version")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        whole_numbers(axes.xaxis)
         axes.legend(loc="center right")
 
     return {
@@ -111,6 +109,13 @@ def drawings(
 
 def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
+
+
+def whole_numbers(axis: Any) -> None:
+    """Put the ticks of an axis at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def _from_zero(axes: Any, values: Sequence[float]) -> None:
@@ -135,7 +140,6 @@ def picture(
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         raise DependencyMissing("matplotlib", "report") from None
 
@@ -146,7 +150,7 @@ def picture(
         axes = figure.add_subplot()
         axes.set_xlabel(horizontal)
         if horizontal == "step":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            whole_numbers(axes.xaxis)
         draw(axes)
         # The picture of bytes has versions on its axis.
         for step in marks if axes.get_xlabel() == "step" else ():

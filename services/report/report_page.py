@@ -22,7 +22,7 @@ from heterorl.common.evaluation.summary import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
-from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture
+from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, whole_numbers
 from heterorl.report.past_run import PastRun, SiteTotals
 
 _TEMPLATES = Environment(
@@ -219,12 +219,10 @@ def _time_unit(span_s: float) -> tuple[str, float]:
 
 
 def _progress(published: Sequence[tuple[int, float]], unit_s: float, axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     times = [(seconds - published[0][1]) / unit_s for _, seconds in published]
     axes.plot(times, [version for version, _ in published], color=STRONG)
     axes.set_ylabel("version")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    whole_numbers(axes.yaxis)
     axes.set_xlim(0, None)
     axes.set_ylim(0, None)
 
@@ -237,8 +235,6 @@ def largest(sites: Sequence[SiteTotals]) -> list[SiteTotals]:
 
 
 def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     names = [site.site if len(site.site) <= 24 else f"{site.site[:21]}..." for site in sites]
     places = range(len(names))
     accepted = [site.accepted for site in sites]
@@ -246,7 +242,7 @@ def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:
     axes.barh(places, [site.dropped for site in sites], left=accepted, color=WEAK, height=0.6, label="dropped")
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    whole_numbers(axes.xaxis)
     axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in sites)))
     axes.legend(loc="center right")
 

@@ -41,6 +41,15 @@ class Here:
             episode.close()
 
 
+def end(played):
+    """End what all episodes share: this process goes on."""
+    played.begin(played._serving.__aexit__(None, None, None)).result()
+    played._loop.call_soon_threadsafe(played._loop.stop)
+    played._thread.join()
+    played._loop.run_until_complete(played._loop.shutdown_default_executor())
+    played._loop.close()
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """Loads an environment in this process, by name."""
@@ -58,7 +67,7 @@ def here(tmp_path_factory):
     load.directory = directory
     yield load
     for each in made.values():
-        each.played.close()
+        end(each.played)
     subprocess.Popen = started
 
 

@@ -129,7 +129,10 @@ class EnvironmentTask(TaskWrapper):
         self.environments = (episodes,)
         self._first = functools.lru_cache(_REMEMBERED)(self._reset)
         if episodes.learns_tools:
-            self._learn_tools()
+            try:
+                self._first(0, False)
+            except EpisodeError as error:
+                raise environment_problem("an episode of prompt 0", error) from error
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
         words = f"{task.digest}\nenvironment 1\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
@@ -161,12 +164,6 @@ class EnvironmentTask(TaskWrapper):
     def close(self) -> None:
         self._episodes.close()
         close_task(self.inner)
-
-    def _learn_tools(self) -> None:
-        try:
-            self._first(0, False)
-        except EpisodeError as error:
-            raise environment_problem("an episode of prompt 0", error) from error
 
     def _check_columns(self, prompt: Prompt) -> None:
         row = _row(prompt)
@@ -255,14 +252,11 @@ class NumbersTask:
         self.digest: Digest = bytes_digest(f"numbers 1 {total} {size} {evaluation_size}".encode())
 
     def prompt(self, index: int) -> Prompt:
-        return _number(index, index)
+        return Prompt(index=index, text="", answer="", columns={"task": index})
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        return _number(index, self._total - self.num_evaluation_prompts + index)
+        number = self._total - self.num_evaluation_prompts + index
+        return Prompt(index=index, text="", answer="", columns={"task": number})
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
         raise RewardError("rows of numbers have no score of their own")
-
-
-def _number(index: int, task: int) -> Prompt:
-    return Prompt(index=index, text="", answer="", columns={"task": task})

@@ -174,14 +174,6 @@ class Played:
     def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self) -> None:
-        """End what all episodes share; only for a process that goes on."""
-        self.begin(self._serving.__aexit__(None, None, None)).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
     def task(self, number: int) -> Any:
         """Task by number; raises ValueError for one that is not text."""
         self.build(number + 1)

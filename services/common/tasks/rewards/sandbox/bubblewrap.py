@@ -164,12 +164,9 @@ class Sandbox:
                     standard_input=standard_input,
                 )  # fmt: skip
             finally:
-                process.kill()
-                for pipe in (process.stdin, process.stdout):
-                    assert pipe is not None
-                    with suppress(OSError):
-                        pipe.close()
-                process.wait()
+                # The context closes its pipes and waits for it.
+                with process:
+                    process.kill()
                 _end_namespace(info_out.fileno(), command)
         return replace(outcome, used_s=_used_s() - before_s)
 

@@ -177,12 +177,9 @@ class Server:
         for number in children_of(self._process.pid):
             with suppress(OSError):
                 os.kill(number, signal.SIGKILL)
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
-        self._process.wait()
+        # The context closes its pipes and waits for it.
+        with self._process:
+            self._process.kill()
 
     def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         try:

@@ -40,7 +40,8 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.resume import PublishedVersions, Resumption
+from heterorl.learner.publish.version_payloads import PublishedVersions
+from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import read_epochs, write_run_file
 from heterorl.learner.run.training_run import TrainingRun
@@ -156,17 +157,10 @@ def _begin_term(
     payloads = directory / "payloads"
     backend = parts.backend
     threads = num_threads(config.backend.threads)
-    variants = Variants(
-        api,
-        names=config.variants,
-        layout=backend.layout,
-        run_id=config.run_id,
-        epoch=grant.epoch,
-        directory=payloads,
-        backoff=backoff(),
-        trust=trust,
-        threads=threads,
+    published = PublishedVersions(
+        api=api, layout=backend.layout, spool=payloads / "incoming", backoff=backoff(), trust=trust, threads=threads
     )
+    variants = Variants(published, names=config.variants, run_id=config.run_id, epoch=grant.epoch, directory=payloads)
     publisher = Publisher(
         api,
         run_id=config.run_id,
@@ -182,9 +176,6 @@ def _begin_term(
         canary=parts.canary,
         threads=threads,
         variants=variants if config.variants else None,
-    )
-    published = PublishedVersions(
-        api=api, layout=backend.layout, spool=payloads / "incoming", backoff=backoff(), trust=trust, threads=threads
     )
     resumption = Resumption(
         backend=backend,

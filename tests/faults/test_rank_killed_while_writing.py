@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.learner.publish.checkpoint_store import CheckpointStore, read_checkpoint
+from heterorl.learner.publish.checkpoint_store import BACKEND_DIRECTORY, CheckpointStore, read_checkpoint
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
@@ -88,6 +88,6 @@ def test_checkpoint_before_the_one_that_a_rank_died_in_resumes_at_another_number
         loss=config.loss,
         sampling=config.sampling.semantics(),
     )
-    alone.restore(store.backend_directory(store.paths()[0]))
+    alone.restore(store.paths()[0] / BACKEND_DIRECTORY)
     (root_of_state,) = run_job(alone, [["store"]])
     assert root_of_state == read_checkpoint(store.paths()[0]).state_root

@@ -283,8 +283,9 @@ class Lying(Counting):
         super().__init__(inner)
         self._about = about
 
-    async def get_signed_manifest(self, *, version):
-        return await self._inner.get_signed_manifest(version=0 if self._about == "manifests" else version)
+    async def get_signed_manifest(self, *, version, variant):
+        shown = 0 if self._about == "manifests" else version
+        return await self._inner.get_signed_manifest(version=shown, variant=variant)
 
     async def plan_pull(self, **wanted):
         plan = await super().plan_pull(**wanted)

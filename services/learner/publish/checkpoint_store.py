@@ -204,7 +204,8 @@ class CheckpointStore:
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
             digests = {name: file_digest(temporary / name) for name in _files(temporary)}
             (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
-            _sync_tree(temporary)
+            for path in (*sorted(temporary.rglob("*"), reverse=True), temporary):
+                (sync_directory if path.is_dir() else sync_file)(path)
             if final in self._unreadable:
                 _set_aside(final)
                 self._unreadable.discard(final)
@@ -235,9 +236,6 @@ class CheckpointStore:
     def paths(self) -> list[Path]:
         """Directories named as checkpoints, newest first; `read_checkpoint` tells whether they are valid."""
         return sorted(self._root.glob("v[0-9]*"), reverse=True)
-
-    def backend_directory(self, path: Path) -> Path:
-        return path / BACKEND_DIRECTORY
 
     def discard(self, path: Path) -> None:
         """Remove a checkpoint whose publication was refused."""
@@ -350,8 +348,3 @@ def _set_aside(path: Path) -> None:
     while (aside := path.with_name(f"unreadable-{path.name}-{number}")).exists():
         number += 1
     path.rename(aside)
-
-
-def _sync_tree(root: Path) -> None:
-    for path in (*sorted(root.rglob("*"), reverse=True), root):
-        (sync_directory if path.is_dir() else sync_file)(path)

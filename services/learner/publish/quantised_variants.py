@@ -18,20 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
-from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
-from heterorl.common.identity.signing import Signer, Trust
+from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import Variant, dequantise, quantise, scales_of, variant_layout
-from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, VariantVersion
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.train_backend import whole_of
 from heterorl.learner.checks.replay import Canary
-from heterorl.learner.publish.version_payloads import Encoded, Position, encode_version
+from heterorl.learner.publish.version_payloads import Encoded, Position, PublishedVersions, encode_version
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,19 +70,16 @@ class EncodedVariant(QuantisedVariant):
 class Variants:
     """The variants that a learner publishes; without versions until the first one."""
 
-    api: LearnerApi
+    published: PublishedVersions
+    """Versions of the trained weights."""
     _: KW_ONLY
     names: Sequence[Variant]
-    layout: Layout
     run_id: str
     epoch: int
     directory: Path
-    backoff: Backoff
-    trust: Trust
-    threads: int
 
     def __post_init__(self) -> None:
-        self.layouts = {name: variant_layout(self.layout, name) for name in self.names}
+        self.layouts = {name: variant_layout(self.published.layout, name) for name in self.names}
         self._forms: dict[Variant, Form] = {}
         self._spares: dict[Variant, Arena] = {}
         self._offered: Mapping[str, Arena] = {}
@@ -147,7 +141,7 @@ class Variants:
                 epoch=self.epoch,
                 step=step,
                 with_snapshot=with_snapshot,
-                threads=self.threads,
+                threads=self.published.threads,
             )
             found.append(EncodedVariant(variant=entry.variant, arena=entry.arena, canary=entry.canary, encoded=encoded))
         return tuple(found)
@@ -187,7 +181,7 @@ class Variants:
             )
 
     def _whole(self, name: Variant, arena: Arena) -> Arena:
-        whole = Arena(self.layout)
+        whole = Arena(self.published.layout)
         dequantise(arena, whole, name)
         return whole
 
@@ -195,51 +189,32 @@ class Variants:
         version = position.lineage_version
         if version == NO_VERSION:
             return _NEW
+        published = replace(
+            self.published, layout=self.layouts[name], spool=self.directory / name / "incoming", variant=name
+        )
         try:
-            signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version, variant=name))
+            data = await published.manifest(version)
         except UnknownVersion:
             _LOG.info("variant %s begins after version %d", name, version)
             return _NEW
-        self.trust.check(signed.data, signed.signature, version=version)
-        manifest = manifest_from_bytes(signed.data)
-        if (manifest.version, manifest.layout_id) != (version, self.layouts[name].layout_id):
-            raise StateMismatch(f"version {version} of variant {name} is of another version or layout")
-        digest, scales = manifest_digest(signed.data), self._offered.get(name)
-        if position.shadow is None:
-            # Versions are abandoned: no delta may start from the state, but the scales stay.
-            scales = scales or await self._pulled_scales(name, version, digest)
-            return Form(version=version, digest=digest, shadow=None, scales=scales)
-        if scales is not None:
-            arena = Arena(self.layouts[name])
-            await in_thread(quantise, whole_of(position.shadow), arena, name, frozen=scales)
-            if await in_thread(arena.state_root, threads=self.threads) == manifest.state_root:
+        manifest = manifest_from_bytes(data)
+        if manifest.layout_id != published.layout.layout_id:
+            raise StateMismatch(f"version {version} of variant {name} is of another layout")
+        digest, scales, shadow = manifest_digest(data), self._offered.get(name), position.shadow
+        if scales is not None and shadow is not None:
+            arena = Arena(published.layout)
+            await in_thread(quantise, whole_of(shadow), arena, name, frozen=scales)
+            if await in_thread(arena.state_root, threads=published.threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
-        try:
-            arena = await self._pull(name, version, digest)
-        except (UnknownVersion, UnknownPayload, CorruptData) as error:
-            _LOG.error("variant %s: version %d is gone, the next one is a snapshot: %s", name, version, error)
-            return Form(version=version, digest=digest, shadow=None, scales=scales)
-        return Form(version=version, digest=digest, shadow=arena, scales=arena)
-
-    async def _pulled_scales(self, name: Variant, version: int, digest: str) -> Arena | None:
-        try:
-            return scales_of(await self._pull(name, version, digest))
-        except (UnknownVersion, UnknownPayload, CorruptData) as error:
-            _LOG.warning("variant %s gets new scales: the scales of version %d are gone: %s", name, version, error)
-            return None
-
-    async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
-        _LOG.info("variant %s is pulled at version %d", name, version)
-        puller = TrustedPuller(
-            api=self.api,
-            spool=self.directory / name / "incoming",
-            layout=self.layouts[name],
-            backoff=self.backoff,
-            trust=self.trust,
-            threads=self.threads,
-            variant=name,
-        )
-        pulled = await puller.pull(version)
-        if pulled.manifest_digest != digest:
-            raise StateMismatch(f"version {version} of variant {name} was rebuilt with another manifest than was shown")
-        return pulled.arena
+        pulled: Arena | None = None
+        if scales is None or shadow is not None:
+            try:
+                pulled = await published.rebuild(data)
+                scales = scales_of(pulled)
+            except (UnknownVersion, UnknownPayload, CorruptData) as error:
+                new = "" if scales is not None else " with new scales"
+                _LOG.error(
+                    "variant %s: version %d is gone, the next one is a snapshot%s: %s", name, version, new, error
+                )
+        # Where versions are abandoned, no delta may start from the state, but the scales stay.
+        return Form(version=version, digest=digest, shadow=None if shadow is None else pulled, scales=scales)

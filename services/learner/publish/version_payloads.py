@@ -1,4 +1,4 @@
-"""A version's payload files and manifest: encoded in a thread, uploaded, committed.
+"""A version's payload files and manifest: encoded, uploaded, committed, pulled.
 
 With a bucket a payload is put there piece by piece, and the coordinator takes it from there. Otherwise, and for the
 rest after a failure, it is streamed to the coordinator from any byte on. A commit is asked until there is an answer,
@@ -13,18 +13,21 @@ import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, Unreachable
+from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, StateMismatch, Unreachable
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.pull.puller import TrustedPuller
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo
-from heterorl.common.wire.policy_messages import manifest_to_bytes
+from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.backends.train_backend import Weights, write_delta, write_snapshot
 
 
@@ -258,3 +261,60 @@ async def commit(
             await backoff.wait(error)
         else:
             return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersions:
+    """A variant's versions from the coordinator; `spool` is for their payloads only."""
+
+    api: LearnerApi
+    layout: Layout
+    spool: Path
+    backoff: Backoff
+    trust: Trust = field(default_factory=Trust)
+    threads: int = 1
+    variant: str = ""
+
+    async def manifest(self, version: int) -> bytes:
+        """A version's manifest, which the next one names as its parent.
+
+        Raises:
+            UnknownVersion: the variant lacks it.
+            UntrustedVersion: no trusted key signed it.
+            StateMismatch: it is another version's.
+        """
+        signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version, variant=self.variant))
+        self.trust.check(signed.data, signed.signature, version=version)
+        stated = manifest_from_bytes(signed.data).version
+        if stated != version:
+            raise StateMismatch(f"the manifest of version {version} names version {stated}")
+        return signed.data
+
+    async def digest(self, version: int) -> str:
+        """Digest of a version's manifest; empty for NO_VERSION."""
+        return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
+
+    async def rebuild(self, data: bytes) -> Arena:
+        """A version's weights as samplers have them, from the coordinator only.
+        `data` is its manifest.
+
+        Raises:
+            StateMismatch: the coordinator leads to another signed version of this number.
+        """
+        version = manifest_from_bytes(data).version
+        where = f" in variant {self.variant}" if self.variant else ""
+        _LOG.info("version %d%s is pulled from the coordinator", version, where)
+        puller = TrustedPuller(
+            api=self.api,
+            spool=self.spool,
+            layout=self.layout,
+            backoff=self.backoff,
+            trust=self.trust,
+            threads=self.threads,
+            variant=self.variant,
+        )
+        pulled = await puller.pull(version)
+        # A key may have signed two histories: the next delta starts from these weights and names this manifest.
+        if pulled.manifest_digest != manifest_digest(data):
+            raise StateMismatch(f"version {version}{where} was rebuilt with another manifest than was shown")
+        return pulled.arena

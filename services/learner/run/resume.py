@@ -26,10 +26,9 @@ import enum
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import LearnerApi
 from heterorl.common.errors import (
     ConfigError,
     CorruptData,
@@ -41,15 +40,13 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )
-from heterorl.common.identity.signing import Trust
-from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, read_snapshot
 from heterorl.learner.publish.checkpoint_store import (
+    BACKEND_DIRECTORY,
     PUBLISHED_FILE,
     Cursor,
     find_published,
@@ -57,7 +54,7 @@ from heterorl.learner.publish.checkpoint_store import (
     read_checkpoint,
 )
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.publish.version_payloads import Position
+from heterorl.learner.publish.version_payloads import Position, PublishedVersions
 from heterorl.learner.run.state_directory import EPOCHS_FILE
 
 _LOG = logging.getLogger(__name__)
@@ -120,59 +117,6 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
             action="restore the coordinator's data_dir, or choose another state_dir for a new run",
         )
     return ResumePlan.START
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedVersions:
-    """Versions from the coordinator; `spool` is for their payloads only."""
-
-    api: LearnerApi
-    layout: Layout
-    spool: Path
-    backoff: Backoff
-    trust: Trust = field(default_factory=Trust)
-    threads: int = 1
-
-    async def manifest(self, version: int) -> bytes:
-        """A version's manifest, which the next one names as its parent.
-
-        Raises:
-            UntrustedVersion: no trusted key signed it.
-            StateMismatch: it is another version's.
-        """
-        signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version))
-        self.trust.check(signed.data, signed.signature, version=version)
-        stated = manifest_from_bytes(signed.data).version
-        if stated != version:
-            raise StateMismatch(f"the manifest of version {version} names version {stated}")
-        return signed.data
-
-    async def digest(self, version: int) -> str:
-        """Digest of a version's manifest; empty for NO_VERSION."""
-        return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
-
-    async def rebuild(self, data: bytes) -> Arena:
-        """A version's weights as samplers have them, from the coordinator only.
-        `data` is its manifest.
-
-        Raises:
-            StateMismatch: the coordinator leads to another signed version of this number.
-        """
-        version = manifest_from_bytes(data).version
-        _LOG.info("version %d is pulled from the coordinator", version)
-        puller = TrustedPuller(
-            api=self.api,
-            spool=self.spool,
-            layout=self.layout,
-            backoff=self.backoff,
-            trust=self.trust,
-            threads=self.threads,
-        )
-        pulled = await puller.pull(version)
-        # A key may have signed two histories: the next delta starts from these weights and names this manifest.
-        if pulled.manifest_digest != manifest_digest(data):
-            raise StateMismatch(f"version {version} was rebuilt with another manifest than was shown")
-        return pulled.arena
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,7 +250,7 @@ class Resumption:
             OSError: the disk does not give it.
         """
         variants = self.publisher.variants
-        await in_thread(self.backend.restore, self.publisher.store.backend_directory(path))
+        await in_thread(self.backend.restore, path / BACKEND_DIRECTORY)
         maker = maker_of(self.backend, with_variants=variants is not None)
         published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
         if variants is not None:

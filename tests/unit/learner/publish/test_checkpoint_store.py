@@ -14,6 +14,7 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
 from heterorl.learner.publish.checkpoint_store import (
+    BACKEND_DIRECTORY,
     CheckpointStore,
     cadence,
     cursor_from_bytes,
@@ -40,7 +41,7 @@ def test_checkpoint_gives_back_cursor_and_backend(tmp_path):
     path = write(store, 3, backend)
 
     other = NumpyBackend()
-    other.restore(store.backend_directory(path))
+    other.restore(path / BACKEND_DIRECTORY)
     assert read_checkpoint(path) == make_cursor(3)
     assert (other.weights == backend.weights).all()
     assert (other.momentum == backend.momentum).all()
@@ -93,7 +94,7 @@ def test_checkpoint_replaces_one_of_the_same_version(tmp_path):
     path = write(store, 1, backend)
 
     other = NumpyBackend()
-    other.restore(store.backend_directory(path))
+    other.restore(path / BACKEND_DIRECTORY)
     assert (other.weights == backend.weights).all()
 
 
@@ -238,7 +239,7 @@ def test_checkpoint_has_the_state_of_its_beginning_whatever_steps_are_taken_mean
     path = store.write(make_cursor(1), begun=begun, arena=arena, snapshot=None)
 
     other = NumpyBackend()
-    other.restore(store.backend_directory(path))
+    other.restore(path / BACKEND_DIRECTORY)
     assert (other.weights == before.weights).all()
     assert (other.weights != backend.weights).any()
 

@@ -31,8 +31,8 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_t
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, encode_version
-from heterorl.learner.run.resume import PublishedVersions, ResumePlan, Resumption, decide
+from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, PublishedVersions, encode_version
+from heterorl.learner.run.resume import ResumePlan, Resumption, decide
 from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (

@@ -33,7 +33,8 @@ from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.run.resume import PublishedVersions, Resumption
+from heterorl.learner.publish.version_payloads import PublishedVersions
+from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from tests.support.learner_world import (
     FragileApi,
@@ -97,17 +98,17 @@ class World:
         self.backend = SparseBackend()
         backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
         trust = Trust(() if signer is None else (signer.public_key,))
-        shared = {"run_id": "run", "epoch": epoch, "directory": directory / "payloads", "backoff": backoff}
         store, training_log = CheckpointStore(directory / "checkpoints"), TrainingLog(directory)
-        variants = Variants(api, names=names, layout=LAYOUT, trust=trust, threads=1, **shared)
-        self.publisher = Publisher(
-            api, layout=LAYOUT, store=store, training_log=training_log, signer=signer, variants=variants,
-            snapshot_every_versions=options.get("snapshot_every_versions", 100),
-            checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
-        )  # fmt: skip
         published = PublishedVersions(
             api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", backoff=backoff, trust=trust
         )
+        shared = {"run_id": "run", "epoch": epoch, "directory": directory / "payloads"}
+        variants = Variants(published, names=names, **shared)
+        self.publisher = Publisher(
+            api, layout=LAYOUT, store=store, training_log=training_log, signer=signer, variants=variants, backoff=backoff,
+            snapshot_every_versions=options.get("snapshot_every_versions", 100),
+            checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
+        )  # fmt: skip
         self.resumption = Resumption(
             backend=self.backend, publisher=self.publisher, published=published, state_dir=directory,
             adopt_without_optimizer=options.get("adopt_without_optimizer", False),

@@ -12,7 +12,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.learner.run.resume import PublishedVersions
+from heterorl.learner.publish.version_payloads import PublishedVersions
 from tests.support.clock import ManualClock
 from tests.support.forging import Forger
 from tests.support.run import LAYOUT, Run

@@ -62,8 +62,6 @@ Report = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]
 """A tensor by its name in the model; not to be written to."""
 _PATTERN = "model{suffix}.safetensors"
-MAX_SHARD_SIZE = "50GB"
-"""Largest size of a file, transformers' default."""
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
@@ -269,7 +267,7 @@ def export_model(
     out_dir: Path,
     adapter_only: bool = False,
     dtype: Dtype | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
+    max_shard_size: str = "50GB",
     report: Report = lambda _done, _all: None,
 ) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
@@ -283,7 +281,7 @@ def export_model(
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters as files for `peft`, without the base model.
         dtype: None for the published type. A narrower one rounds all tensors that the model does not keep in fp32.
-        max_shard_size: such as "5GB"; a larger tensor has a file of its own.
+        max_shard_size: such as "5GB", by default transformers' own; a larger tensor has a file of its own.
         report: called with the bytes of weights that are written, and their total.
 
     Raises:

@@ -46,7 +46,7 @@ from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import read_epochs, write_run_file
 from heterorl.learner.run.training_run import TrainingRun
 from heterorl.learner.sample_notes import NoteReader
-from heterorl.learner.step_metrics import BusyTime, new_step_timer, observe_start
+from heterorl.learner.step_metrics import BusyTime, StepTimer, observe_start
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         Backoff, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
-    progress = new_step_timer(clock, parts.passes)
+    progress = StepTimer(clock=clock, passes=parts.passes)
     known = parts.verification
     return TrainingRun(
         config=config,

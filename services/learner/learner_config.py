@@ -139,6 +139,11 @@ class LearnerConfig(ContractConfig):
             raise ValueError("variants with lora: adapters are small and published as they are; remove one of them")
         if self.retry_cap_s < self.retry_base_s:
             raise ValueError("retry_cap_s is below retry_base_s: raise it, or lower retry_base_s")
+        if self.backend.liger and self.verification.logprob_floor > 0 and self.verification.device == "cpu":
+            raise ValueError(
+                "verification.logprob_floor with backend.liger: its kernels, which every model of the kind has in this"
+                " process, run on a GPU only; set verification.device to cuda, or liger to false"
+            )
         return self
 
     @model_validator(mode="after")
@@ -156,14 +161,5 @@ class LearnerConfig(ContractConfig):
             raise ValueError(
                 "sampling.router_replay with verification.logprob_floor: a site that has to be checked may record any"
                 ' experts; set router_replay to "none", or logprob_floor to 0'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_replays(self) -> LearnerConfig:
-        if self.backend.liger and self.verification.logprob_floor > 0 and self.verification.device == "cpu":
-            raise ValueError(
-                "verification.logprob_floor with backend.liger: its kernels, which every model of the kind has in this"
-                " process, run on a GPU only; set verification.device to cuda, or liger to false"
             )
         return self

@@ -71,13 +71,16 @@ class StepTimer:
     """
 
     clock: Clock
-    checks: BusyTime
     passes: PassCount = field(default_factory=PassCount)
     step: int = 0
     """Steps taken."""
+    checks: BusyTime = field(init=False)
     _spent_s: dict[LearnerPhase, float] = field(default_factory=dict)
     _phase: tuple[LearnerPhase, float] | None = None
     _period_began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.checks = BusyTime(clock=self.clock)
 
     def begin(self, step: int) -> None:
         """Start counting at a loop that continues after `step` steps."""
@@ -139,11 +142,6 @@ class StepTimer:
             micro_batches_done=done,
             micro_batches=total,
         )
-
-
-def new_step_timer(clock: Clock, passes: PassCount | None = None) -> StepTimer:
-    """A new trainer's timer; `passes` is the backend's."""
-    return StepTimer(clock=clock, checks=BusyTime(clock=clock), passes=passes or PassCount())
 
 
 _LOG = logging.getLogger(__name__)

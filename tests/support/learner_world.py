@@ -17,6 +17,7 @@ import numpy as np
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import Contract, LogprobMode, SamplingSemantics, SiteId, StepReport
+from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import (
     FinishReason,
     Group,
@@ -38,6 +39,7 @@ from heterorl.learner.learner_parts import Parts
 from heterorl.learner.train.step_report import LogRatios
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
+GRANT = LeaseGrant(epoch=1, holder="learner", ttl_s=10.0, head_version=0)
 VOCAB, GROUP_SIZE = 50, 2
 NUM_ELEMENTS = 96
 LAYOUT = Layout.build(

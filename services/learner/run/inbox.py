@@ -31,6 +31,7 @@ from heterorl.common.errors import RemoteError, RunFinished
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import LearnerPhase
+from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection, without_stale
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
 from heterorl.learner.checks.findings import SOUND, Finding, judge_log_ratios
@@ -146,8 +147,8 @@ async def feed(
     epoch: int,
     limits: Limits,
     backoff: Backoff,
+    notes: SampleNotes,
     verifier: Verifier | None = None,
-    notes: SampleNotes | None = None,
 ) -> None:
     """Stream groups until the inbox closes.
 
@@ -166,13 +167,11 @@ async def feed(
             rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
             _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
             await api.reject_groups(epoch=epoch, rejections=[rejection])
-            if notes is not None:
-                notes.rejected([queued.group])
+            notes.rejected([queued.group])
         else:
             _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
             await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
-            if notes is not None:
-                notes.abandoned([queued])
+            notes.abandoned([queued])
         await inbox.skip()
 
     async def arriving(stream: AsyncIterator[QueuedGroup]) -> AsyncIterator[tuple[QueuedGroup, Finding]]:
@@ -264,11 +263,8 @@ class GroupSelection:
     inbox: Inbox
     backoff: Backoff
     progress: StepTimer
-    epoch: int
-    max_staleness_versions: int = -1
-    """The coordinator's bound at the commit of a version; -1 where it is not known."""
-    masks_stale: bool = False
-    """Whether tokens beyond that bound become context, and the others are trained."""
+    grant: LeaseGrant
+    """The newest answer to a renewal: the coordinator may change its bounds."""
     notes: SampleNotes = field(default_factory=SampleNotes)
     num_replaced: int = 0
     """Groups of equal rewards that others replaced in the newest step."""
@@ -301,7 +297,7 @@ class GroupSelection:
     ) -> None:
         """Give groups up without blame."""
         await self.backoff.retry(
-            lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason, counted_as=counted_as)
+            lambda: self.api.abandon_groups(epoch=self.grant.epoch, ids=ids, reason=reason, counted_as=counted_as)
         )
         self.inbox.settle(ids)
 
@@ -311,9 +307,9 @@ class GroupSelection:
         Gives up groups that grew too old in the inbox. One of them in a step would have the coordinator refuse the
         whole version.
         """
-        bound = self.max_staleness_versions
+        bound = self.grant.max_staleness_versions
         fewest = 0
-        if self.masks_stale and bound >= 0:
+        if self.grant.masks_stale and bound >= 0:
             fewest = self.config.sampling.members(self.config.group_size)
             groups = [replace(each, group=without_stale(each.group, oldest=head - bound)) for each in groups]
         old = [
@@ -335,7 +331,7 @@ class GroupSelection:
         if not groups:
             return
         age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
-        reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
+        reason = f"{age} versions old; the bound is {self.grant.max_staleness_versions}"
         _LOG.info("%d groups are abandoned before training: %s", len(groups), reason)
         await self.abandon([group.id for group in groups], reason)
 
@@ -371,7 +367,7 @@ class GroupSelection:
         if rejected:
             _LOG.warning("%d groups are rejected: log-ratios beyond verification.max_log_ratio", len(rejected))
             rejections = list(rejected.values())
-            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
+            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.grant.epoch, rejections=rejections))
             self.inbox.settle(rejected)
             self.notes.rejected(queued.group for queued in groups if queued.group.id in rejected)
         return [queued for queued, finding in zip(groups, findings, strict=True) if finding.is_sound]

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.config_file import flatten
 from heterorl.common.process.files import make_directory, replacing, room, try_lock
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.run import facts_of
@@ -64,24 +65,15 @@ def read_incarnation(directory: Path) -> str:
         DiskFull: it cannot be written.
     """
     path = directory / INCARNATION_FILE
-    try:
-        with path.open(encoding="ascii") as file:
-            found = _LINE.fullmatch(file.read(256))
-            if found and int(found[2]) == _inode(file):
-                return found[1]
-    except FileNotFoundError:
-        pass
-    except ValueError:
-        # A damaged file has no valid name.
-        pass
-    return _make(path)
-
-
-def _make(path: Path) -> str:
+    # A damaged file has no valid name.
+    with contextlib.suppress(FileNotFoundError, ValueError), path.open(encoding="ascii") as file:
+        found = _LINE.fullmatch(file.read(256))
+        if found and int(found[2]) == _inode(file):
+            return found[1]
     name = secrets.token_hex(16)
     # A rename keeps the inode.
-    with _written(path) as file:
-        file.write(f"{name} {_inode(file)}\n".encode("ascii"))
+    with _written(path) as made:
+        made.write(f"{name} {_inode(made)}\n".encode("ascii"))
     return name
 
 
@@ -148,7 +140,7 @@ async def renew(
     clock: Clock,
     backoff: Backoff,
     on_grant: Callable[[LeaseGrant], Awaitable[None]],
-    progress: StepTimer | None = None,
+    progress: StepTimer,
 ) -> None:
     """Renew forever; waits while the coordinator cannot be reached.
 
@@ -160,9 +152,7 @@ async def renew(
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
         await clock.sleep(renewal_s(ttl_s))
-        renewed = await backoff.retry(
-            lambda: api.renew_lease(epoch=epoch, progress=None if progress is None else progress.now)
-        )
+        renewed = await backoff.retry(lambda: api.renew_lease(epoch=epoch, progress=progress.now))
         ttl_s = renewed.ttl_s
         await on_grant(renewed)
 
@@ -208,25 +198,17 @@ async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, ba
         _warn(error)
 
 
-def _changes(path: Path, run: Mapping[str, Any]) -> list[str]:
+def _changes(path: Path, run: dict[str, Any]) -> list[str]:
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        old = flatten(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
         return []
-    old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(run))))
+    new = flatten(json.loads(json.dumps(run)))
     return [
-        f"{key} {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
+        f"{key.removeprefix('config.')} {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     ]
-
-
-def _leaves(table: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(table, dict):
-        yield key.removeprefix("config."), table
-        return
-    for name, value in table.items():
-        yield from _leaves(value, f"{key}.{name}" if key else name)
 
 
 def _warn(error: RemoteError) -> None:

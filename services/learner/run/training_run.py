@@ -94,11 +94,11 @@ class TrainingRun:
     result: RunResult = field(
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
-    max_staleness_versions: int = -1
-    masks_stale: bool = False
     statement: bytes = b""
     """Statement of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
+    _grant: LeaseGrant | None = None
+    """The newest answer to a renewal."""
     _loop: TrainingLoop | None = None
     _rollback: Rollback | None = None
 
@@ -143,7 +143,6 @@ class TrainingRun:
             )
         )
         _LOG.info("the learner holds the lease of epoch %d, at %s", grant.epoch, version_words(grant.head_version))
-        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:
             check_messages(grant, own_bytes=self.config.max_message_bytes)
@@ -178,11 +177,10 @@ class TrainingRun:
     async def hear(self, grant: LeaseGrant) -> None:
         """Note the coordinator's bound, and a rollback order.
         An order ends the loop at its next step boundary."""
-        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
+        self._grant = grant
         if self._loop is None:
             return
-        selection = self._loop.selection
-        selection.max_staleness_versions, selection.masks_stale = grant.max_staleness_versions, grant.masks_stale
+        self._loop.selection.grant = grant
         if self._rollback and self._rollback.is_due(grant):
             await self._loop.inbox.close()
 
@@ -214,9 +212,7 @@ class TrainingRun:
                 inbox=inbox,
                 backoff=backoff,
                 progress=self.progress,
-                epoch=grant.epoch,
-                max_staleness_versions=self.max_staleness_versions,
-                masks_stale=self.masks_stale,
+                grant=self._grant or grant,
                 notes=notes,
             )
             self._loop = loop = TrainingLoop(
@@ -263,7 +259,7 @@ class TrainingRun:
                 feed(
                     self.api,
                     loop.inbox,
-                    epoch=loop.selection.epoch,
+                    epoch=loop.selection.grant.epoch,
                     limits=limits,
                     backoff=self.backoff(),
                     verifier=self.verifier,

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.types.common import LearnerPhase, StepTimes
-from heterorl.learner.step_metrics import PassCount, new_step_timer
+from heterorl.learner.step_metrics import PassCount, StepTimer
 from tests.support.clock import ManualClock
 
 
@@ -13,7 +13,7 @@ def clock():
 
 
 def test_period_is_divided_among_its_phases(clock):
-    progress = new_step_timer(clock)
+    progress = StepTimer(clock=clock)
     progress.begin(4)
     clock.advance(0.5)
     with progress.phase(LearnerPhase.EVALUATING):
@@ -41,7 +41,7 @@ def test_period_is_divided_among_its_phases(clock):
 
 
 def test_checks_beside_a_step_are_not_what_it_waits_for(clock):
-    progress = new_step_timer(clock)
+    progress = StepTimer(clock=clock)
     progress.begin(0)
     with progress.checks:
         with progress.phase(LearnerPhase.COMPUTING):
@@ -56,7 +56,7 @@ def test_checks_beside_a_step_are_not_what_it_waits_for(clock):
 
 def test_long_step_shows_how_far_it_is(clock):
     passes = PassCount()
-    progress = new_step_timer(clock, passes)
+    progress = StepTimer(clock=clock, passes=passes)
     progress.begin(11)
     assert progress.now is None
     with progress.phase(LearnerPhase.COMPUTING):
@@ -81,7 +81,7 @@ def test_long_step_shows_how_far_it_is(clock):
 
 
 def test_phase_that_fails_is_over(clock):
-    progress = new_step_timer(clock)
+    progress = StepTimer(clock=clock)
     progress.begin(0)
     with pytest.raises(RuntimeError), progress.phase(LearnerPhase.COMPUTING):
         raise RuntimeError

@@ -17,6 +17,7 @@ from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.checks.findings import VerificationConfig
 from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
+from heterorl.learner.sample_notes import SampleNotes
 from tests.support.learner_world import GROUP_SIZE, VOCAB, queued
 from tests.support.limits import WAIT_S
 
@@ -109,6 +110,7 @@ def feeding(api, inbox, task):
         feed(
             api, inbox, epoch=1, limits=Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0),
             backoff=Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-9, cap_s=1e-9), verifier=verifier,
+            notes=SampleNotes(),
         )
     )  # fmt: skip
 

@@ -42,6 +42,7 @@ from heterorl.learner.checks.replay import Replayer, log_ratios
 from heterorl.learner.checks.reward_checks import judge_rewards
 from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
+from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.train.batch import collate
 from tests.support.clock import ManualClock
 
@@ -443,6 +444,7 @@ async def test_feed_lets_only_sound_groups_in(site, honest):
     await feed(
         api, inbox, epoch=1, limits=Limits(group_size=4, vocab_size=100, max_sequence_tokens=0),
         backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0), verifier=verifier,
+        notes=SampleNotes(),
     )  # fmt: skip
 
     assert [group_id.sequence for group_id in inbox.held] == [1, 4]

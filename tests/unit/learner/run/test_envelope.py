@@ -12,9 +12,9 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.run.inbox import GroupSelection, Inbox
-from heterorl.learner.step_metrics import new_step_timer
+from heterorl.learner.step_metrics import StepTimer
 from tests.support.clock import ManualClock
-from tests.support.learner_world import learner_config, queued
+from tests.support.learner_world import GRANT, learner_config, queued
 from tests.support.training import tiny_model
 
 
@@ -37,7 +37,7 @@ def selection_of(tmp_path, api, inbox, **verification):
         backend=SimpleNamespace(torch_model=model),
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
         backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        progress=new_step_timer(ManualClock()), epoch=1,
+        progress=StepTimer(clock=ManualClock()), grant=GRANT,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason, Span
 from heterorl.learner.run.inbox import GroupSelection, Inbox
 from heterorl.learner.sample_notes import SampleNotes
-from heterorl.learner.step_metrics import new_step_timer
+from heterorl.learner.step_metrics import StepTimer
 from tests.support.clock import ManualClock
-from tests.support.learner_world import learner_config, queued
+from tests.support.learner_world import GRANT, learner_config, queued
 
 
 class Api:
@@ -40,7 +40,7 @@ def uniform(sequence, **changes):
     return dataclasses.replace(entry, group=dataclasses.replace(entry.group, rollouts=rollouts), **changes)
 
 
-async def selection_of(tmp_path, groups, *, room, coming=(), head=0, **changes):
+async def selection_of(tmp_path, groups, *, room, coming=(), head=0, notes=None, **bounds):
     inbox = Inbox(8)
     inbox.open_stream()
     for group in groups:
@@ -49,7 +49,8 @@ async def selection_of(tmp_path, groups, *, room, coming=(), head=0, **changes):
         config=learner_config(tmp_path, dynamic_sampling={"max_replaced_per_step": room}), api=Api(inbox, coming),
         backend=None, publisher=SimpleNamespace(position=SimpleNamespace(head_version=head)), inbox=inbox,
         backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        progress=new_step_timer(ManualClock()), epoch=1, **changes,
+        progress=StepTimer(clock=ManualClock()), grant=dataclasses.replace(GRANT, **bounds),
+        notes=notes or SampleNotes(),
     )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ from heterorl.learner.checks.verifier import Limits, judge
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.inbox import Inbox, feed
 from heterorl.learner.run.state_directory import hold_directory, renew
+from heterorl.learner.sample_notes import SampleNotes
+from heterorl.learner.step_metrics import StepTimer
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 from tests.support.limits import WAIT_S
 
@@ -235,7 +237,7 @@ async def test_feed_opens_the_stream_again_with_what_is_held():
     inbox = Inbox(8)
     api = Streams(inbox, ([queued(1), queued(2)], Unreachable("cut")), ([queued(3)], None))
 
-    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
+    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff(), notes=SampleNotes())
 
     assert api.opened == [[], [1, 2], [1, 2, 3]]
 
@@ -246,7 +248,7 @@ async def test_feed_abandons_what_cannot_be_trained():
     bad = _with(bad, group=_with(bad.group, rollouts=bad.group.rollouts[:1]))
     api = Streams(inbox, ([queued(1), bad, queued(3)], None))
 
-    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
+    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff(), notes=SampleNotes())
 
     assert api.abandoned == [2]
     assert [group_id.sequence for group_id in inbox.held] == [1, 3]
@@ -257,7 +259,7 @@ async def test_feed_ends_when_the_epoch_is_over():
     api = Streams(inbox, ([], StaleEpoch("superseded")), ([queued(1)], None))
 
     with pytest.raises(StaleEpoch):
-        await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
+        await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff(), notes=SampleNotes())
 
 
 def test_state_directory_has_one_holder_at_a_time(tmp_path):
@@ -322,7 +324,10 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
         raise StaleEpoch("enough")
 
     with pytest.raises(StaleEpoch, match="enough"):
-        await renew(api, grant=grant, clock=NotingClock(), backoff=backoff(), on_grant=heard)
+        await renew(
+            api, grant=grant, clock=NotingClock(), backoff=backoff(), on_grant=heard,
+            progress=StepTimer(clock=NotingClock()),
+        )  # fmt: skip
 
     assert api.answers == []
 

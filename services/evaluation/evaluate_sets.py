@@ -24,56 +24,39 @@ from heterorl.common.evaluation.summary import Standing, estimate_text, standing
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.text.conversation import try_reward
-from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSpec, EvaluationSummary, PromptResult
+from heterorl.common.types.evaluation import EvaluationSpec, EvaluationSummary, PromptResult
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.evaluation.subject import OpenSet, Subject
-from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
+from heterorl.sampler.prompt_evaluator import PromptEvaluator
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests
 
 
-def evaluate_set(
-    engine: Engine,
-    *,
-    of: SiteSet,
-    prompter: Prompter,
-    draws: EvaluationDraws,
-    indices: Sequence[int],
-    max_trajectory_tokens: int,
-    on_prompt: Callable[[PromptResult], None] = lambda _: None,
-) -> list[PromptResult]:
-    """Draw and score held-out prompts with an idle engine's weights.
+def evaluate_set(subject: Subject, of: OpenSet, *, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
+    """Draw and score a set's prompts with an idle engine's weights.
     `on_prompt` is called as each prompt ends. Raises PromptRefused: all prompts are refused; ConfigError: the engine
     has no room for such completions; EngineError: not all completions ended."""
     try:
-        return asyncio.run(_evaluate(engine, of, prompter, draws, indices, max_trajectory_tokens, on_prompt))
+        return asyncio.run(_evaluate(subject, of, on_prompt))
     except BaseException:
         # Threads may have submitted requests after the failure.
-        engine.cancel()
+        subject.engine.cancel()
         raise
 
 
-async def _evaluate(
-    engine: Engine,
-    of: SiteSet,
-    prompter: Prompter,
-    draws: EvaluationDraws,
-    indices: Sequence[int],
-    max_trajectory_tokens: int,
-    on_prompt: Callable[[PromptResult], None],
-) -> list[PromptResult]:
+async def _evaluate(subject: Subject, of: OpenSet, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
+    engine, draws = subject.engine, of.draws
     news, evaluation_requests = Bell(), EvaluationRequests()
     builder = GroupBuilder(
-        task=of.task, prompter=prompter, site=SiteId(""), incarnation="", group_size=1, clock=SystemClock()
+        task=of.task, prompter=subject.prompter, site=SiteId(""), incarnation="", group_size=1, clock=SystemClock()
     )
     evaluator = PromptEvaluator(
         engine=engine,
         evaluation_requests=evaluation_requests,
         builder=builder,
         share=1.0,
-        max_trajectory_tokens=max_trajectory_tokens,
+        max_trajectory_tokens=subject.max_trajectory_tokens,
         news=news,
     )
     spec = EvaluationSpec(task_set=of.name, version=engine.version, state_root=Digest(""), draws=draws)
@@ -87,7 +70,7 @@ async def _evaluate(
         return result
 
     collecting = asyncio.ensure_future(_collect(engine, evaluation_requests, news))
-    evaluating = asyncio.gather(*map(evaluated, indices))
+    evaluating = asyncio.gather(*map(evaluated, range(draws.num_prompts)))
     try:
         await asyncio.wait([collecting, evaluating], return_when=asyncio.FIRST_COMPLETED)
         results = await (collecting if collecting.done() else evaluating)
@@ -145,15 +128,7 @@ def evaluate_all(
         for one in sets:
             on_begin(subject.name, one)
             started = time.perf_counter()
-            results = evaluate_set(
-                subject.engine,
-                of=one,
-                prompter=subject.prompter,
-                draws=one.draws,
-                indices=range(one.draws.num_prompts),
-                max_trajectory_tokens=subject.max_trajectory_tokens,
-                on_prompt=on_prompt,
-            )
+            results = evaluate_set(subject, one, on_prompt=on_prompt)
             yield Row(
                 subject=subject.name,
                 version=subject.version,
@@ -182,7 +157,8 @@ def tables(rows: Sequence[Row], *, width: int) -> list[Table]:
         return shown
     best = Table("set", "best", "of version", "last", "of version", "gap", title="best and last")
     for name, found in standings.items():
-        best.add_row(Text(name), *standing_cells(found))
+        cells = (f"{found.best:.3f}", found.best_version, f"{found.last:.3f}", found.last_version, f"{found.gap:.3f}")
+        best.add_row(Text(name), *map(str, cells))
     return [*shown, best]
 
 
@@ -207,13 +183,6 @@ def _table(rows: Sequence[Row], title: str, ks: Sequence[int], *, estimates: boo
             ]  # fmt: skip
         shown.add_row(*map(Text, cells))
     return shown
-
-
-def standing_cells(found: Standing) -> list[str]:
-    """Best, its version, last, its version, gap."""
-    return [
-        f"{found.best:.3f}", str(found.best_version), f"{found.last:.3f}", str(found.last_version), f"{found.gap:.3f}"
-    ]  # fmt: skip
 
 
 def as_json(rows: Sequence[Row], *, with_texts: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.rollout_messages import results_from_pb
 from heterorl.evaluation.evaluate_sets import Row, evaluate_set, tables
-from heterorl.evaluation.subject import OpenSet
-from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
+from heterorl.evaluation.subject import OpenSet, Subject
+from heterorl.sampler.prompt_evaluator import blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
 
 
@@ -84,12 +84,11 @@ class Machine:
         self.in_flight = []
 
 
-def evaluated(engine, task=None, *, prompter=None, indices=range(5), **changes):
+def evaluated(engine, task=None, *, prompter=None, **changes):
     seen = []
-    results = evaluate_set(
-        engine, of=SiteSet(name="set", task=task or Echo()), prompter=prompter or Bytes(), draws=draws(**changes),
-        indices=indices, max_trajectory_tokens=100, on_prompt=seen.append,
-    )  # fmt: skip
+    subject = Subject(name="", version=-1, engine=engine, prompter=prompter or Bytes(), max_trajectory_tokens=100)
+    of = OpenSet(name="set", task=task or Echo(), draws=draws(**changes))
+    results = evaluate_set(subject, of, on_prompt=seen.append)
     return results, seen
 
 
@@ -117,10 +116,12 @@ def test_the_engine_has_little_more_than_it_computes_at_once():
 def test_draws_depend_on_seed_prompt_and_block_alone():
     engine, alone = Machine(), Machine()
     evaluated(engine)
-    evaluated(alone, indices=[3])
+    evaluated(alone, num_prompts=4)
 
-    of_3 = {request.seed for request in engine.requests if request.prompt[1] == ord("3")}
-    assert {request.seed for request in alone.requests} == of_3
+    of_3, of_3_alone = (
+        {request.seed for request in each.requests if request.prompt[1] == ord("3")} for each in (engine, alone)
+    )
+    assert of_3_alone == of_3
     assert len({request.seed for request in engine.requests}) == 15
     assert seed_of(draws(seed=1), prompt_index=3, first=0) not in of_3
     assert [(block.start, len(block)) for block in blocks_of(draws())] == [(0, 8), (8, 8), (16, 4)]
@@ -189,8 +190,12 @@ def test_prompts_that_are_refused_have_no_reward_and_the_others_have_theirs(capl
 
 @pytest.mark.parametrize("index", [2, 3])
 def test_a_set_that_is_refused_altogether_says_why(index):
+    class Only(Long):
+        def evaluation_prompt(self, number):
+            return super().evaluation_prompt(index + number)
+
     with pytest.raises(PromptRefused, match="too long" if index == 2 else "roles must alternate"):
-        evaluated(Machine(), Long(), prompter=Refusing(), indices=[index])
+        evaluated(Machine(), Only(), prompter=Refusing(), num_prompts=1)
 
 
 def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):

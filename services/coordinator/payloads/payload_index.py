@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.common import DIGEST_CHARACTERS, Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
@@ -147,9 +147,8 @@ def retire_digests(connection: Connection, digests: Iterable[Digest]) -> None:
 
 def retired(connection: Connection) -> list[Digest]:
     """Files to delete.
-    Takes files that a version names again off the record, and names that an earlier release took for payloads."""
+    Takes files that a version names again off the record."""
     connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
-    connection.execute("DELETE FROM retired WHERE length(digest) <> ?", (DIGEST_CHARACTERS,))
     return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
 
 

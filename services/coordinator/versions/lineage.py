@@ -298,10 +298,7 @@ def _content(request: PublishRequest) -> str:
 def read_statement(connection: Connection) -> bytes:
     """The learner's first statement, or empty."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'statement'").fetchone()
-    if row is None:
-        return b""
-    # Earlier backups of a store in PostgreSQL have it as a text.
-    return row[0].encode() if isinstance(row[0], str) else bytes(row[0])
+    return b"" if row is None else bytes(row[0])
 
 
 def keep_statement(connection: Connection, statement: bytes) -> str:

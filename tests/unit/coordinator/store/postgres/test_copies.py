@@ -50,9 +50,3 @@ def test_settings_of_a_copy_are_read_as_in_the_store(file):
     assert get_meta(file, "run_id") == "run"
     assert lineage.read_contract(file) == CONTRACT
     assert lineage.read_statement(file) == STATEMENT
-
-
-def test_statement_of_an_earlier_backup_is_read(file):
-    file.execute("INSERT INTO meta VALUES ('statement', ?)", (STATEMENT.decode(),))
-
-    assert lineage.read_statement(file) == STATEMENT

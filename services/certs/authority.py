@@ -28,6 +28,9 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 ENROLMENT_NAME = "enrolment.heterorl.invalid"
 """Server name for joining nodes; it is not a coordinator's and cannot exist in DNS."""
 
+Node = tuple[str, str, Role]
+"""Run, site and role of a node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
@@ -53,20 +56,11 @@ def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timed
 
 
 def issue_node(
-    authority: Pair,
-    *,
-    run: str,
-    site: str,
-    role: Role,
-    hosts: Sequence[str],
-    now: datetime.datetime,
-    lifetime: datetime.timedelta,
+    authority: Pair, *, node: Node, hosts: Sequence[str], now: datetime.datetime, lifetime: datetime.timedelta
 ) -> Pair:
     """Make a key and sign its certificate; arguments and errors of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = sign_node(
-        authority, public_key=key.public_key(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
-    )
+    certificate = sign_node(authority, public_key=key.public_key(), node=node, hosts=hosts, now=now, lifetime=lifetime)
     return _pair(certificate, key)
 
 
@@ -74,9 +68,7 @@ def sign_node(
     authority: Pair,
     *,
     public_key: ec.EllipticCurvePublicKey,
-    run: str,
-    site: str,
-    role: Role,
+    node: Node,
     hosts: Sequence[str],
     now: datetime.datetime,
     lifetime: datetime.timedelta,
@@ -88,6 +80,7 @@ def sign_node(
     the node is dialled by.
     Raises ConfigError: the authority has expired or cannot be read, a name is not allowed, or the role has no hosts.
     """
+    run, site, role = node
     check_name("RUN", run)
     check_name("SITE", site)
     if hosts and role not in SERVING:

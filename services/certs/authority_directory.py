@@ -93,9 +93,7 @@ class Authority:
             if (target / "node.crt").exists():
                 action = f"heterorl certs renew {target}, with --host for other names"
                 raise ConfigError("--out", f"{target} holds a certificate", action=action)
-            pair = issue_node(
-                self.pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
-            )
+            pair = issue_node(self.pair(), node=(self.run(), site, role), hosts=hosts, now=now, lifetime=lifetime)
             if role in SERVING:
                 target.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_file(target / REVOKED, self.revoked_path.read_bytes(), mode=PUBLIC)
@@ -125,15 +123,8 @@ class Authority:
             if self.is_revoked(identity.serial):
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
             hosts = hosts or hosts_of((target / "node.crt").read_bytes())
-            pair = issue_node(
-                self.pair(),
-                run=identity.run,
-                site=identity.site,
-                role=identity.role,
-                hosts=hosts,
-                now=now,
-                lifetime=lifetime,
-            )
+            node = (identity.run, identity.site, identity.role)
+            pair = issue_node(self.pair(), node=node, hosts=hosts, now=now, lifetime=lifetime)
             self._hand_out(pair, target)
             return identity
 

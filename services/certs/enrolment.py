@@ -112,14 +112,12 @@ class Enrolment:
             path = self._authority.path_of(kept.serial)
             if path.exists():
                 return x509.load_pem_x509_certificate(path.read_bytes())
-            names = split_uri(kept.uri)
-            assert names is not None, "written by create"
+            node = split_uri(kept.uri)
+            assert node is not None, "written by create"
             certificate = sign_node(
                 self._authority.pair(),
                 public_key=request.public_key,
-                run=names[0],
-                site=names[1],
-                role=names[2],
+                node=node,
                 hosts=(),
                 now=datetime.datetime.fromtimestamp(now, datetime.UTC),
                 lifetime=datetime.timedelta(days=kept.days),

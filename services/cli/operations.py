@@ -144,7 +144,7 @@ def audit_verify(
     """
     from heterorl.cli.verify_data_dir import verify_log
 
-    raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
+    raise typer.Exit(verify_log(directory, expected=expect))
 
 
 @audit.command("show")
@@ -155,7 +155,7 @@ def audit_show(
     """Print the audit log, one row a line."""
     from heterorl.cli.verify_data_dir import show_log
 
-    show_log(directory, subject=subject, say=typer.echo)
+    show_log(directory, subject=subject)
 
 
 @linked()

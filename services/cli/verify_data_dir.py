@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -76,7 +77,8 @@ def _check_payloads(
 
 
 def _checks(history: History, report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table:
-    table = Table("check", "checked", "faults", title=_title(history))
+    title = f"lineage, variant {history.variant}" if history.variant else "lineage"
+    table = Table("check", "checked", "faults", title=title)
     skipped = {Check.SIGNATURES: "" if keys else "no --key given", Check.REPLAY: "" if is_replaying else "no --replay"}
     for check in Check:
         faults = sum(finding.check is check for finding in report.findings)
@@ -87,10 +89,6 @@ def _checks(history: History, report: Report, *, keys: Sequence[str], is_replayi
                 check.value, str(report.checked.get(check, 0)), Text(str(faults), style="red" if faults else "")
             )
     return table
-
-
-def _title(history: History) -> str:
-    return f"lineage, variant {history.variant}" if history.variant else "lineage"
 
 
 def _findings(report: Report) -> Table:
@@ -111,9 +109,6 @@ def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -
     return Text.assemble(("SOUND", "bold green"), f": {name}{head}")
 
 
-Say = Callable[[str], None]
-
-
 def read_log(directory: Path) -> list[AuditRow]:
     """All rows of a data directory's audit log.
     Raises OperatorError without a free store, CorruptStore for damage."""
@@ -121,21 +116,21 @@ def read_log(directory: Path) -> list[AuditRow]:
         return audit.read(connection)
 
 
-def verify_log(directory: Path, *, expected: str, say: Say) -> int:
+def verify_log(directory: Path, *, expected: str) -> int:
     """Check every link and print the verdict; returns the exit code."""
     rows = read_log(directory)
     faults = audit.find_faults(rows, expected=expected)
     for fault in faults:
-        say(f"fault: {fault}")
+        typer.echo(f"fault: {fault}")
     newest = rows[-1].digest if rows else "none"
     verdict = "FAULTY" if faults else "SOUND"
-    say(f"{verdict}: {amount(len(rows), 'row')}, {amount(len(faults), 'fault')}, newest digest {newest}")
+    typer.echo(f"{verdict}: {amount(len(rows), 'row')}, {amount(len(faults), 'fault')}, newest digest {newest}")
     return FAULTY if faults else SOUND
 
 
-def show_log(directory: Path, *, subject: str, say: Say) -> None:
+def show_log(directory: Path, *, subject: str) -> None:
     """Print the rows, oldest first."""
     for row in read_log(directory):
         if subject in ("", row.subject):
             at = datetime.datetime.fromtimestamp(row.at_us / 1e6, tz=datetime.UTC).isoformat(timespec="seconds")
-            say(f"{row.sequence} {at} {row.kind} {row.subject}: {row.detail}")
+            typer.echo(f"{row.sequence} {at} {row.kind} {row.subject}: {row.detail}")

@@ -159,7 +159,7 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
         nonlocal revoked
         if await asyncio.to_thread(core.disk.look):
             core.collector.poke()
-        core.context.sites.revoked = server.revoked_sites()
+        core.context.sites.revoked = server.authorizer.revoked_sites()
         await run_metrics.observe_run(core)
         if revoked != (now := server.revoked_serials()):
             await core.run.note_revoked(now)

@@ -203,15 +203,11 @@ class CoordinatorConfig(Config):
     """How long running calls may take after SIGTERM."""
 
     @model_validator(mode="after")
-    def _one_group_fits(self) -> CoordinatorConfig:
+    def _check_pairs(self) -> CoordinatorConfig:
         if self.site_pending_bytes < self.max_message_bytes:
             raise ValueError("site_pending_bytes is below max_message_bytes: the largest group would wait for ever")
         if 0 < self.keep_versions < self.max_staleness_versions:
             raise ValueError("keep_versions is below max_staleness_versions: what samplers may still pull would go")
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> CoordinatorConfig:
         check_unique_names(self.evaluation)
         return self
 

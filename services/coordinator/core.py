@@ -5,7 +5,6 @@ Each change is one store operation, answered after its commit. A bell wakes its 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
@@ -60,6 +59,8 @@ class Coordinator:
         self.collector = context.collector
         self.disk = context.disk
         self.backups = context.backups
+        self.on_fatal = context.database.on_fatal
+        """Resolves when the store has failed and the process must end."""
         # CoordinatorApi, call by call, for a caller in this process.
         self.acquire_lease = self.lease.acquire_lease
         self.renew_lease = self.lease.renew_lease
@@ -111,11 +112,6 @@ class Coordinator:
         `store` runs the operations: on a thread, or inline under a virtual clock. `engine` is a store already taken.
         """
         return cls(await open_context(config, clock, store=store, engine=engine))
-
-    @property
-    def on_fatal(self) -> asyncio.Future[None]:
-        """Resolves when the store has failed and the process must end."""
-        return self.database.on_fatal
 
     async def end_streams(self) -> None:
         self.context.closing.set()

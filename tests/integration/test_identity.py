@@ -190,7 +190,7 @@ async def test_revocation_ends_calls_and_open_streams_at_once(secure):
     with pytest.raises(Unauthenticated, match="revoked"):
         await anext(watch)
     # As the coordinator's loop does every few seconds.
-    secure.core.context.sites.revoked = secure.server.revoked_sites()
+    secure.core.context.sites.revoked = secure.server.authorizer.revoked_sites()
     status = await secure.operator.get_status()
     assert status.head_version == 1
     assert {site.site: "is revoked" in site.problem for site in status.sites} == {SITE: True}

@@ -48,7 +48,7 @@ def url(server):
 
 
 async def open_at(url):
-    return await Database.over(lambda: open_store(url))
+    return await Database.over(lambda: open_store(url), on_full=lambda: None)
 
 
 async def changed(path, before):

@@ -66,7 +66,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
     rows = [
         ("version", _version(status)),
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
-        ("weights", _weights(status)),
+        ("weights", _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),
         ("encode", f"{status.encode_s:.3g} s" if status.encode_s else "-"),
         ("store", _store(status)),
@@ -152,10 +152,6 @@ def _sources(report: StepReport) -> str:
     return ", ".join(
         f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
     )
-
-
-def _weights(status: RunStatus) -> str:
-    return _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)
 
 
 def _sizes(full_bytes: int, **payloads: int) -> str:

@@ -36,8 +36,6 @@ from heterorl.coordinator.versions import lineage
 if TYPE_CHECKING:
     import psycopg
 
-    from heterorl.coordinator.store.database_engine import Cursor
-
 EPOCHS_BEYOND = 1 << 20
 """More than the leases granted between a backup and its restoration."""
 _PARTIAL = ".restoring"
@@ -128,7 +126,7 @@ def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
     file.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
     detail = f"to version {head}" if head != NO_VERSION else "before its first version"
     digest = audit.append(file, AuditKind.RESTORED, subject=get_meta(file, "run_id") or "", detail=detail, now=now)
-    (num_groups,) = _one(file.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')"))
+    (num_groups,) = file.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')").fetchone()
     file.execute("COMMIT")
     return {"head_version": head, "num_groups": int(num_groups), "audit_digest": digest}
 
@@ -196,7 +194,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
             raise OperatorError("a coordinator has the store at store.url", action="choose an empty database or schema")
         try:
             with raw.transaction():
-                if _one(raw.execute("SELECT to_regclass('store')"))[0] is not None:
+                if raw.execute("SELECT to_regclass('store')").fetchone() != (None,):
                     raise ConfigError(
                         "store.url", "there is a store already", action="name an empty database or schema"
                     )
@@ -215,9 +213,3 @@ def _write(file: sqlite3.Connection, raw: psycopg.Connection[Any], partial: Path
     write_from(file, raw)
     with replacing(partial / "postgres", is_durable=True) as mark:
         mark.write(f"{name_store(raw)}\n".encode("ascii"))
-
-
-def _one(cursor: Cursor | Any) -> Any:
-    row = cursor.fetchone()
-    assert row is not None, "a query with one row"
-    return row

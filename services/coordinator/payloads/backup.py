@@ -97,7 +97,7 @@ class Backups:
         try:
             copy = partial / STORE_FILE
             with contextlib.ExitStack() as kept:
-                async with self.collector.undisturbed():
+                async with self.collector.undisturbed:
                     if self.store_url:
                         digests, head, audit_digest = await asyncio.to_thread(_read_out, self.store_url, copy)
                     else:

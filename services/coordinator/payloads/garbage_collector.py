@@ -60,7 +60,8 @@ class GarbageCollector(BackgroundWorker):
     def __post_init__(self) -> None:
         super().__init__("garbage_collector", self.clock)
         self._rebuilt = self.config.data_dir / "rebuilt"
-        self._collecting = asyncio.Lock()
+        self.undisturbed = asyncio.Lock()
+        """Holds off deletions, for a short time."""
         self._unpublished: dict[Digest, int] = {}
 
     async def recover(self) -> None:
@@ -168,14 +169,10 @@ class GarbageCollector(BackgroundWorker):
 
     # deletion
 
-    def undisturbed(self) -> asyncio.Lock:
-        """A lock that holds off deletions, for a short time."""
-        return self._collecting
-
     async def collect(self, *, missing_bytes: int = 0) -> int:
         """Delete payloads that no sampler needs; returns the bytes freed.
         Not in batches if bytes are missing."""
-        async with self._collecting:
+        async with self.undisturbed:
             await self._give_up_unpublished()
             if not self.leases.are_known(self.clock.monotonic()):
                 return await self._sweep()

@@ -210,13 +210,14 @@ class CallAdmission(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
+        handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return handler
+            return None
         method = str(handler_call_details.method)
         if handler.response_streaming or can_be_long(_descriptor(method).output_type):
-            return grpc.stream_stream_rpc_method_handler(self._streamed(handler, method), None, _serializer(handler))
-        return grpc.stream_unary_rpc_method_handler(self._single(handler, method), None, _serializer(handler))
+            call = self._streamed(handler, method)
+            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(self._single(handler, method), None, handler.response_serializer)
 
     def _single(self, handler: Any, method: str) -> Callable[[object, _Context], Awaitable[Any]]:
         async def call(_: object, context: _Context) -> Any:
@@ -280,10 +281,6 @@ def _pushed(data: bytes) -> list[rollout_pb2.Group]:
 def _descriptor(method: str) -> MethodDescriptor:
     service, _, name = method.removeprefix("/").rpartition("/")
     return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
-
-
-def _serializer(handler: Any) -> Callable[[Any], bytes]:
-    return handler.response_serializer  # type: ignore[no-any-return]
 
 
 @contextlib.asynccontextmanager

@@ -81,7 +81,7 @@ class Server:
             _LOG.warning(
                 "tls.revoked is not set: revoked certificates stay valid; set it to the list of heterorl certs revoke"
             )
-        self._authorizer = CallAuthorizer(
+        self.authorizer = CallAuthorizer(
             run_id=config.run_id,
             is_plaintext=tls.insecure,
             wall_time=wall_time,
@@ -89,7 +89,7 @@ class Server:
             authorities=lambda: b"" if self._files is None else self._files.current().ca,
         )
         self.admission = CallAdmission(
-            self._authorizer,
+            self.authorizer,
             shares=Shares(places=config.max_concurrent_rpcs, per_site=config.site_concurrent_rpcs),
             budget=MemoryQuota(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
         )
@@ -104,10 +104,6 @@ class Server:
 
     def revoked_serials(self) -> frozenset[int]:
         return frozenset() if self._revoked is None else self._revoked.current()
-
-    def revoked_sites(self) -> dict[str, int]:
-        """Sampler sites whose certificate is revoked, with its serial."""
-        return self._authorizer.revoked_sites()
 
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.

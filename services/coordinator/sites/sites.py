@@ -6,7 +6,6 @@ Sites are durable; the time is in memory, by the monotonic clock.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,7 +51,7 @@ class Sites:
     The event loop writes signs of life; the store's thread reads them and may forget an incarnation.
     """
 
-    def __init__(self, *, max_work_ahead_s: float = math.inf) -> None:
+    def __init__(self, *, max_work_ahead_s: float) -> None:
         self._seen: dict[Holder, _Seen] = {}
         self._max_work_ahead_s = max_work_ahead_s
         self._generation_s: dict[str, float] = {}

@@ -29,9 +29,7 @@ from heterorl.coordinator.store.payload_files import (
     cut,
     file_size,
     identity,
-    ignore,
     name_file,
-    no_room,
     open_file,
     remove_file,
     sync_and_close,
@@ -69,8 +67,8 @@ class BlobStore:
         store_bytes: int,
         max_payload_bytes: int,
         bound: str = "store_bytes",
-        make_room: Callable[[int], Awaitable[None]] = no_room,
-        on_full: Callable[[], None] = ignore,
+        make_room: Callable[[int], Awaitable[None]],
+        on_full: Callable[[], None],
         storage: PayloadStorage | None = None,
     ) -> None:
         """Open the directory; `bound` is the key of `store_bytes` in errors.

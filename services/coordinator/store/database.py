@@ -21,14 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull, StoreLost
 from heterorl.common.process import metrics
 from heterorl.coordinator.store.database_engine import SET_META, Connection, DatabaseEngine, Fault
-from heterorl.coordinator.store.payload_files import ignore
-from heterorl.coordinator.store.sqlite import SqliteEngine
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -75,12 +72,7 @@ class Database:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path, *, on_full: Callable[[], None] = ignore) -> Self:
-        """Open or create the store in a SQLite file; as `over`."""
-        return await cls.over(lambda: SqliteEngine.open(path), on_full=on_full)
-
-    @classmethod
-    async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None] = ignore) -> Self:
+    async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None]) -> Self:
         """Open a store and check it.
         `on_full` is called on the event loop when the disk is full. Raises CorruptStore: it fails its check or has
         another schema; StoreLost: the database is down; DiskFull."""

@@ -28,14 +28,6 @@ _REFUSED = (
 """The system refused before it did anything."""
 
 
-async def no_room(_missing: int) -> None:
-    """Free no space: the default without a collector."""
-
-
-def ignore() -> None:
-    """The default without a listener."""
-
-
 def identity(directory: Path) -> tuple[int, int]:
     """Device and inode: tells a directory from one mounted in its place."""
     found = directory.stat()

@@ -15,13 +15,13 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.database import Database
 from tests.support.clock import ManualClock
+from tests.support.stores import open_database
 
 
 @pytest.fixture
 async def database(tmp_path):
-    database = await Database.open(tmp_path / "coordinator.sqlite")
+    database = await open_database(tmp_path / "coordinator.sqlite")
     yield database
     await database.close()
 
@@ -171,7 +171,11 @@ async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path
     serials = Revocations(revoked)
 
     loop = asyncio.create_task(
-        _gauges(core, SimpleNamespace(revoked_serials=serials.current, revoked_sites=dict), clock)
+        _gauges(
+            core,
+            SimpleNamespace(revoked_serials=serials.current, authorizer=SimpleNamespace(revoked_sites=dict)),
+            clock,
+        )
     )
     await clock.is_sleeping.wait()
     loop.cancel()

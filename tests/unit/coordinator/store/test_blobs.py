@@ -22,18 +22,18 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.policy_column import PolicyColumn
 from heterorl.coordinator.store import blobs as blobs_module
-from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.payload_storage import PayloadStorage
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.limits import WAIT_S
 from tests.support.run import Run, frames
+from tests.support.stores import open_blobs
 
 MAX_BYTES = 1 << 20
 
 
 def store(path, *, store_bytes=1 << 30, max_payload_bytes=MAX_BYTES):
-    return BlobStore(path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes)
+    return open_blobs(path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes)
 
 
 def digest_of(data):
@@ -300,7 +300,7 @@ class FailingHome(PayloadStorage):
 @pytest.mark.parametrize("call", ["adopt", "append"])
 async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_durable(tmp_path, call):
     home = FailingHome()
-    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
+    blobs = open_blobs(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
     data = b"a snapshot that was composed here"
 
     async def attempt():
@@ -334,7 +334,7 @@ class SlowHome(PayloadStorage):
 
 async def test_file_reaches_its_home_although_each_publication_that_needs_it_runs_out_of_time(tmp_path):
     home = SlowHome()
-    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
+    blobs = open_blobs(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
     data = b"a snapshot"
     # The line broke while the bucket took it: all bytes are here.
     uploading = asyncio.create_task(append(blobs, data))

@@ -10,15 +10,16 @@ import pytest
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.store import sqlite as sqlite_engine
-from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.database import get_meta, set_meta
 from tests.support.limits import WAIT_S
+from tests.support.stores import open_database
 
 pytestmark = pytest.mark.sqlite
 
 
 @pytest.fixture
 async def database(tmp_path):
-    database = await Database.open(tmp_path / "new" / "store.sqlite")
+    database = await open_database(tmp_path / "new" / "store.sqlite")
     yield database
     await database.close()
 
@@ -82,7 +83,7 @@ async def test_nothing_commits_after_the_store_failed_not_even_what_was_queued(d
     with pytest.raises(CorruptStore, match="restarted"):
         await database.run(lambda c: None)
     await database.close()
-    again = await Database.open(tmp_path / "new" / "store.sqlite")
+    again = await open_database(tmp_path / "new" / "store.sqlite")
     assert await again.run(lambda c: c.execute("SELECT count(*) FROM meta").fetchone()[0]) == 0
     await again.close()
 
@@ -131,23 +132,23 @@ async def test_typed_error_reaches_only_its_caller(database):
 async def test_store_that_cannot_be_opened_says_where(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CorruptStore, match="cannot be opened"):
-        await Database.open(tmp_path / "file" / "store.sqlite")
+        await open_database(tmp_path / "file" / "store.sqlite")
     (tmp_path / "store.sqlite").mkdir()
     with pytest.raises(CorruptStore, match="cannot be opened"):
-        await Database.open(tmp_path / "store.sqlite")
+        await open_database(tmp_path / "store.sqlite")
     (tmp_path / "other.sqlite-wal").mkdir()
     with pytest.raises(CorruptStore):
-        await Database.open(tmp_path / "other.sqlite")
+        await open_database(tmp_path / "other.sqlite")
 
 
 async def test_store_that_cannot_be_durable_is_refused():
     with pytest.raises(CorruptStore, match="durable mode"):
-        await Database.open(Path(":memory:"))
+        await open_database(Path(":memory:"))
 
 
 async def test_damage_of_any_page_is_found_at_the_start_or_harmless(tmp_path):
     path = tmp_path / "store.sqlite"
-    database = await Database.open(path)
+    database = await open_database(path)
     for number in range(300):
         await database.run(lambda c, number=number: set_meta(c, f"key {number}", "value" * 20))
     await database.close()
@@ -157,7 +158,7 @@ async def test_damage_of_any_page_is_found_at_the_start_or_harmless(tmp_path):
         # The header of the page: its kind, and where its cells begin.
         path.write_bytes(good[: page * 4096] + b"\xa5" * 16 + good[page * 4096 + 16 :])
         try:
-            damaged = await Database.open(path)
+            damaged = await open_database(path)
         except CorruptStore:
             found += 1
             continue
@@ -190,7 +191,7 @@ async def test_store_that_owes_an_answer_says_for_how_long_and_copies_of_all_do_
 
 
 async def test_closing_commits_what_was_queued_before_it(tmp_path):
-    database = await Database.open(tmp_path / "store.sqlite")
+    database = await open_database(tmp_path / "store.sqlite")
     gate = threading.Event()
     first = database.submit(lambda _: gate.wait(WAIT_S))
     second = database.submit(lambda connection: set_meta(connection, "key", "kept"))
@@ -201,7 +202,7 @@ async def test_closing_commits_what_was_queued_before_it(tmp_path):
 
     assert await first
     await second
-    again = await Database.open(tmp_path / "store.sqlite")
+    again = await open_database(tmp_path / "store.sqlite")
     assert await again.run(lambda connection: get_meta(connection, "key")) == "kept"
     await again.close()
 
@@ -212,7 +213,7 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
 ):
     path = tmp_path / "coordinator.sqlite"
     monkeypatch.setattr(sqlite_engine, "CHECKED_BYTES", 4096)
-    database = await Database.open(path)
+    database = await open_database(path)
 
     def fill(connection):
         set_meta(connection, "run_id", "run")
@@ -242,8 +243,8 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
 
     if stops_the_start:
         with pytest.raises(CorruptStore):
-            await Database.open(path)
+            await open_database(path)
     else:
-        await (await Database.open(path)).close()
+        await (await open_database(path)).close()
     with pytest.raises(CorruptStore), read_histories(tmp_path):
         pass

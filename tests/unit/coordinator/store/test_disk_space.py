@@ -19,10 +19,11 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.background import PAUSE_S, RetryingLoop
-from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.disk_space import HEALED_S, LARGEST_SHARE, DiskSpace
 from tests.support.clock import ManualClock
 from tests.support.run import Run
+from tests.support.stores import open_database
 
 pytestmark = [pytest.mark.process, pytest.mark.sqlite]
 
@@ -79,7 +80,7 @@ async def is_refused(core, run, assignments):
 
 async def test_read_that_shares_a_commit_with_a_write_without_room_is_answered(disk):
     full = []
-    database = await Database.open(disk / "store.sqlite", on_full=lambda: full.append(1))
+    database = await open_database(disk / "store.sqlite", on_full=lambda: full.append(1))
     await database.run(lambda connection: set_meta(connection, "key", "kept"))
     fill(disk)
     go_on = threading.Event()
@@ -105,7 +106,7 @@ async def test_read_that_shares_a_commit_with_a_write_without_room_is_answered(d
 
 
 async def test_callers_of_a_store_that_failed_have_errors_of_their_own(tmp_path):
-    database = await Database.open(tmp_path / "store.sqlite")
+    database = await open_database(tmp_path / "store.sqlite")
     go_on = threading.Event()
 
     def broken(_connection):

@@ -64,7 +64,14 @@ def copies(home, tmp_path, monkeypatch):
     async def make_room(missing_bytes):
         await copies.make_room(missing_bytes)
 
-    files = CacheFiles(tmp_path, store_bytes=13 * MIB, max_payload_bytes=64 * MIB, make_room=make_room, storage=home)
+    files = CacheFiles(
+        tmp_path,
+        store_bytes=13 * MIB,
+        max_payload_bytes=64 * MIB,
+        make_room=make_room,
+        storage=home,
+        on_full=lambda: None,
+    )
     files.freed = CountingBell()
     copies = BucketCache(files, home)
     return copies

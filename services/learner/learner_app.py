@@ -30,6 +30,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.threads import in_thread, num_threads
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.backends.ranks.rank_env import RankEnv
@@ -130,14 +131,12 @@ def _verifier(
         return None
     versions = None
     if parts.verification.replayer is not None:
+        threads = num_threads(config.backend.threads)
         versions = RecentVersions(
-            api,
+            make_puller=functools.partial(TrustedPuller, api=api, backoff=backoff, trust=trust, threads=threads),
             spool=config.state_dir / "checks",
             layout=parts.backend.layout,
-            backoff=backoff,
-            trust=trust,
             num_kept=config.verification.kept_versions,
-            threads=num_threads(config.backend.threads),
         )
     # Randomness of the operating system: no site may foresee which groups are checked.
     return Verifier(verification=parts.verification, versions=versions, rng=secrets.SystemRandom(), busy=busy)

@@ -19,14 +19,14 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from heterorl.common.api import LearnerApi
 from heterorl.common.errors import (
     CorruptData,
     PromptRefused,
@@ -35,12 +35,10 @@ from heterorl.common.errors import (
     UnknownVersion,
     UntrustedVersion,
 )
-from heterorl.common.identity.signing import Trust
 from heterorl.common.model.logprobs import group_key
 from heterorl.common.model.quantise import LIMIT, Variant, dequantise, variant_layout
 from heterorl.common.model.router_replay import RoutingShape
 from heterorl.common.process import metrics
-from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.pull.puller import PulledVersion, TrustedPuller
 from heterorl.common.tasks.task import FailureStreak, Task, source_of
@@ -73,18 +71,15 @@ _LOG = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.float32)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RecentVersions:
     """A few pulled states, by variant and version."""
 
-    api: LearnerApi
-    _: KW_ONLY
+    make_puller: Callable[..., TrustedPuller]
+    """Makes a puller of `spool`, `layout` and `variant`."""
     spool: Path
     layout: Layout
-    backoff: Backoff
-    trust: Trust
     num_kept: int
-    threads: int = 1
     _pullers: dict[str, TrustedPuller] = field(default_factory=dict)
     _kept: OrderedDict[tuple[str, int], PulledVersion] = field(default_factory=OrderedDict)
     _whole: tuple[tuple[str, int], Arena] | None = None
@@ -105,8 +100,7 @@ class RecentVersions:
         if pulled is None:
             earlier = [number for form, number in self._kept if form == variant and number < version]
             held = self._kept[variant, max(earlier)] if earlier else None
-            puller = self._pullers.get(variant) or self._add_puller(variant)
-            pulled = await puller.pull(version, held=held)
+            pulled = await self._puller(variant).pull(version, held=held)
             self._kept[key] = pulled
             _LOG.debug("the verifier pulled version %d%s", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)
@@ -120,19 +114,12 @@ class RecentVersions:
             self._whole = (key, whole)
         return self._whole[1]
 
-    def _add_puller(self, variant: str) -> TrustedPuller:
-        layout = variant_layout(self.layout, _known(variant)) if variant else self.layout
-        puller = TrustedPuller(
-            api=self.api,
-            spool=self.spool / (variant or "trained"),
-            layout=layout,
-            backoff=self.backoff,
-            trust=self.trust,
-            threads=self.threads,
-            variant=variant,
-        )
-        self._pullers[variant] = puller
-        return puller
+    def _puller(self, variant: str) -> TrustedPuller:
+        if variant not in self._pullers:
+            layout = variant_layout(self.layout, _known(variant)) if variant else self.layout
+            spool = self.spool / (variant or "trained")
+            self._pullers[variant] = self.make_puller(spool=spool, layout=layout, variant=variant)
+        return self._pullers[variant]
 
 
 def _known(variant: str) -> Variant:

@@ -13,18 +13,17 @@ import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, StateMismatch, Unreachable
-from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef, PublishRequest
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
@@ -263,17 +262,8 @@ async def commit(
             return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedVersions:
+class PublishedVersions(TrustedPuller):
     """A variant's versions from the coordinator; `spool` is for their payloads only."""
-
-    api: LearnerApi
-    layout: Layout
-    spool: Path
-    backoff: Backoff
-    trust: Trust = field(default_factory=Trust)
-    threads: int = 1
-    variant: str = ""
 
     async def manifest(self, version: int) -> bytes:
         """A version's manifest, which the next one names as its parent.
@@ -304,16 +294,7 @@ class PublishedVersions:
         version = manifest_from_bytes(data).version
         where = f" in variant {self.variant}" if self.variant else ""
         _LOG.info("version %d%s is pulled from the coordinator", version, where)
-        puller = TrustedPuller(
-            api=self.api,
-            spool=self.spool,
-            layout=self.layout,
-            backoff=self.backoff,
-            trust=self.trust,
-            threads=self.threads,
-            variant=self.variant,
-        )
-        pulled = await puller.pull(version)
+        pulled = await self.pull(version)
         # A key may have signed two histories: the next delta starts from these weights and names this manifest.
         if pulled.manifest_digest != manifest_digest(data):
             raise StateMismatch(f"version {version}{where} was rebuilt with another manifest than was shown")

@@ -1,5 +1,6 @@
 """Versions for checks: pulled and verified like at a sampler, the newest few kept."""
 
+import functools
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from heterorl.common.errors import UnknownVersion, UnsignedManifest
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.checks.verifier import RecentVersions
@@ -44,9 +46,8 @@ class Counting:
 
 def versions_of(api, tmp_path, *, keys=(), num_kept=2):
     backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
-    return RecentVersions(
-        api, spool=tmp_path / "checks", layout=LAYOUT, backoff=backoff, trust=Trust(keys), num_kept=num_kept
-    )
+    make_puller = functools.partial(TrustedPuller, api=api, backoff=backoff, trust=Trust(keys))
+    return RecentVersions(make_puller=make_puller, spool=tmp_path / "checks", layout=LAYOUT, num_kept=num_kept)
 
 
 async def test_every_version_is_the_published_one_and_what_is_kept_is_not_pulled_again(run, tmp_path):

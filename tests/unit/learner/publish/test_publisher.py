@@ -19,6 +19,7 @@ from heterorl.common.errors import (
     StoreFull,
     Unreachable,
 )
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
@@ -84,7 +85,11 @@ class World:
             backend=self.backend,
             publisher=self.publisher,
             published=PublishedVersions(
-                api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", backoff=self.backoff
+                api=self.api,
+                layout=LAYOUT,
+                spool=self.directory / "payloads" / "incoming",
+                backoff=self.backoff,
+                trust=Trust(),
             ),
             state_dir=self.directory,
             adopt_without_optimizer=adopt_without_optimizer,
@@ -255,7 +260,7 @@ async def test_payload_files_are_removed_when_they_are_not_needed(coordinator, t
     await world.resume()
     await world.advance()
 
-    assert list((tmp_path / "payloads").iterdir()) == []
+    assert [path for path in (tmp_path / "payloads").rglob("*") if path.is_file()] == []
 
 
 # ---- upload

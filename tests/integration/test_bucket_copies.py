@@ -93,7 +93,7 @@ async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bou
         left = [fetch.task for fetch in copies._fetches.values()]
         if left:
             await asyncio.wait(left)
-        while len(core.blobs._locks):  # noqa: ASYNC110 - says nothing
+        while core.blobs._locks._locks:  # noqa: ASYNC110 - says nothing
             # What was being deleted for one who has gone.
             await asyncio.sleep(0)
         assert peak <= 16 * MIB

@@ -1,13 +1,15 @@
 """Stores of the coordinator without a coordinator: no collector makes room, and nothing hears of a full disk."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.payload_storage import PayloadStorage
 from heterorl.coordinator.store.sqlite import SqliteEngine
 
 
-async def open_database(path: Path, *, on_full=lambda: None) -> Database:
+async def open_database(path: Path, *, on_full: Callable[[], None] = lambda: None) -> Database:
     return await Database.over(lambda: SqliteEngine.open(path), on_full=on_full)
 
 
@@ -15,7 +17,9 @@ async def no_room(_missing_bytes: int) -> None:
     pass
 
 
-def open_blobs(path: Path, *, store_bytes: int, max_payload_bytes: int, storage=None) -> BlobStore:
+def open_blobs(
+    path: Path, *, store_bytes: int, max_payload_bytes: int, storage: PayloadStorage | None = None
+) -> BlobStore:
     return BlobStore(
         path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes, make_room=no_room, on_full=lambda: None,
         storage=storage,

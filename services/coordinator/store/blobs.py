@@ -46,9 +46,6 @@ class Locks:
         # Holders and waiters keep a lock alive.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._locks)
-
     def __getitem__(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 

@@ -66,10 +66,6 @@ class Inbox:
         """Whether it closed because the run has ended."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def held(self) -> tuple[GroupId, ...]:
         """Ids of the groups that this learner holds."""
         return tuple(self._held)

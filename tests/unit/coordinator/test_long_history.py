@@ -96,9 +96,9 @@ async def test_lock_of_a_name_is_forgotten_with_its_last_user():
     async with locks["b"]:
         assert locks.is_held("b")
         assert not locks.is_held("a")
-        assert len(locks) == 1
+        assert len(locks._locks) == 1
     assert order == [0, 1, 2, 3, 4]
-    assert len(locks) == 0
+    assert len(locks._locks) == 0
 
 
 async def _steps_of_a_push(run):

@@ -133,7 +133,7 @@ async def test_reward_that_hangs_holds_back_what_is_behind_it_and_others_are_sco
 
     await until(task, lambda: {1, 3, 4, 5, 6} <= set(task.begun) and task.now == {2})
     assert await taken(inbox, 1) == [1]
-    assert inbox.num_waiting == 0, "in stream order: 1 alone is before the one that hangs"
+    assert len(inbox._waiting) == 0, "in stream order: 1 alone is before the one that hangs"
     task.gates[2].set()
 
     assert await taken(inbox, 5) == [2, 3, 4, 5, 6]

@@ -87,7 +87,7 @@ async def test_group_without_a_credit_takes_no_memory():
     for sequence in range(1, 100):
         await inbox.put(queued(sequence))
 
-    assert inbox.num_waiting == 4
+    assert len(inbox._waiting) == 4
     assert [group_id.sequence for group_id in inbox.held] == [1, 2, 3, 4]
 
 

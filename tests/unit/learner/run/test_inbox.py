@@ -78,7 +78,7 @@ async def test_group_that_is_held_is_not_taken_in_again():
 
     await inbox.put(queued(1))
 
-    assert inbox.num_waiting == 0
+    assert len(inbox._waiting) == 0
 
 
 async def test_settled_group_is_no_longer_held():

@@ -1,4 +1,4 @@
-"""Stores of the coordinator without a coordinator: no collector makes room, and nothing hears of a full disk."""
+"""Databases and payload files without a coordinator."""
 
 from collections.abc import Callable
 from pathlib import Path

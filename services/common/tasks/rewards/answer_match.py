@@ -78,14 +78,16 @@ class MathVerifier:
 
 
 _PART = "correct"
+_RULES = {"exact": 4, "math_verify": 5}
+"""A number rises where equal completions get other scores."""
 
 
 class MatchedTask:
     """Members of a task that compares completions with its rows' answers."""
 
     def __init__(self, config: SourceConfig) -> None:
-        self.match_name = f"{config.match} 4"
-        """Part of task digests; the number rises where equal completions get other scores."""
+        self.match_name = f"{config.match} {_RULES[config.match]}"
+        """Part of task digests."""
         self.num_workers = 1
         self._verifier: MathVerifier | None = None
         if config.match == "math_verify":

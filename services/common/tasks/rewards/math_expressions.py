@@ -1,12 +1,12 @@
 """Mathematics of datasets and models, read as one expression by math-verify's parser.
 
 Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it; `$`, `\\(` and
-`\\boxed` mark its mathematics. The last box of a completion, or the text behind its last `####` or last "answer is", is
-read in the same way, if need be to the end of its sentence. Without a box, math-verify searches the prose, from the
-last "answer is" on. Unicode signs, numbers, units and words become LaTeX.
+`\\boxed` mark its mathematics. What a completion states (`stated_answers`) is read in the same way; if it cannot be
+read, math-verify searches the prose. Unicode signs, numbers, units and words become LaTeX.
 
-An answer that cannot be read to its end is None, never a part of itself. Only units, currencies and signs around
-mathematics are dropped; other words make a text unreadable.
+An answer that cannot be read to its end is None, never a part of itself. Units, currencies, names before `=` and signs
+around mathematics are set apart; other words make a text unreadable. Two known units must agree. An equation of one
+unknown gives its right side only to a name or a function, so `x^2=3` is not 3.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import convert_to_pct
-from latex2sympy2_extended.math_normalization import extract_boxed_content, normalize_latex
+from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import parse, verify
+from math_verify.grader import get_pct_val
 from math_verify.parser import LatexExtractionConfig, parse_latex_cached
+
+from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
+from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_WORDS = 6
 """Most words of an answer in words, such as a name; more are prose."""
@@ -55,8 +58,8 @@ _ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d
 
 _CLOSED = r"(?<!\\)\$\$?(?P<dollars>(?:[^$\\]|\\.)+)\$\$?|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]"
 _MATHS = re.compile(_CLOSED, re.DOTALL)
-_PRICE = re.compile(r"^\s*(-?)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*(?=[\d.])")
-_CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*$")
+_PRICE = re.compile(r"^\s*(?P<minus>-?)\s*\\?(?P<sign>[$\u00a3\u20ac\u00a5\u20b9])\s*(?=-?[\d.])")
+_CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*\\?(?P<sign>[$\u00a2\u00a3\u20ac\u00a5\u20b9])\s*$")
 _GROUPED = re.compile(r"(?<![\d.,])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)\s*\d{3})+)(?!\d)")
 _COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?!,?\d)")
 _BRACKETED = re.compile(r"[(\[{|]")
@@ -88,26 +91,26 @@ _FUNCTIONS = frozenset([
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(_SCALES) + r")\b", re.IGNORECASE)
 GAP = r"(?:\s|\\[ ,;:!]|~)*"
-_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
+_POWER = r"(?:\s*\^\s*\{?-?\d\}?|(?<=m)[23])?"
 _UNIT = re.compile(
     rf"(?:(?<=[\d}})%])|(?<=\\pi)){GAP}"
     rf"(?P<words>[A-Za-z][A-Za-z./ -]*?){_POWER}(?:\s*\([A-Za-z .-]+\))?\s*$"
 )
 _UNIT_IN_TEXT = re.compile(
-    rf"(?<=[\w)}}%]){GAP}\\(?:text|textrm|mathrm|mbox|rm)\s*\{{(?P<words>[^{{}}\d]*)\}}{_POWER}\s*$"
+    rf"(?<=[\w)}}%]){GAP}\\(?:text|textrm|mathrm|mbox|rm)\s*\{{(?P<words>[^{{}}\d^]*){_POWER}\s*\}}{_POWER}\s*$"
 )
 _CJK_SCALES = "\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u534a\u591a\u4ee5\u51e0"
 """Ten to 10^8, and words such as half, that change the number in front of them."""
 _CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?!\S*[{_CJK_SCALES}])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
-_SHORT_UNITS = frozenset([
-    "st", "nd", "rd", "th", "cm", "mm", "km", "nm", "kg", "mg", "ml", "cl", "dl", "ft", "in", "lb", "lbs",
-    "oz", "mi", "hr", "hrs", "yd", "yds", "pt", "qt", "min", "sec", "mph", "kph", "rpm", "am", "pm", "ms",
-    "ns", "hz", "kw", "mw", "ha", "sq", "cu", "m/s", "ft/s", "km/h", "mi/h", "m/h",
-])  # fmt: skip
+_SHORT_UNITS = frozenset(
+    ["st", "nd", "rd", "th", "nm", "cl", "dl", "rpm", "am", "pm", "ns", "hz", "kw", "mw", "sq", "cu"]
+)
+"""Units of a few letters that `units` does not compare."""
 _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
 _NO_UNITS = frozenset(["and", "or", "mod"])
+_UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
 _SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
-_CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CFK]\b)?")
+_CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 _TURNS = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)\b")
 _ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm|textrm)\s*\{(?:st|nd|rd|th)\}\s*\}\s*$")
@@ -118,6 +121,13 @@ class Text(NamedTuple):
     """An answer in words, compared without case and blanks."""
 
     words: str
+
+
+class Measured(NamedTuple):
+    """A value with a known unit, such as a percentage of it."""
+
+    value: Any
+    unit: Unit
 
 
 class Clock(NamedTuple):
@@ -158,7 +168,7 @@ def unwrap(text: str) -> str:
     text = text.strip().strip("*")
     found = list(_MATHS.finditer(text))
     if not found:
-        return _CURRENCY_BEHIND.sub("", _PRICE.sub(r"\1", text)).replace("\\$", "")
+        return text
     inner = [next(part for part in match.groups() if part is not None) for match in found]
     outside = _MATHS.sub(" ", text)
     if _LONG_WORD.search(re.sub(r"(?i)\b(?:and|or)\b", " ", _UNIT.sub("", f"0{outside.rstrip(' .')}"))) is None:
@@ -187,9 +197,10 @@ def words_of(text: str) -> Text | None:
     return Text(" ".join(plain.casefold().split()))
 
 
-def latex_of(text: str) -> str | None:
-    """An expression with numbers in LaTeX; None where it has other words."""
+def latex_of(text: str) -> tuple[str, Unit] | None:
+    """LaTeX of an expression, and its unit; None for other words."""
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
+    text, price = _without_price(text)
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
         text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)
@@ -200,8 +211,8 @@ def latex_of(text: str) -> str | None:
     text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
     text = text.replace("\\langle", "(").replace("\\rangle", ")")
-    text = _ANGLE.sub(r"\\frac{\1\\pi}{180}", text) if _TURNS.search(text) else _CIRCLE.sub("", text)
-    text = _without_unit(_CJK_UNIT.sub("", _ORDINAL.sub("", text)))
+    text, angle = (_ANGLE.sub(r"\\frac{\1\\pi}{180}", text), Unit()) if _TURNS.search(text) else _without_circle(text)
+    text, named = _without_unit(_ORDINAL.sub("", text))
     if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
         return None
     rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
@@ -210,23 +221,40 @@ def latex_of(text: str) -> str | None:
     if any(word.lower() not in _FUNCTIONS for word in words) or _SMALL_WORDS.search(rest):
         return None
     # Adjacent numbers, or a number with a base inside an expression, cannot be read.
-    return None if _UNREAD.search(text) else text.strip()
+    if _UNREAD.search(text):
+        return None
+    return text.strip(), Unit(over=named.over or angle.over or price.over, under=named.under)
 
 
-def _without_unit(text: str) -> str:
+def _without_price(text: str) -> tuple[str, Unit]:
+    sign = _PRICE.search(text) or _CURRENCY_BEHIND.search(text)
+    text = _CURRENCY_BEHIND.sub("", _PRICE.sub(r"\g<minus>", text)).replace("\\$", "")
+    return text, unit_of(sign["sign"]) if sign else Unit()
+
+
+def _without_circle(text: str) -> tuple[str, Unit]:
+    angle = _CIRCLE.search(text)
+    return _CIRCLE.sub("", text), unit_of(angle["scale"] or "degree") if angle else Unit()
+
+
+def _without_unit(text: str) -> tuple[str, Unit]:
+    if (unit := _CJK_UNIT.search(text)) is not None:
+        return text[: unit.start()], unit_of(unit[0])
     if (unit := _UNIT_IN_TEXT.search(text)) is not None and not set(unit["words"].split()) & _NO_UNITS:
-        return text[: unit.start()]
+        return text[: unit.start()], unit_of(_UNIT_SIGNS.sub("", _TEXT.sub(r"\1", unit[0])))
     unit = _UNIT.search(text)
     if unit is None:
-        return text
+        return text, Unit()
     words, before = unit["words"].strip(), text[: unit.start()]
     is_apart = not text[unit.start()].isalpha()
-    if set(words.split()) & (_FUNCTIONS | _NO_UNITS):
-        return text
-    is_one = words.lower() in _SHORT_UNITS or (_LONG_WORD.search(words) and words not in ascii_lowercase)
+    known = unit_of(_UNIT_SIGNS.sub("", unit[0]))
+    is_known = len(words) > 1 and any(known)
+    if not is_known and set(words.split()) & (_FUNCTIONS | _NO_UNITS):
+        return text, Unit()
+    is_one = is_known or words.lower() in _SHORT_UNITS or (_LONG_WORD.search(words) and words not in ascii_lowercase)
     if is_one or (is_apart and words in _LETTER_UNITS and _NUMBER.fullmatch(before)):
-        return before
-    return text
+        return before, known
+    return text, Unit()
 
 
 def _repeated(number: re.Match[str]) -> str:
@@ -239,20 +267,14 @@ _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _CLOCK = re.compile(rf"(\d{{1,2}})(?::(\d\d))?(?:{GAP}([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s*percent\s*\}})\s*$")
+_BARE_PERCENT = re.compile(r"(?<!\\)%")
+_NAMED = re.compile(r"(?=[^=]*[A-Za-z])(?:\\[ ,;]|[A-Za-z\\\s\[\](){}_|'~])++=(?P<value>.+)", re.DOTALL)
+"""A value behind a name that is no mathematics, such as the area [ABC]."""
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
 # Units are removed here: the library reads t of 4s+3t as tons.
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
-_SAID = re.compile(
-    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|\u7b54\u6848)"
-    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|\s*[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*(?P<said>[^\n]+)"
-)
-_JUDGED = re.compile(
-    r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
-)
-_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _HASHES = "####"
 
 
@@ -295,27 +317,15 @@ def is_right(answer: Any, completion: str) -> bool:
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     """Answers of a completion: one reading, or math-verify's findings in prose."""
-    if tagged := _TAGGED.findall(completion):
-        completion = tagged[-1]
-    boxed = _boxed(completion)
-    if boxed is None and tagged:
-        boxed = completion
-    stated = [] if boxed is None else [boxed]
-    if not stated and _HASHES in completion:
-        stated = [completion.rpartition(_HASHES)[2].strip().partition("\n")[0]]
-    if not stated and (said := [one for one in _SAID.finditer(completion) if not _JUDGED.match(one["said"])]):
-        last = next((one for one in reversed(said) if one["says"].strip("* \t\n")), said[-1])
-        stated = [last["said"], _SENTENCE_END.split(last["said"], maxsplit=1)[0]]
-        # What is said ends all that stands before it; a mere mention does not.
-        completion = completion[last.start() :] if last["says"].strip("* \t\n") else completion
-    for one in stated or [completion] * wants_text:
-        given = _readings(one.strip().strip("*"))
-        if given and (boxed is not None or wants_text or not isinstance(given[0], Text)):
+    stated = statement_of(completion)
+    for one in stated.texts or (completion,) * wants_text:
+        given = _readings(one.strip().strip("*`"))
+        if given and (stated.is_marked or wants_text or not isinstance(given[0], Text)):
             return given
-    if wants_text or boxed is not None:
+    if wants_text or stated.is_marked:
         return []
     # The library's time limits use signals and turn errors into "wrong"; this process has its own.
-    found = parse(signs_as_latex(completion), parsing_timeout=None)
+    found = parse(signs_as_latex(stated.prose), parsing_timeout=None)
     return [one for one in found if not isinstance(one, str)]
 
 
@@ -333,8 +343,8 @@ def _readings(text: str) -> list[Any]:
 def read_expression(text: str) -> Any:
     """One expression, Text or Clock to the text's end, else None."""
     text = signs_as_latex(text)
-    boxed = _boxed(text)
-    text = ENDED.sub("", unwrap(text if boxed is None else boxed)).strip()
+    box = boxed(text)
+    text = ENDED.sub("", unwrap(text if box is None else box)).strip()
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
@@ -347,14 +357,23 @@ def read_expression(text: str) -> Any:
         minute, half = clock[2] or "0", (clock[3] or "").lower()
         is_time = bool(half) or minute.startswith("0")
         return Clock(hour=int(clock[1]), minute=int(minute), half=half, is_time=is_time)
-    maths = latex_of(text)
-    return _parsed(maths) if maths else None
+    found = _measured_in(text)
+    if found is None and (named := _NAMED.fullmatch(text)) is not None:
+        return _measured_in(named["value"])
+    return found
+
+
+def _measured_in(text: str) -> Any:
+    if (read := latex_of(text)) is None or not read[0]:
+        return None
+    maths, unit = read
+    if "," not in maths and (percent := _PERCENT.search(maths)) is not None:
+        maths, unit = maths[: percent.start()], PERCENT
+    found = _parsed(_BARE_PERCENT.sub(r"\%", maths))
+    return Measured(found, unit) if found is not None and any(unit) else found
 
 
 def _parsed(text: str) -> Any:
-    if (percent := _PERCENT.search(text)) is not None:
-        of_hundred = _parsed(text[: percent.start()])
-        return None if of_hundred is None else convert_to_pct(of_hundred)
     normal = normalize_latex(text, _NORMAL)
     if not normal or not _is_balanced(normal):
         return None
@@ -365,13 +384,6 @@ def _parsed(text: str) -> Any:
     except Exception:  # noqa: BLE001 - the parser raises anything
         return None
     return None if found is None or isinstance(found, str | bool) else found
-
-
-def _boxed(text: str) -> str | None:
-    """Content of the last box; joined by commas where several belong together."""
-    if "\\boxed" not in text and "\\fbox" not in text:
-        return None
-    return str(extract_boxed_content(text, mode="last"))
 
 
 def _is_based(number: re.Match[str]) -> bool:
@@ -388,6 +400,48 @@ def _is_balanced(text: str) -> bool:
 
 
 def _is_equal(answer: Any, given: Any) -> bool:
+    (answer, unit), (given, given_unit) = _measured(answer), _measured(given)
+    if unit.differs_from(given_unit):
+        return False
+    if not isinstance(answer, sympy.Basic) or not answer.has(sympy.Eq):
+        given = _solved(given)
+    if isinstance(given, sympy.FiniteSet) and not isinstance(answer, sympy.Set | sympy.Tuple) and given.args:
+        # Several values are one answer only where each is right, such as 1/2 or 0.5.
+        return all(_is_equal(Measured(answer, unit), one) for one in given.args)
+    if _is_same(answer, given):
+        return True
+    # A percentage equals its number, and its hundredth where the other side states no unit.
+    if unit == PERCENT and not any(given_unit) and isinstance(answer, sympy.Expr):
+        return _is_same(answer / 100, given)
+    return given_unit == PERCENT and not any(unit) and isinstance(given, sympy.Expr) and _is_same(answer, given / 100)
+
+
+def _measured(read: Any) -> Measured:
+    if isinstance(read, Measured):
+        return read
+    of_hundred = get_pct_val(read)
+    return Measured(read, Unit()) if of_hundred is None else Measured(of_hundred, PERCENT)
+
+
+def _solved(given: Any) -> Any:
+    """The value that an equation states; None where it is unsolved."""
+    if isinstance(given, sympy.FiniteSet | sympy.Tuple) and given.has(sympy.Eq):
+        values = [_solved(one) for one in given.args]
+        return None if None in values else given.func(*values)
+    chain = getattr(given, "_unsorted_args", given.args) if isinstance(given, sympy.And) else (given,)
+    if not all(isinstance(one, sympy.Eq) for one in chain):
+        return given
+    left, right = chain[0].lhs, chain[-1].rhs
+    if right.is_Symbol and not left.free_symbols:
+        return left
+    # One unknown inside powers, products or sums is an equation yet to be solved.
+    is_name = left.is_Symbol or len(left.free_symbols) != 1 or left.has(sympy.Function, sympy.Derivative)
+    return right if is_name else None
+
+
+def _is_same(answer: Any, given: Any) -> bool:
+    if given is None:
+        return False
     if isinstance(answer, Text) and isinstance(given, sympy.Symbol):
         given = Text(str(given).casefold())
     if isinstance(answer, Text) or isinstance(given, Text):

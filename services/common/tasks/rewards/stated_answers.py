@@ -1,0 +1,136 @@
+"""Answers that completions state: by tag, box, `####`, words or prose.
+
+A value that the text denies, or only compares with, is no answer: `not 7`, `rather than 7`, `less than 7`. Numbers
+joined by "or" are one answer of several values. A later statement replaces an earlier one, also on the same line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from latex2sympy2_extended.math_normalization import extract_boxed_content
+
+_NUMBER = (
+    r"[-+\u2212]?(?:\\?[$\u20ac\u00a3])?(?<!\d)(?:\d++(?:,\d{3})*+(?:\.\d++)?|\.\d++)"
+    r"(?:/\d++)?(?:\s?\\?%)?(?![\w/^])"
+)
+# Bounds keep the search linear. A dollar with a blank before it, or a digit behind it, is a price and ends no formula.
+_FORMULA = r"\$\$.{1,500}?\$\$|(?<!\\)\$(?=\S)[^$\n]{0,500}?(?<=\S)\$(?!\d)|\\\(.{1,500}?\\\)|\\\[.{1,500}?\\\]"
+_BOX = r"\\f?box(?:ed)?\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
+_FRACTION = r"-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
+_VALUE = rf"\*{{0,3}}(?:{_BOX}|{_FORMULA}|{_FRACTION}|(?:[a-z]\s*=\s*)?{_NUMBER}|\([A-J]\))\*{{0,3}}"
+_VERB = (
+    r"\b(?:(?:is|are|was|were|ca|could|does|do|did|would)n['\u2019]t|cannot"
+    r"|(?:can|could|do|does|did|must|should|would|may|might)\s(?:not|never))\b"
+)
+_COMPARED = (
+    r"(?<!\bno\s)(?<!\bnot\s)\b(?:rather|other|more|less|greater|fewer|larger|bigger|smaller|higher|lower)\sthan\b"
+)
+_DENIED = re.compile(
+    rf"(?i)(?:(?P<verb>{_VERB})|\bnot\b|\bnever\b|\bneither\b|\bnor\b|{_COMPARED}|\binstead\sof\b"
+    r"|\b(?:wrong|incorrect)\s(?:answer|option|choice)s?(?:\s(?:is|are|was|were))?:?"
+    r"|(?P<aside>[\uff0c,]\s*)?\u800c?(?P<cjk>\u4e0d(?:\u662f|\u4e3a|\u7b49\u4e8e)|\u5e76\u975e))"
+    rf"\*{{0,3}}(?:[ \t]+(?:be|equal|to|simply|just|necessarily|exactly|the|number|value|by))*[ \t]*"
+    rf"{_VALUE}(?:[ \t]+n?or[ \t]+{_VALUE})?|\bbetween[ \t]+{_VALUE}[ \t]+and[ \t]+{_VALUE}",
+    re.DOTALL,
+)
+_REFUTED = re.compile(
+    rf"(?i){_VALUE}\s(?:(?:is|was)(?:\snot|n['\u2019]t)(?:\s(?:the|a|our|correct|right|final))*"
+    r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b)",
+    re.DOTALL,
+)
+_OR = (
+    r"(?:\s*,?\s*\bor\b(?:\s(?:maybe|possibly|perhaps|even|else))?|\s*,\s*(?:maybe|possibly|perhaps))\s+"
+    r"(?:[a-z]\s*=\s*)?"
+)
+_ALTERNATIVES = re.compile(
+    rf"(?i){_FORMULA}|{_BOX}|(?<![\w.^=/({{]){_NUMBER}(?:\s?,\s{_NUMBER}){{0,8}}(?P<last>{_OR}{_NUMBER})+", re.DOTALL
+)
+_EACH = re.compile(_NUMBER)
+
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+# The text behind is only looked at: it may hold the next statement.
+_SAID = re.compile(
+    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|\u7b54\u6848)"
+    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|[\s\uff0c,]*\u800c?[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*"
+    r"(?=(?P<said>[^\n]+))"
+)
+_JUDGED = re.compile(
+    r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
+)
+_SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
+_BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
+_HEAD = re.compile(
+    r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|exactly|simply|just|either|both|definitely|probably|possibly"
+    r"|maybe|perhaps|indeed)\b)+"
+)
+_CLAUSE_END = re.compile(
+    r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,})|\s+\(|\s+(?:because|since|as|which|so|where|when|for)\b"
+)
+_HASHES = "####"
+
+
+class Statement(NamedTuple):
+    """What a completion states as its answer."""
+
+    texts: tuple[str, ...]
+    """Forms of the stated answer, the longest first; empty for mere prose."""
+    is_marked: bool
+    """Whether a box or a tag marks it; then no other text counts."""
+    prose: str
+    """Where to search if no form can be read."""
+
+
+def statement_of(completion: str) -> Statement:
+    """The last answer that a completion states."""
+    if tagged := _TAGGED.findall(completion):
+        completion = tagged[-1]
+    completion = _DENIED.sub(_without, _REFUTED.sub(" ", completion))
+    marked = boxed(completion)
+    if marked is None and tagged:
+        marked = completion
+    if marked is not None:
+        return Statement(texts=(marked,), is_marked=True, prose="")
+    if _HASHES in completion:
+        line = completion.rpartition(_HASHES)[2].strip().partition("\n")[0]
+        return Statement(texts=(line,), is_marked=False, prose=completion)
+    completion = _ALTERNATIVES.sub(_as_formula, completion)
+    found = [one for one in _SAID.finditer(completion) if not _JUDGED.match(one["said"])]
+    if not found:
+        return Statement(texts=(), is_marked=False, prose=completion)
+    last = max(reversed(found), key=_weight)
+    said = _BUT_NOT.sub("", last["said"])
+    sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
+    bare = sentence[head.end() :] if (head := _HEAD.match(sentence)) else sentence
+    # What is said ends all that stands before it; a mere mention does not.
+    prose = completion[last.start() :] if _says(last) else completion
+    return Statement(texts=(said, sentence, bare, _CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
+
+
+def boxed(text: str) -> str | None:
+    """Content of the last box; joined by commas where several belong together."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    return str(extract_boxed_content(text, mode="last"))
+
+
+def _weight(said: re.Match[str]) -> int:
+    """Rank of a statement: with a value, denied, and a mere mention."""
+    return _says(said) + (_says(said) and re.match(r"[\s.,;*]*(?:is\s*)?(?:[.,;]|$)", said["said"]) is None)
+
+
+def _says(said: re.Match[str]) -> bool:
+    return bool(said["says"].strip("* \t\n"))
+
+
+def _without(denied: re.Match[str]) -> str:
+    # A statement stays one, though without a value.
+    return "\u662f" if denied["cjk"] and not denied["aside"] else " is " if denied["verb"] else " "
+
+
+def _as_formula(found: re.Match[str]) -> str:
+    if found["last"] is None:
+        return found[0]
+    each = (re.sub(r"[$\u20ac\u00a3\\,\s]", "", one).replace("%", r"\%") for one in _EACH.findall(found[0]))
+    return f"${', '.join(each)}$"

@@ -293,13 +293,14 @@ class _Rows:
         reason, message = self._judged(arrived)
         if not is_usual and reason is None:
             reason, message = _judge_losses(self._connection, arrived, around.config.max_lost_share)
+        if reason is None:
+            self._waiting_bytes[site] += arrived.num_bytes
         if not is_usual or reason is not None:
             self.write()
             return record(self._connection, arrived, reason, message, around)
         self._accepted.append(arrived)
         self._answered.add(arrived.assignment)
         self._marks[key] = arrived.id.sequence
-        self._waiting_bytes[site] += arrived.num_bytes
         return PushOutcome(id=arrived.id, status=PushStatus.ACCEPTED)
 
     def _is_usual(self, arrived: Arrival) -> bool:
@@ -338,8 +339,8 @@ class _Rows:
             for site, count in Counter(arrived.id.site for arrived in self._accepted).items():
                 quarantine.note_lost(connection, site, 0.0, groups=count)
             ledger.add(connection, ledger.ACKED, len(self._accepted))
-        # The next operation may change what was looked up.
-        for kept in (self._accepted, self._answered, self._marks, self._waiting_bytes, self._facts, self._asked):
+        # The next group's record may change what was looked up, except the bytes, which are counted.
+        for kept in (self._accepted, self._answered, self._marks, self._facts, self._asked):
             kept.clear()
 
     def _surroundings(self, group: SealedGroup) -> Facts:

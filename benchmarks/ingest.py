@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -70,7 +71,7 @@ async def measure(server: Server, directory: Path, *, num_tokens: int, seconds: 
 
         async def push(number: int) -> None:
             while time.perf_counter() - started < seconds:
-                some = [group for group, _ in zip(sources[number], range(at_once), strict=False)]
+                some = list(itertools.islice(sources[number], at_once))
                 if not some:
                     break
                 before = time.perf_counter()

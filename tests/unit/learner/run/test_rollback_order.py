@@ -225,7 +225,7 @@ async def test_order_of_a_version_whose_key_is_no_longer_trusted_ends_no_run(cor
     result, _ = await asyncio.gather(learn(config, core, GentleBackend(), signer=new), filling)
 
     assert (result.step, result.version) == (3, 3)
-    assert caplog.text.count("cannot go back to version 1") == 1
+    assert caplog.text.count("cannot go back to version 1 and trains on") == 1
 
 
 async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
 
     await filling
     assert (result.step, result.version) == (4, 4)
-    assert caplog.text.count("cannot go back to version 1") == 1
+    assert caplog.text.count("cannot go back to version 1 and trains on") == 1
     # Operators see it, and it keeps no payloads.
     assert await ordered(core) == (1, 4)
     assert not await core.database.run(needed)
@@ -364,7 +364,7 @@ async def test_order_is_tried_again_when_another_one_came_between(core, tmp_path
     await api.asked.wait()
     await core.rollback(to_version=2, request_id="two")
     await until_head(core, 4)
-    assert caplog.text.count("cannot go back to version 1") == 1
+    assert caplog.text.count("cannot go back to version 1 and trains on") == 1
     api.is_lost = False
     # Before a renewal could see that no order is open.
     await core.rollback(to_version=1, request_id="three")
@@ -396,7 +396,7 @@ async def test_refused_order_that_is_given_again_is_tried_again(core, tmp_path, 
     await learning
 
     assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
-    assert caplog.text.count("cannot go back to version 1") == 1
+    assert caplog.text.count("cannot go back to version 1 and trains on") == 1
 
 
 async def test_orders_are_checked_replaced_taken_back_and_given_once(core, tmp_path):

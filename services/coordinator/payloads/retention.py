@@ -6,8 +6,8 @@ within STALL_S. Leases are in memory; a restart waits one term before it deletes
 The decision is pure. Versions are nodes, payloads are edges. Kept are:
 
     each delta into the newest `window` versions
-    the cheapest path, with its snapshot, to the oldest version that the staleness bound allows (verified if there is
-    one), and each snapshot of a later one that no delta leads to
+    the cheapest path, with its snapshot, to the oldest version that the staleness bound allows and to each later one
+    that no delta leads to; where it is not verified, also one to the next version with a verified path
     the path from each of the newest two verified snapshots to the head: one damaged file costs no rebuild
     the cheapest path from each version in use or leased to the head and to the oldest allowed version
     payloads that are leased or being read
@@ -18,6 +18,7 @@ All payloads stay while no verified path leads to the head.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,8 +147,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     if not way:
         # No verified snapshot leads to the head.
         return Retirement(payloads=(), way=())
-    oldest_way = ways.cheapest(None, lowest) or ways.unverified(lowest)
-    kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
+    kept = {*way, *ways.deltas_after(head - needs.window), *ways.from_snapshots(lowest)}
     kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
     kept.update(ways.of_snapshots(head))
     for start in needs.in_use:
@@ -160,6 +160,7 @@ class _Ways:
     """Paths over the lineage from a verified snapshot or a held version."""
 
     def __init__(self, graph: Graph) -> None:
+        self._lineage = graph.lineage
         self._verified = [version for version in graph.lineage if version in graph.verified]
         self._into: defaultdict[int, list[PayloadRef]] = defaultdict(list)
         lineage = set(graph.lineage)
@@ -183,10 +184,17 @@ class _Ways:
         for newer in [newer for newer in self._into if newer > version]:
             yield from self._deltas_into(newer)
 
-    def gaps_after(self, version: int) -> Iterable[PayloadRef]:
-        for newer, payload in self._snapshots.items():
-            if newer > version and not self._deltas_into(newer):
-                yield payload
+    def from_snapshots(self, lowest: int) -> Iterable[PayloadRef]:
+        """What leads to `lowest` and newer versions, behind verified snapshots if possible.
+        Deltas between them are kept already."""
+        is_reached = False
+        for version in self._lineage[bisect_left(self._lineage, lowest) :]:
+            has_delta = version > lowest and bool(self._deltas_into(version))
+            if is_reached and has_delta:
+                continue
+            verified = self.cheapest(None, version)
+            is_reached = bool(verified)
+            yield from verified or (() if has_delta else self.unverified(version))
 
     def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
         """Newest verified snapshots, their paths to the head, and newer unverified snapshots."""

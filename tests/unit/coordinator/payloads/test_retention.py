@@ -107,6 +107,17 @@ def test_snapshot_that_is_not_verified_stays_and_is_no_start():
     assert retirement.way[0].digest == "s0"
 
 
+@pytest.mark.parametrize(("gaps", "held"), [({1}, 2), ({1, 3}, 4)])
+def test_version_behind_a_snapshot_that_is_not_verified_keeps_a_verified_one(gaps, held):
+    verified = {0, 2, 4, 5, 6} - gaps
+    found = graph(6, [0, 1, 2, 3, 4, 5, 6], verified=verified, gaps=gaps)
+
+    retirement = decide_retirement(found, needs(window=5, staleness=5, in_use=[0]))
+
+    left = [payload for payload in found.payloads if payload not in retirement.payloads]
+    assert way(left, 0, held, verified) is not None
+
+
 def test_abandoned_versions_go():
     found = graph(9, [0, 7], lineage=[0, 1, 2, 7, 8, 9], gaps={7})
     found.payloads.extend([delta(2, 3), delta(3, 4), snapshot(4)])

@@ -91,7 +91,7 @@ def open_set(
 BLOCK = 8
 """Completions of one request, so that a small engine need not hold all completions of a prompt."""
 MAX_FAILURES = 3
-"""Ends of engine or process in a row after which this site no longer draws the prompt."""
+"""Ends of engine or process in a row after which this site stops drawing the prompt."""
 
 
 def blocks_of(draws: EvaluationDraws) -> Iterator[range]:

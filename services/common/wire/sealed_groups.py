@@ -194,7 +194,7 @@ _ABSENT = {"record_lengths": 0, "span_keeps": 0, "part_weights": 1}
 
 
 def shape_of(message: rollout_pb2.Group) -> tuple[object, ...]:
-    """What groups have in common whose columns are read together."""
+    """Properties that groups share if one read takes them all."""
     absent = (len(message.span_keeps), len(message.part_weights), len(message.record_lengths))
     return message.id_bytes, len(message.lengths), message.part_names, *map(bool, absent)
 

@@ -20,10 +20,8 @@ ACKED = "acked"
 CONSUMED = "consumed"
 REFUSED_KEPT = 1024
 """Newest refused groups of a site whose rows stay, for repeats."""
-
-
 _FORGOTTEN = "forgotten/"
-"""Accounts of refused groups without a row, by reason, beside their accounts as dropped."""
+"""Accounts of refused groups whose rows were deleted, by reason; accounts of dropped groups count them too."""
 
 
 def account_of(reason: DropReason) -> str:

@@ -86,7 +86,8 @@ def check_manifests(
     manifests: dict[int, Manifest] = {}
     for row in history.versions():
         digests[row.version] = manifest_digest(row.manifest)
-        abandoned |= {row.version} if row.is_abandoned else set()
+        if row.is_abandoned:
+            abandoned.add(row.version)
         manifest = _check_row(row, digests[row.version], run_id=history.run_id, report=report)
         if manifest is not None:
             manifests[row.version] = dataclasses.replace(manifest, chunk_digests=())
@@ -341,7 +342,8 @@ class _Replay:
             self._fail(payload, f"chunk {number}: {error}")
             return None
         digest = digest_integers(state)
-        if digest != self._digests[payload.to_version][number * len(digest) :][: len(digest)]:
+        start = number * len(digest)
+        if digest != self._digests[payload.to_version][start : start + len(digest)]:
             self._fail(payload, f"leads to another chunk {number} than the manifest states")
             return None
         return state

@@ -185,7 +185,7 @@ class _Ways:
             yield from self._deltas_into(newer)
 
     def from_snapshots(self, lowest: int) -> Iterable[PayloadRef]:
-        """What leads to `lowest` and newer versions, behind verified snapshots if possible.
+        """Paths to `lowest` and newer versions, from verified snapshots if possible.
         Deltas between them are kept already."""
         is_reached = False
         for version in self._lineage[bisect_left(self._lineage, lowest) :]:

@@ -221,6 +221,7 @@ def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
             of_map = (bound_of(entry.name, "key"), bound_of(entry.name, "value")) if entry and is_map else None
             bound = bound_of(descriptor.name, field.name)
             if bound is _COLUMN:
+                # The message's own length bounds it.
                 continue
             is_message = entry is not None and not is_map
             found.append(_Field(field.name, bound, is_repeated(field), is_message, is_text, of_map))

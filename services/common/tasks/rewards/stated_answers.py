@@ -62,8 +62,8 @@ _JUDGED = re.compile(
 _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
 _HEAD = re.compile(
-    r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|exactly|simply|just|either|both|definitely|probably|possibly"
-    r"|maybe|perhaps|indeed)\b)+"
+    r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|exactly|simply|just|either|both|definitely"
+    r"|probably|possibly|maybe|perhaps|indeed)\b)+"
 )
 _CLAUSE_END = re.compile(
     r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,})|\s+\(|\s+(?:because|since|as|which|so|where|when|for)\b"
@@ -72,14 +72,14 @@ _HASHES = "####"
 
 
 class Statement(NamedTuple):
-    """What a completion states as its answer."""
+    """Stated answer of a completion, in its possible readings."""
 
     texts: tuple[str, ...]
     """Forms of the stated answer, the longest first; empty for mere prose."""
     is_marked: bool
     """Whether a box or a tag marks it; then no other text counts."""
     prose: str
-    """Where to search if no form can be read."""
+    """Text that math-verify searches if no form can be read."""
 
 
 def statement_of(completion: str) -> Statement:

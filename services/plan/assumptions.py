@@ -56,7 +56,7 @@ class Assumptions:
     decode_share: float = _number(0.5, "", "share of hbm_gb_s that a sampler's decoding reaches", _ASSUMED)
     sampler_sequences: float = _number(256, "sequences", "that an engine decodes at once", "vLLM's max_num_seqs")
     token_bytes: float = _number(
-        6.9, "bytes", "that a site sends for a token it drew", "benchmarks/results/groups.json, 4096 tokens"
+        7.0, "bytes", "that a site sends for a token it drew", "benchmarks/results/groups.json, 4096 tokens"
     )
 
     @property

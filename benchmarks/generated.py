@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import generate_all
+from heterorl.common.generation.inference_engine import Request, generate_all
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, WorkAssignment
+from heterorl.sampler.rollout.episode_runner import EpisodeRunner, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 
 
@@ -31,3 +33,55 @@ def generated(
         group = builder.group(draft, state_roots={engine.version: state_root})
         groups.append(dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=number)))
     return groups
+
+
+async def played(
+    builder: GroupBuilder,
+    engine: HfEngine,
+    work: Sequence[WorkAssignment],
+    *,
+    state_root: Digest,
+    first: int = 1,
+    other: int = 0,
+) -> list[Group]:
+    """The same of trajectories of several turns, each in its environment.
+
+    An `other` number above 0 gives other draws of later turns, as of a site that picks.
+    """
+    drafts, refused = builder.begin(work, version=engine.version, state_root=state_root)
+    assert not refused, "a benchmark's prompts are all taken"
+    runner = builder.runner(lambda *_: None)
+    assert isinstance(runner, EpisodeRunner), "the task has an environment"
+    made = generate_all(
+        engine,
+        [draft.prompt_token_ids for draft in drafts],
+        seeds=[draft.seed for draft in drafts],
+        num_per_prompt=builder.group_size,
+    )
+    playing = [
+        runner.play(draft, member, completion)
+        for draft, completions in zip(drafts, made, strict=True)
+        for member, completion in enumerate(completions)
+    ]
+    while playing:
+        turns: list[Turn] = []
+        for came in await asyncio.gather(*playing):
+            if isinstance(came, Turn):
+                turns.append(came)
+            else:
+                came.draft.completions[came.member] = came.completion
+                came.draft.scores[came.member] = came.parts
+                came.draft.ended_at = builder.clock.monotonic()
+        for key, turn in enumerate(turns):
+            seed = turn.seed + other
+            engine.submit(Request(key=key, prompt=turn.context, seed=seed, num_completions=1, first_member=turn.member))
+        ended = {}
+        while len(ended) < len(turns):
+            ended |= {one.key: one.completion for one in engine.collect()}
+        playing = [runner.play(turn.draft, turn.member, ended[key]) for key, turn in enumerate(turns)]
+    runner.close()
+    groups = [builder.group(draft, state_roots={engine.version: state_root}) for draft in drafts]
+    return [
+        dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=number))
+        for number, group in enumerate(groups, start=first)
+    ]

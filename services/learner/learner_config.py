@@ -119,10 +119,6 @@ class LearnerConfig(ContractConfig):
                 f"sampling.max_new_tokens {sampling.max_new_tokens} is above max_trajectory_tokens"
                 f" {sampling.max_trajectory_tokens}: groups with a longer first turn are refused; raise the latter"
             )
-        if self.verification.require_seeded:
-            raise ValueError(
-                "task.environment with verification.require_seeded: draws of turns are not repeated; set it to false"
-            )
         return self
 
     @model_validator(mode="after")

@@ -241,7 +241,7 @@ class PromptEvaluator:
         while isinstance(came, Turn):
             request = Request(
                 key=next(self.builder.keys), prompt=came.context, seed=came.seed, num_completions=1,
-                sampling=spec.draws.sampling,
+                sampling=spec.draws.sampling, first_member=number,
             )  # fmt: skip
             try:
                 (one,) = await self._drawn(spec, draft, request)

@@ -216,6 +216,20 @@ def test_requests_submitted_while_others_are_under_way_give_what_they_give_alone
         assert max(differences) < 1e-5
 
 
+def test_members_of_one_seed_have_draws_of_their_own(subject):
+    subject.load(subject.base)
+
+    def drawn(member):
+        subject.engine.submit(Request(key=1, prompt=PROMPTS[0], seed=9, num_completions=1, first_member=member))
+        (one,) = drained(subject.engine)
+        return one.completion.token_ids.tolist()
+
+    rows = [drawn(member) for member in range(4)]
+
+    assert len({tuple(ids) for ids in rows}) > 1
+    assert [drawn(member) for member in range(4)] == rows
+
+
 def test_cancel_under_way_wakes_collect_and_leaves_a_clean_engine(subject):
     subject.load(subject.base)
     seen = []

@@ -47,9 +47,9 @@ def cluster(tmp_path):
         },
         "sampling": {"max_new_tokens": 6, "max_trajectory_tokens": 200}, "group_size": 4, "use_chat_template": True,
     }  # fmt: skip
-    made.learner = {**shared, "max_steps": STEPS, "verification": {"recompute_rewards": True}}
+    made.learner = {**shared, "max_steps": STEPS, "verification": {"logprob_floor": 1.0, "require_seeded": True}}
     held = {"name": "talk", "num_prompts": 4, "samples_per_prompt": 4, "temperature": 1.0, "max_new_tokens": 6}
-    made.sampler = {**shared, "evaluation": [{**held, "task": shared["task"]}]}
+    made.sampler = {**shared, "seeded_sampling": True, "evaluation": [{**held, "task": shared["task"]}]}
     made.coordinator = {"samples_every": 1, "evaluation": [{**held, "every_versions": STEPS}]}
     yield made
     made.stop()
@@ -93,6 +93,7 @@ def test_trajectories_are_played_checked_trained_and_evaluated(cluster):
     members = [rollout for group in groups for rollout in group.trainable]
     assert members
     assert {len(turns_of(rollout)) for rollout in members} == {3}
+    assert all(group.is_seeded for group in groups)
     assert all(rollout.spans[1].version == GIVEN for rollout in members)
     assert (summary.num_prompts, summary.num_samples + summary.num_errors) == (4, 16)
     # Three turns each, as the environment's score says.

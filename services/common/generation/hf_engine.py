@@ -84,15 +84,18 @@ class Group:
         # Members and their chosen experts, for each pass.
         self._routed: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         # On the device: noise has rows x vocabulary numbers.
-        self._generator = None if is_seeded else torch.Generator(device).manual_seed(request.seed)
+        # A group of a seeded process may go on in one that is not: its seed has 128 bits.
+        seed = (request.seed + request.first_member) % 2**63
+        self._generator = None if is_seeded else torch.Generator(device).manual_seed(seed)
 
     def noise(self, vocab_size: int) -> Tensor:
         """Gumbel noise [rows, V] of the next token; ended members draw too."""
         if self._generator is None:
             noise = np.empty((len(self.members), vocab_size), np.float32)
             for place, member in enumerate(self.members.tolist()):
+                sample = self.request.first_member + member
                 noise[place] = gumbel_noise(
-                    self.request.seed, sample=member, position=self.column, vocab_size=vocab_size
+                    self.request.seed, sample=sample, position=self.column, vocab_size=vocab_size
                 )
             return torch.from_numpy(noise)
         whole = gumbel((self.request.num_completions, vocab_size), self._generator)

@@ -56,6 +56,8 @@ class Request:
     seed: int
     num_completions: int
     sampling: SamplingSemantics | None = None
+    first_member: int = 0
+    """Member of the group that the first completion is of; each member has its own draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,12 +10,14 @@ Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 
 Tokens are drawn with Gumbel noise, keyed or from a generator. Keyed noise has equal bits on every machine and for every
 batch: it depends only on the group's key, the sample and the position. The key comes from the coordinator's seed, the
-state root of the weights and the prompt. So a site cannot choose among draws, and a learner can repeat them.
+state root of the weights and the prompt. So a site cannot choose among draws, and a learner can repeat them. Each
+later turn of an episode has a key of its own, and counts positions from 0.
 
 key = blake2b-128("heterorl-gumbel-1/SEED/STATE_ROOT/PROMPT_INDEX"), little-endian. A token's 128 bits are blake2b-128
 of key (16 bytes), sample and position (4 bytes each, little-endian): the key of a Philox4x64-10 stream, whose 32-bit
 words u, low half of each output first, become g = -log(-log((u + 0.5) / 2^32)). The token is
-argmax(logits / temperature + g): the Gumbel-max trick (Gumbel, 1954; Maddison et al., arXiv 1411.0030).
+argmax(logits / temperature + g): the Gumbel-max trick (Gumbel, 1954; Maddison et al., arXiv 1411.0030). The key of
+turn t > 0 is half of blake2b-64("heterorl-turn-2/KEY/t"), little-endian.
 """
 
 from __future__ import annotations
@@ -188,6 +190,14 @@ def group_key(*, seed: int, state_root: str, prompt_index: int) -> int:
     """128-bit key of a group's noise, from seed, weights and prompt."""
     text = f"heterorl-gumbel-1/{seed}/{state_root}/{prompt_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest(), "little")
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of one turn's draws; turn 0 has the group's own."""
+    if turn == 0:
+        return seed
+    name = f"heterorl-turn-2/{seed}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def gumbel_noise(key: int, *, sample: int, position: int, vocab_size: int) -> Float32Array:

@@ -19,12 +19,12 @@ from torch import nn
 from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
-from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered
+from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered, turn_seed
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group, strips_of
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.findings import Replay
-from heterorl.learner.train.batch import TrainingSequence, collate, split
+from heterorl.learner.train.batch import TrainingSequence, collate, drawn_turns, split
 from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
 
 MAX_PASS_TOKENS = 32_768
@@ -70,18 +70,20 @@ class Replayer:
         batch = collate(part, batching="padded").to(self._device)
         hidden_NH = hidden_states(self._model, batch.input_ids_RS, batch.position_ids_RS, batch.sources_N)
         weight_VH = output_embedding(self._model)
-        places = [(one.number, position) for one in part for position in range(one.num_drawn)]
+        places = [place for one in part for place in _places(one)] if key is not None else []
         logprobs_N, margins_N = [], []
         step = max(1, CHUNK_LOGITS // weight_VH.shape[0])
-        for start in range(0, len(places), step):
+        for start in range(0, hidden_NH.shape[0], step):
             chunk = slice(start, start + step)
             logits_CV, targets_C = project(hidden_NH[chunk], weight_VH), batch.targets_N[chunk]
             logprobs_N.append(logprobs_of(tempered(logits_CV, self._sampling.logprob_temperature), targets_C).cpu())
             if key is not None:
                 noise = np.stack(
                     [
-                        gumbel_noise(key, sample=number, position=position, vocab_size=weight_VH.shape[0])
-                        for number, position in places[chunk]
+                        gumbel_noise(
+                            turn_seed(key, turn), sample=number, position=position, vocab_size=weight_VH.shape[0]
+                        )
+                        for number, turn, position in places[chunk]
                     ]
                 )
                 drawn_CV = tempered(logits_CV, self._sampling.temperature) + torch.from_numpy(noise).to(self._device)
@@ -118,6 +120,15 @@ def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, t
     return ratios
 
 
+def _places(sequence: TrainingSequence) -> list[tuple[int, int, int]]:
+    """Member, turn and position in the turn of each drawn token."""
+    assert sequence.turns is not None, "`_parts` gives them"
+    starts = np.flatnonzero(np.diff(sequence.turns, prepend=-1))
+    positions = np.arange(sequence.num_drawn) - np.repeat(starts, np.diff(starts, append=sequence.num_drawn))
+    turns = sequence.turns.tolist()
+    return [(sequence.number, turn, position) for turn, position in zip(turns, positions.tolist(), strict=True)]
+
+
 def _parts(group: Group) -> list[list[TrainingSequence]]:
     """The trainable rollouts, by pass."""
     sequences = [
@@ -127,6 +138,7 @@ def _parts(group: Group) -> list[list[TrainingSequence]]:
             advantage=0.0,
             log_denominator=0.0,
             number=number,
+            turns=drawn_turns(rollout),
         )
         for number, rollout in enumerate(group.rollouts)
         if rollout.is_trainable

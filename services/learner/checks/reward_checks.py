@@ -278,6 +278,9 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
                 return f"what is given behind turn {number + 1} is not the environment's"
     if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
         return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
+    max_turns = conversation.spec.limits.max_turns
+    if rollout.finish_reason is FinishReason.TURNS and len(turns) != max_turns:
+        return f"finish_reason is turns after {len(turns)} of {max_turns} turns"
     parts = episode.score()
     if not rollout.is_trainable:
         total_reward(parts)

@@ -184,7 +184,7 @@ def _sequences(group: Group, spec: LossSpec, *, number: int, scale: float, head_
             group=number,
             number=place,
             staleness=_staleness(rollout, head_version) if spec.needs_staleness else None,
-            turns=_turns(rollout) if spec.custom is not None else None,
+            turns=drawn_turns(rollout) if spec.custom is not None else None,
             routed_experts=_record(group, rollout, own),
         )
         for (place, rollout), own, advantage, centred_reward, log_denominator in zip(
@@ -208,7 +208,8 @@ def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
     return np.repeat(np.array(ages, np.int32), [span.end - span.start for span in drawn])
 
 
-def _turns(rollout: Rollout) -> Int32Array:
+def drawn_turns(rollout: Rollout) -> Int32Array:
+    """The turn, from 0, that drew each token."""
     drawn = [
         (number, span.end - span.start)
         for number, span in zip(turn_numbers(rollout.spans), rollout.spans, strict=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 
 from heterorl.common.errors import EnvironmentFailed, EpisodeError, PromptRefused, RewardError, ToolLost
 from heterorl.common.generation.inference_engine import Completion
+from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.tasks.environments.episodes import Episode
@@ -180,10 +180,8 @@ class EpisodeRunner:
     def _turn(self, draft: GroupDraft, number: int) -> Turn:
         member = self._members[draft.key, number]
         member.asked_at = self._clock.monotonic()
-        name = f"heterorl-turn-1/{draft.seed}/{number}/{len(member.turns)}"
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         context = np.concatenate([draft.prompt_token_ids, *member.parts()])
-        return Turn(draft=draft, member=number, context=context, seed=seed)
+        return Turn(draft=draft, member=number, context=context, seed=turn_seed(draft.seed, len(member.turns)))
 
     async def _go_on(self, member: _Member, number: int) -> Turn | End:
         """Step the environment with the last turn."""

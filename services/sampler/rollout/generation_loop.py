@@ -239,7 +239,7 @@ class GenerationLoop:
         for key, turn in zip(keys, turns, strict=True):
             self._drafts.begin_turn(key, turn.draft, turn.member)
         requests = [
-            Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1)
+            Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1, first_member=turn.member)
             for key, turn in zip(keys, turns, strict=True)
         ]
         count, too_long, error = await asyncio.to_thread(self._submit_all, requests)

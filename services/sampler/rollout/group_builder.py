@@ -99,6 +99,7 @@ class GroupBuilder:
                     seed=self._seed(assignment, state_root),
                     version=version,
                     begun_at=now,
+                    is_seeded=self.is_seeded,
                     conversation=conversation,
                     source=source_of(self.task, prompt.index),
                 )
@@ -129,6 +130,7 @@ class GroupBuilder:
             seed=left.first.seed,
             version=min(kept.turn.oldest_version for kept in left.turns),
             begun_at=begun_at,
+            is_seeded=self.is_seeded and all(kept.turn.is_seeded for kept in left.turns),
             conversation=conversation,
             source=source_of(self.task, prompt.index),
             is_noted=True,
@@ -157,8 +159,7 @@ class GroupBuilder:
             oldest_version=oldest,
             state_root=state_roots[oldest],
             generation_s=draft.generation_s,
-            # A turn's context names its draws, which the learner cannot repeat yet.
-            is_seeded=self.is_seeded and draft.conversation is None,
+            is_seeded=draft.is_seeded,
             trace=TRACER.begin(
                 "generate",
                 lasted_s=draft.generation_s,

@@ -53,6 +53,8 @@ class GroupDraft:
     version: int
     """The version loaded when the group began: no token is of an older one."""
     begun_at: float
+    is_seeded: bool = False
+    """See Group."""
     conversation: Conversation | None = None
     """The environment that answers its members; None if each member is one completion."""
     source: str = ""
@@ -227,6 +229,7 @@ class TurnJournal:
             oldest_version=version,
             state_root=self.state_roots()[version],
             generation_s=0.0,
+            is_seeded=draft.is_seeded,
         )
         kept = KeptTurn(member=member, number=number, seed=draft.seed, begun=begun, turn=group)
         self._noted.append((draft, kept))

@@ -129,9 +129,8 @@ class VllmEngine:
                 raise EngineError("the engine generates nothing: no version is loaded")
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
-                asked = drawing(
-                    sampling, seed=seed_of(request.seed, member), max_tokens=limit, stop_token_ids=list(self._ends)
-                )
+                seed = seed_of(request.seed, request.first_member + member)
+                asked = drawing(sampling, seed=seed, max_tokens=limit, stop_token_ids=list(self._ends))
                 process.submit(ids, asked, partial(self._take, epoch, request.key, member))
                 self._num_open += 1
 

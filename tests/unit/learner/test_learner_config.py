@@ -19,7 +19,6 @@ GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "gam
         ({"backend": {"kind": "deepspeed", "stage": 0, "offload_optimizer": True}}, "needs stage 1, 2 or 3"),
         ({"variants": ["int8", "int8"]}, "names one twice"),
         ({"task": GAME["task"]}, "turns need a chat template"),
-        ({**GAME, "verification": {"require_seeded": True}}, "draws of turns are not repeated"),
         ({**GAME, "sampling": {"router_replay": "rollout"}}, 'set router_replay to "none"'),
         (
             {**GAME, "sampling": {"max_new_tokens": 65, "max_trajectory_tokens": 64}},

@@ -535,7 +535,8 @@ async def test_a_set_with_an_environment_is_played_to_its_end_and_scored_by_it(w
     assert {sample.num_tokens for sample in samples} == {6}
     later = [request for request in of_evaluation(world.engine) if request.num_completions == 1]
     assert {tuple(request.prompt.tolist()) for request in later} == {(2, 3, 5, 6, 1, 7, 8)}
-    assert len({request.seed for request in later}) == len(later) == 12 * 16
+    # Each completion of a prompt has its own draws.
+    assert len({(request.seed, request.first_member) for request in later}) == len(later) == 12 * 16
 
 
 @pytest.mark.slow

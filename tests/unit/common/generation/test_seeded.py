@@ -6,9 +6,9 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import generate_all
+from heterorl.common.generation.inference_engine import Request, generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.model.logprobs import group_key, gumbel_noise
+from heterorl.common.model.logprobs import group_key, gumbel_noise, turn_seed
 from heterorl.common.process.config_file import load
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.sampler.sampler_config import SamplerConfig
@@ -83,6 +83,17 @@ def test_draws_depend_on_the_key_and_the_place_alone(engine):
     # The same member, however many there are; with the sequential noise of the other mode it is another.
     assert tokens(generate_all(engine, PROMPTS[:1], seeds=[11], num_per_prompt=1)[0]) == tokens(together[0])[:1]
     assert tokens(generate_all(engine, PROMPTS[:1], seeds=[99], num_per_prompt=3)[0]) != tokens(together[0])
+    engine.submit(Request(key=0, prompt=PROMPTS[0], seed=11, num_completions=2, first_member=1))
+    ended = []
+    while len(ended) < 2:
+        ended += engine.collect()
+    assert tokens(one.completion for one in sorted(ended, key=lambda one: one.member)) == tokens(together[0])[1:]
+
+
+def test_turns_of_a_group_have_seeds_of_their_own():
+    assert turn_seed(KEY, 0) == KEY
+    assert turn_seed(KEY, 1) == 0x7C9156578534994F
+    assert len({turn_seed(seed, turn) for seed in (KEY, 7) for turn in range(100)}) == 200
 
 
 @pytest.mark.parametrize(

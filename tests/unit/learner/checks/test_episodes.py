@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptRefused, RewardError
+from heterorl.common.tasks.environments.environment_task import EpisodeLimits
 from heterorl.common.types.rollout import GIVEN, MAX_REWARD, DropReason, FinishReason, RewardPart, Span
 from heterorl.learner.checks.reward_checks import judge_episodes
 from tests.support.training import group, rollout
@@ -18,8 +19,8 @@ PARTS = (RewardPart(name="found", value=0.5), RewardPart(name="speed", value=0.2
 class Game:
     """Implements Conversation: gives 70 plus the number of the turn, is done after two, and fails on a token 9."""
 
-    def __init__(self):
-        self.spec = SimpleNamespace(open=self._open)
+    def __init__(self, *, max_turns=3):
+        self.spec = SimpleNamespace(open=self._open, limits=EpisodeLimits(max_turns=max_turns, trajectory_s=60.0))
         self.fails_at_score = False
         self.error = EnvironmentFailed("nobody says 9")
         self.parts = PARTS
@@ -59,7 +60,7 @@ def _judged(member, *, game=None):
 def test_honest_trajectories_are_sound():
     assert _judged(_played()).is_sound
     one_turn = _played((5,), drawn=(1,), reason=FinishReason.TURNS)
-    assert _judged(one_turn).is_sound
+    assert judge_episodes(group([one_turn, one_turn]), Game(max_turns=1), tolerance=1e-6).is_sound
     assert _judged(dataclasses.replace(one_turn, finish_reason=FinishReason.SECONDS)).is_sound
     assert _judged(_played(parts=())).is_sound
 
@@ -72,6 +73,7 @@ def test_honest_trajectories_are_sound():
         (_played((5, 71, 6, 72, 7), drawn=(1, 0, 1, 0, 1)), "turn 2 ended the episode, and another one follows"),
         (_played((5,), drawn=(1,)), "finish_reason is eos, the episode goes on"),
         (_played(reason=FinishReason.TURNS), "finish_reason is turns, the episode ended"),
+        (_played((5,), drawn=(1,), reason=FinishReason.TURNS), "finish_reason is turns after 1 of 3 turns"),
         (_played(reward=1.5), "reward: 1.5, computed 1"),
         (_played(parts=PARTS[:1]), "reward_parts: not "),
         (_played(parts=(dataclasses.replace(PARTS[0], value=0.4), PARTS[1])), "reward_parts: found is 0.4, computed "),

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import hashlib
 import sqlite3
 import threading
 import time
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong
+from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import GIVEN, FinishReason, WorkAssignment
 from heterorl.sampler.outbox.turn_store import MAX_RESUMED, KeptGroup, TurnStore
@@ -49,9 +49,9 @@ async def killed_in(world, games, *, turns=2):
     return found
 
 
-def seed_of(world, assignment, member, turn):
-    name = f"heterorl-turn-1/{world.seeds[assignment]}/{member}/{turn}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+def draws_of(world, mine, members, turn):
+    """Seeds and members of a turn's requests."""
+    return {(turn_seed(world.seeds[assignment], turn), member) for assignment in mine for member in members}
 
 
 def until(condition, *, seconds):
@@ -91,7 +91,7 @@ async def test_killed_sampler_draws_only_the_turn_that_was_under_way(play, monke
             assert (rollout.reward, rollout.finish_reason) == (3.0, FinishReason.EOS)
     # One request for each member, of its third turn, with the seed that it had before.
     drawn = world.engine.submitted[: 2 * SIZE]
-    assert {request.seed for request in drawn} == {seed_of(world, a, m, 2) for a in mine for m in range(SIZE)}
+    assert {(each.seed, each.first_member) for each in drawn} == draws_of(world, mine, range(SIZE), 2)
     assert all(request.prompt.tolist() == [2, 3, 5, 6, 1, 7, 8, 5, 6, 1, 7, 8] for request in drawn)
     assert not mine & {assignment for assignment, _ in kept(world)}
     # Nothing was handed back, so no prompt waits behind others.
@@ -137,7 +137,21 @@ async def test_member_whose_first_turn_was_under_way_is_drawn_alone(play, monkey
     assert {group.assignment for group in groups} == mine
     assert all(rollout.reward == 3.0 for group in groups for rollout in group.rollouts)
     first = [request for request in world.engine.submitted[: 2 * SIZE] if request.prompt.tolist() == [2, 3]]
-    assert {request.seed for request in first} == {seed_of(world, assignment, 1, 0) for assignment in mine}
+    assert {(each.seed, each.first_member) for each in first} == draws_of(world, mine, [1], 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, True), (True, False)])
+async def test_group_that_goes_on_is_seeded_if_all_its_turns_are(play, monkeypatch, before, after):
+    games = held(2)
+    world = await begun(play, games, seeded_sampling=before)
+    mine = await killed_in(world, games)
+    world.settings = {"seeded_sampling": after}
+    world.conversations = free()
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    assert {group.is_seeded for group in groups} == {before and after}
 
 
 async def test_member_that_is_answered_otherwise_is_lost_alone(play, monkeypatch, caplog):

@@ -10,6 +10,7 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
 from heterorl.common.generation.inference_engine import Completion, Lost
+from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import GIVEN, FinishReason, Span, WorkAssignment
@@ -37,7 +38,8 @@ async def test_members_take_turns_until_their_environments_are_done(play, monkey
         assert (rollout.reward, rollout.finish_reason) == (2.0, FinishReason.EOS)
     later = [request for request in world.engine.submitted if request.num_completions == 1]
     assert later[0].prompt.tolist() == [2, 3, 5, 6, 1, 7, 8]
-    assert len({request.seed for request in later[:SIZE]}) == SIZE
+    assert {request.seed for request in later[:SIZE]} == {turn_seed(world.engine.submitted[0].seed, 1)}
+    assert {request.first_member for request in later[:SIZE]} == set(range(SIZE))
     assert len({request.key for request in world.engine.submitted}) == len(world.engine.submitted)
 
 

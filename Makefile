@@ -169,6 +169,7 @@ bench-routing: $(ENGINES_SETUP)  ## Measure the share of routing in the bf16 dif
 bench-slices: $(SETUP)  ## Measure a rank's peak memory for rollouts of 8,192 tokens, whole and in slices of two ranks; 3 minutes
 bench-sites: $(SETUP)  ## Measure one coordinator's cost of 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups; 4 minutes
 bench-verify: $(SETUP)  ## Measure the checks of untrusted sites: each cheat's detection, honest rollouts' false rejects; 4 minutes
+bench-verify-turns: $(SETUP)  ## Measure the same of trajectories of several turns: each forgery, honest trajectories; 10 minutes
 bench-view: $(SETUP)  ## Time a page of `heterorl view` with 50,000 samples, against a bare page of its size; 3 minutes
 # Module and results have the target's name, and one thread computes; the lines below are the exceptions.
 THREADS = OMP_NUM_THREADS=1
@@ -180,6 +181,8 @@ bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
+bench-verify-turns: MODULE = verify_turns
+bench-verify-turns: RESULTS = verify_turns
 bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
 bench-regions: OPTIONS = --minutes $(MINUTES) --picture docs/regions.png

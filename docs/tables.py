@@ -20,6 +20,7 @@ DOCUMENTS = (
     "docs/machines.md",
     "docs/launch.md",
     "docs/operate.md",
+    "docs/untrusted.md",
 )
 _OF_A_CARD = (
     "products in bf16",
@@ -298,6 +299,19 @@ def _steps(name: str) -> str:
     return f"{sum(row['seconds'] for row in rows):.0f} s in all, of them:\n{steps}"
 
 
+def _verify_turns() -> str:
+    rows = []
+    for name, row in _benchmark("verify_turns")["cases"].items():
+        shares = [_share(row[outcome], row["groups"]) for outcome in ("rejected", "dropped")]
+        seen = ", ".join(check for check, count in row["by"].items() if count)
+        rows.append([name, seen or "-", f"{row['groups']:,}", *shares])
+    return table(["a site sends", "seen by", "groups", "rejected", "dropped without blame"], rows)
+
+
+def _share(count: int, of: int) -> str:
+    return f"{100 * count / of:.3g} %" if count else "0"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -339,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ingest": _ingest,
     "pull": _pull,
     "pull-ways": _pull_ways,
+    "verify-turns": _verify_turns,
     "plan": lambda: table(*plans.plans()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
     "machine": lambda: _steps("machine"),

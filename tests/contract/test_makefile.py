@@ -23,10 +23,12 @@ BENCHES = {
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
     "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
-    "regions": "regions",
+    "regions": "regions", "verify-turns": "verify_turns",
 }  # fmt: skip
 """What is measured to the module that measures it."""
-RESULTS = {"merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows"}
+RESULTS = {
+    "merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows", "verify-turns": "verify_turns",
+}  # fmt: skip
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 

@@ -45,15 +45,7 @@ from heterorl.common.tasks.task import FailureStreak, Task, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import SiteId, peer_words
-from heterorl.common.types.rollout import (
-    MAX_PART_VALUE,
-    MAX_REWARD,
-    DropReason,
-    Group,
-    QueuedGroup,
-    is_drawn,
-    strips_of,
-)
+from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, DropReason, Group, QueuedGroup, strips_of
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.checks.findings import (
     SOUND,
@@ -66,6 +58,7 @@ from heterorl.learner.checks.findings import (
 )
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import judge_rewards
+from heterorl.learner.train.batch import drawn_turns
 
 _LOG = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.float32)
@@ -331,7 +324,7 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
-    if any(each.num_drawn != is_drawn(each.spans, each.token_ids.size).sum() for each in group.rollouts):
+    if any(each.num_drawn != drawn_turns(each).size for each in group.rollouts):
         return Finding(detail="a rollout has not one log-prob per token")
     if any(rollout.finish_reason.is_trainable and not rollout.is_trainable for rollout in group.rollouts):
         return Finding(detail="a rollout has no token")

@@ -11,6 +11,7 @@ demonstrations, so its reward begins at .2 to .5. Then it trains on trajectories
 
 All runs go on side by side (`--jobs`); one takes two to three cores and 2.5 GB. At the end of the time training stops,
 `heterorl evaluate` measures some versions on held-out episodes, and the JSON, renewed each 30 s, has all curves so far.
+Runs of other environments, lags and seeds stay in the JSON.
 """
 
 from __future__ import annotations
@@ -133,6 +134,13 @@ def write(path: Path, runs: Sequence[dict[str, Any]], *, settings: dict[str, Any
     new.replace(path)
 
 
+def other_runs(path: Path, arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Runs of the JSON that are not of these arms."""
+    names = {arm.name for arm in arms}
+    known = json.loads(path.read_bytes())["runs"] if path.exists() else []
+    return [run for run in known if Arm(**{key: run[key] for key in ("environment", "seed", "lag")}).name not in names]
+
+
 def line(run: dict[str, Any]) -> str:
     """One run in one line."""
     one = summary_of(run)
@@ -176,18 +184,18 @@ def main() -> None:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
-    begun, saved = time.time(), 0.0
+    begun, saved, earlier = time.time(), 0.0, other_runs(options.json, arms)
     try:
         while not (runs.is_over or asked):
             runs.advance()
             if time.time() > saved + SAVE_S:
                 saved = time.time()
-                write(options.json, runs.results(), settings=settings, seconds=saved - begun)
+                write(options.json, [*earlier, *runs.results()], settings=settings, seconds=saved - begun)
                 print(f"{saved - begun:.0f} s", *map(line, runs.results()), sep="\n", flush=True)
             time.sleep(0.5)
     finally:
         runs.end()
-        write(options.json, runs.results(), settings=settings, seconds=time.time() - begun)
+        write(options.json, [*earlier, *runs.results()], settings=settings, seconds=time.time() - begun)
     print(f"{time.time() - begun:.0f} s", *map(line, runs.results()), sep="\n")
     print(json.dumps(verdicts([summary_of(run) for run in runs.results()]), indent=1), flush=True)
 

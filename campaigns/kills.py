@@ -82,7 +82,7 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
 
 def is_kept(summary: dict[str, Any]) -> bool:
     """Whether every promise was kept."""
-    broken = ("lost", "duplicated", "unanswered", "answered_twice", "altered")
+    broken = ("lost", "duplicated", "unanswered", "answered_twice", "altered", "mismatched")
     return not any(summary.get(kind) for kind in broken) and summary["ledger_balanced"] and summary["dense"]
 
 

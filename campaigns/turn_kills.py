@@ -63,13 +63,14 @@ def playing(directory: Path, *, seed: int) -> Cluster:
     cluster.model_dir = save_chat_model(directory / "chat")
     shared: dict[str, Any] = {
         "task": {
-            "name": "seeds", "size": 100_000, "environment": "talk:Talk", "environment_path": str(directory),
+            "name": "seeds", "size": 100_000, "environment": "talk:Talk", "environment_path": str(directory.resolve()),
             "max_turns": 8, "environment_workers": 8,
         },
         "sampling": {"max_new_tokens": 6, "max_trajectory_tokens": 300}, "group_size": 4, "use_chat_template": True,
     }  # fmt: skip
-    cluster.learner = {**shared, "verification": {"recompute_rewards": True}}
-    cluster.sampler = shared
+    # The draws of all turns are repeated, also of those that a killed sampler left.
+    cluster.learner = {**shared, "verification": {"logprob_floor": 1.0, "require_seeded": True}}
+    cluster.sampler = {**shared, "seeded_sampling": True}
     cluster.coordinator = {"samples_every": 1}
     return cluster
 
@@ -207,4 +208,8 @@ def _assignments(cluster: Cluster) -> dict[str, int]:
     ended = {number for number, _, reason in rows if reason and DropReason(reason) not in REOPENED}
     missing = set(range(int(following))) - out - set(taken) - ended
     doubled = [number for number, count in taken.items() if count > 1 or number in out]
-    return {"assignments": int(following), "unanswered": len(missing) - closed, "answered_twice": len(doubled)}
+    mismatched = sum(reason.endswith("_mismatch") for _, _, reason in rows)
+    return {
+        "assignments": int(following), "unanswered": len(missing) - closed, "answered_twice": len(doubled),
+        "mismatched": mismatched,
+    }  # fmt: skip

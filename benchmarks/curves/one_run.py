@@ -233,7 +233,10 @@ class Run:
         path = self.directory / "logs" / "evaluate.log"
         with path.open("wb") as log:
             left_s = max(1.0, self.spec.end - STOP_S - time.time())
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, timeout=left_s, check=False)
+            try:
+                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, timeout=left_s, check=False)
+            except subprocess.TimeoutExpired:
+                raise HeterorlError("heterorl evaluate had no time left") from None
         if done.returncode:
             raise HeterorlError(f"heterorl evaluate ended with code {done.returncode}:\n{tail(path)}")
         self.result["held_out"] = held_out_of(json.loads(done.stdout[done.stdout.index(b"{") :]))

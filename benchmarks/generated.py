@@ -8,10 +8,45 @@ from collections.abc import Sequence
 
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Request, generate_all
-from heterorl.common.types.common import Digest
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.types.common import Digest, SamplingSemantics
 from heterorl.common.types.rollout import Group, WorkAssignment
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.sampler.rollout.episode_runner import EpisodeRunner, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder
+
+
+def seeded_engine(
+    *, model_dir: str, prompter: Prompter, sampling: SamplingSemantics, compute_dtype: str = "fp32"
+) -> HfEngine:
+    """An engine whose draws can be repeated, with the model's own weights as version 0."""
+    engine = HfEngine(
+        model_dir=model_dir,
+        published_dtype="bf16",
+        compute_dtype=compute_dtype,
+        device="cpu",
+        sampling=sampling,
+        batch_rows=256,
+        end_token_ids=prompter.end_token_ids,
+        is_seeded=True,
+    )
+    arena = engine.base()
+    assert arena is not None, "nothing was loaded yet"
+    engine.load(arena, 0)
+    return engine
+
+
+def assignments(numbers: Sequence[int], *, num_prompts: int, seed: int, draws: int) -> list[WorkAssignment]:
+    """The assignments with these numbers, as the coordinator grants them; `draws` is the seed of their draws."""
+    return [
+        WorkAssignment(
+            id=number,
+            prompt_index=prompt_of(number, num_prompts=num_prompts, seed=seed),
+            seed=seed_of(number, seed=draws),
+            lease_s=0.0,
+        )
+        for number in numbers
+    ]
 
 
 def generated(

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.generated import generated
+from benchmarks.generated import assignments, generated, seeded_engine
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment, total_reward
-from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, total_reward
 from heterorl.learner.checks.replay import Replayer
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 
@@ -43,20 +42,9 @@ class Site:
     def engine(self, *, compute_dtype: str = "fp32", temperature: float | None = None) -> HfEngine:
         """An engine with the model's own weights loaded as version 0."""
         sampling = self.sampling if temperature is None else dataclasses.replace(self.sampling, temperature=temperature)
-        engine = HfEngine(
-            model_dir=self.model_dir,
-            published_dtype="bf16",
-            compute_dtype=compute_dtype,
-            device="cpu",
-            sampling=sampling,
-            batch_rows=256,
-            end_token_ids=self.prompter.end_token_ids,
-            is_seeded=True,
+        return seeded_engine(
+            model_dir=self.model_dir, prompter=self.prompter, sampling=sampling, compute_dtype=compute_dtype
         )
-        arena = engine.base()
-        assert arena is not None, "nothing was loaded yet"
-        engine.load(arena, 0)
-        return engine
 
     def generate(self, engine: HfEngine, numbers: Sequence[int], *, seed: int = SEED) -> list[Group]:
         """Groups of the assignments with these numbers, by the sampler's own code."""
@@ -69,15 +57,7 @@ class Site:
             clock=SystemClock(),
             is_seeded=True,
         )
-        work = [
-            WorkAssignment(
-                id=number,
-                prompt_index=prompt_of(number, num_prompts=self.task.num_prompts, seed=SEED),
-                seed=seed_of(number, seed=seed),
-                lease_s=0.0,
-            )
-            for number in numbers
-        ]
+        work = assignments(numbers, num_prompts=self.task.num_prompts, seed=SEED, draws=seed)
         groups: list[Group] = []
         for start in range(0, len(work), 32):
             part = work[start : start + 32]

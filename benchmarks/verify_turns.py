@@ -30,8 +30,9 @@ import transformers
 
 from benchmarks.curves import games
 from benchmarks.curves.warm_start import warm_start
-from benchmarks.generated import played
+from benchmarks.generated import assignments, played, seeded_engine
 from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.model import tensors
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.logprobs import group_key
 from heterorl.common.process.clock import SystemClock
@@ -42,9 +43,10 @@ from heterorl.common.tasks.task_config import build_task, score_in_workers
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import NO_LORA, Contract, Digest, SiteId
-from heterorl.common.types.rollout import GIVEN, FinishReason, Group, Rollout, Span, WorkAssignment, parts_of, turns_of
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, Rollout, Span, parts_of, turns_of
+from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.sealed_groups import columns_of, group_message, seal
-from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.groups.validation import content_problem
 from heterorl.learner.checks.findings import VerificationConfig, judge_logprobs, judge_margins
 from heterorl.learner.checks.replay import Replayer
@@ -93,18 +95,11 @@ class Site:
             conversations=self.conversations,
         )
         groups: list[Group] = []
-        for start in range(0, len(numbers), AT_ONCE):
-            work = [
-                WorkAssignment(
-                    id=number,
-                    prompt_index=prompt_of(number, num_prompts=self.task.num_prompts, seed=SEED),
-                    seed=seed_of(number, seed=SEED),
-                    lease_s=0.0,
-                )
-                for number in numbers[start : start + AT_ONCE]
-            ]
+        work = assignments(numbers, num_prompts=self.task.num_prompts, seed=SEED, draws=SEED)
+        for start in range(0, len(work), AT_ONCE):
+            part = work[start : start + AT_ONCE]
             groups += asyncio.run(
-                played(builder, engine, work, state_root=self.state_root, first=1 + start, other=other)
+                played(builder, engine, part, state_root=self.state_root, first=1 + start, other=other)
             )
         return groups
 
@@ -154,20 +149,10 @@ class Site:
 
     def engine(self, *, compute_dtype: str = "fp32") -> HfEngine:
         """An engine with the model's own weights as version 0."""
-        engine = HfEngine(
-            model_dir=self.model_dir,
-            published_dtype="bf16",
-            compute_dtype=compute_dtype,
-            device="cpu",
-            sampling=self.config.sampling.semantics(),
-            batch_rows=AT_ONCE * GROUP_SIZE,
-            end_token_ids=self.prompter.end_token_ids,
-            is_seeded=True,
+        sampling = self.config.sampling.semantics()
+        return seeded_engine(
+            model_dir=self.model_dir, prompter=self.prompter, sampling=sampling, compute_dtype=compute_dtype
         )
-        arena = engine.base()
-        assert arena is not None, "nothing was loaded yet"
-        engine.load(arena, 0)
-        return engine
 
 
 @contextlib.contextmanager
@@ -200,11 +185,9 @@ def open_site(name: str, directory: Path, *, warm_steps: int) -> Iterator[Site]:
     task = score_in_workers(build_task(config.task), config.task)
     try:
         replayer = Replayer(model_dir=model_dir, device="cpu", sampling=config.sampling.semantics(), lora=NO_LORA)
-        arena = HfEngine(
-            model_dir=model_dir, published_dtype="bf16", compute_dtype="fp32", device="cpu",
-            sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=prompter.end_token_ids,
-        ).base()  # fmt: skip
-        assert arena is not None, "nothing was loaded yet"
+        engine = seeded_engine(model_dir=model_dir, prompter=prompter, sampling=config.sampling.semantics())
+        arena = Arena(engine.layout)
+        tensors.store(engine.model, arena)
         replayer.load(arena, 0)
         yield Site(
             game=game,

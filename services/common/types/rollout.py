@@ -438,6 +438,16 @@ def turn_numbers(spans: Sequence[Span]) -> list[int]:
     return numbers
 
 
+def drawn_turns(rollout: Rollout) -> Int32Array:
+    """The turn, from 0, that drew each token."""
+    drawn = [
+        (number, span.end - span.start)
+        for number, span in zip(turn_numbers(rollout.spans), rollout.spans, strict=True)
+        if span.is_drawn
+    ]
+    return np.repeat(np.array([number for number, _ in drawn], np.int32), [length for _, length in drawn])
+
+
 def without_stale(group: Group, *, oldest: int) -> Group:
     """The group with tokens drawn before version `oldest` as given tokens.
 

@@ -21,10 +21,10 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered, turn_seed
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
-from heterorl.common.types.rollout import Group, strips_of
+from heterorl.common.types.rollout import Group, drawn_turns, strips_of
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.findings import Replay
-from heterorl.learner.train.batch import TrainingSequence, collate, drawn_turns, split
+from heterorl.learner.train.batch import TrainingSequence, collate, split
 from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
 
 MAX_PASS_TOKENS = 32_768

@@ -45,7 +45,15 @@ from heterorl.common.tasks.task import FailureStreak, Task, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import SiteId, peer_words
-from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, DropReason, Group, QueuedGroup, strips_of
+from heterorl.common.types.rollout import (
+    MAX_PART_VALUE,
+    MAX_REWARD,
+    DropReason,
+    Group,
+    QueuedGroup,
+    drawn_turns,
+    strips_of,
+)
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.checks.findings import (
     SOUND,
@@ -58,7 +66,6 @@ from heterorl.learner.checks.findings import (
 )
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import judge_rewards
-from heterorl.learner.train.batch import drawn_turns
 
 _LOG = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.float32)

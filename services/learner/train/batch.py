@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heterorl.common.model.router_replay import RoutedTokens
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Group, Rollout, Strip, strips_of, turn_numbers
+from heterorl.common.types.rollout import Group, Rollout, Strip, drawn_turns, strips_of
 from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
 from heterorl.learner.loss.loss_config import LossConfig
@@ -206,16 +206,6 @@ def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
     drawn = [span for span in rollout.spans if span.is_drawn]
     ages = [max(head_version - span.version, 0) for span in drawn]
     return np.repeat(np.array(ages, np.int32), [span.end - span.start for span in drawn])
-
-
-def drawn_turns(rollout: Rollout) -> Int32Array:
-    """The turn, from 0, that drew each token."""
-    drawn = [
-        (number, span.end - span.start)
-        for number, span in zip(turn_numbers(rollout.spans), rollout.spans, strict=True)
-        if span.is_drawn
-    ]
-    return np.repeat(np.array([number for number, _ in drawn], np.int32), [length for _, length in drawn])
 
 
 Batching = Literal["padded", "packed"]

@@ -6,15 +6,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.generated import played
+from benchmarks.generated import assignments, played
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.logprobs import group_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import WorkAssignment, turns_of, without_stale
-from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.common.types.rollout import turns_of, without_stale
+from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.checks.findings import VerificationConfig, judge_margins
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.games import Games
@@ -36,13 +36,7 @@ def drawn(site, *, other=0):
         task=site.task, prompter=site.prompter, site=SiteId("one"), incarnation="a", group_size=SIZE,
         clock=SystemClock(), is_seeded=True, max_new_tokens=3, max_trajectory_tokens=60, conversations=games,
     )  # fmt: skip
-    work = [
-        WorkAssignment(
-            id=number, prompt_index=prompt_of(number, num_prompts=site.task.num_prompts, seed=SEED),
-            seed=seed_of(number, seed=SEED), lease_s=0.0,
-        )
-        for number in range(3)
-    ]  # fmt: skip
+    work = assignments(range(3), num_prompts=site.task.num_prompts, seed=SEED, draws=SEED)
     return asyncio.run(played(builder, site.engine(), work, state_root=site.state_root, other=other))
 
 

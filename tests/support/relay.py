@@ -33,6 +33,11 @@ class Relay:
             server.close()
             await asyncio.gather(*self._lines, return_exceptions=True)
 
+    @property
+    def num_open(self) -> int:
+        """Connections that carry bytes now."""
+        return len(self._lines)
+
     def cut(self) -> None:
         """Break the line."""
         self.is_cut = True

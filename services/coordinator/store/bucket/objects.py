@@ -17,7 +17,7 @@ import configparser
 import contextlib
 import datetime
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,13 +196,15 @@ class Objects:
         stop = await self._size(key)
         file = await opened_in_thread(lambda: open_file(path, "ab"))
         with file:
-            async for block in self._read(key, offset=file.tell(), stop=stop):
-                writing = asyncio.ensure_future(asyncio.to_thread(write_all, file, block))
-                try:
-                    await asyncio.shield(writing)
-                finally:
-                    # Before the file is closed, also after a cancellation.
-                    await asyncio.wait([writing])
+            # Closed at once: after a cancellation the bucket would go on sending.
+            async with contextlib.aclosing(self._read(key, offset=file.tell(), stop=stop)) as blocks:
+                async for block in blocks:
+                    writing = asyncio.ensure_future(asyncio.to_thread(write_all, file, block))
+                    try:
+                        await asyncio.shield(writing)
+                    finally:
+                        # Before the file is closed, also after a cancellation.
+                        await asyncio.wait([writing])
 
     async def delete(self, digest: Digest) -> None:
         await self._delete(_key(digest))
@@ -261,7 +263,7 @@ class Objects:
         async with self._asked("be read"):
             return int((await self._library.head_async(self._store, key))["size"])
 
-    async def _read(self, key: str, *, offset: int, stop: int) -> AsyncIterator[bytes]:
+    async def _read(self, key: str, *, offset: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Yield [offset, stop) of an object. Raises FileNotFoundError."""
         while offset < stop:
             before, bounds = offset, (offset, min(stop, offset + RANGE_BYTES))

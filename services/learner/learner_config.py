@@ -113,6 +113,11 @@ class LearnerConfig(ContractConfig):
             raise ValueError("task.environment: turns need a chat template; set use_chat_template = true")
         if self.sampling.router_replay != "none":
             raise ValueError('task.environment with sampling.router_replay: set router_replay to "none"')
+        if self.task.max_turns_of_all > 1 and self.evaluation.every_versions:
+            raise ValueError(
+                "evaluation.every_versions with task.max_turns above 1: the learner draws one turn of an episode; set"
+                " it to 0 and add [[evaluation]] to the coordinator and the samplers"
+            )
         sampling = self.sampling
         if self.task.max_turns_of_all > 1 and sampling.max_new_tokens > sampling.max_trajectory_tokens:
             raise ValueError(

@@ -19,6 +19,7 @@ GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "gam
         ({"backend": {"kind": "deepspeed", "stage": 0, "offload_optimizer": True}}, "needs stage 1, 2 or 3"),
         ({"variants": ["int8", "int8"]}, "names one twice"),
         ({"task": GAME["task"]}, "turns need a chat template"),
+        ({**GAME, "evaluation": {"every_versions": 1}}, "draws one turn of an episode"),
         ({**GAME, "sampling": {"router_replay": "rollout"}}, 'set router_replay to "none"'),
         (
             {**GAME, "sampling": {"max_new_tokens": 65, "max_trajectory_tokens": 64}},
@@ -39,6 +40,7 @@ def test_each_of_them_alone_is_taken():
         {"variants": ["int8", "fp8_e4m3"]},
         GAME,
         {**GAME, "sampling": {"max_new_tokens": 64, "max_trajectory_tokens": 64}},
+        {**GAME, "task": {**GAME["task"], "max_turns": 1}, "evaluation": {"every_versions": 1}},
     ):
         LearnerConfig.model_validate(values)
 

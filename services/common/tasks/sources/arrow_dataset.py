@@ -167,17 +167,18 @@ class Columns:
         """Check a pyarrow.Table's types; with `needs_answers` the answer column must exist."""
         self.num_rows: int = table.num_rows
         self._table = table
-        key = "task.data.messages" if config.messages else "task.data.prompt"
         self.asked_in = config.messages or config.prompt
+        needs_messages = bool(config.messages)
         if self.asked_in == PROMPT not in table.column_names and MESSAGES in table.column_names:
-            self.asked_in = MESSAGES
+            self.asked_in, needs_messages = MESSAGES, True
+        key = "task.data.messages" if needs_messages else "task.data.prompt"
         self._prompts = _column(table, key, self.asked_in)
         kind = self._prompts.type
         self._has_messages = _is_messages(kind)
-        if not self._has_messages and config.messages:
+        if not self._has_messages and needs_messages:
             raise ConfigError(
                 key,
-                f"column {config.messages} is {kind}, not a list of tables with role and content",
+                f"column {self.asked_in} is {kind}, not a list of tables with role and content",
                 action="name a column of messages, or set task.data.prompt to a column of text",
             )
         if not self._has_messages and not _is_text(kind):

@@ -54,10 +54,11 @@ def load_directory(key: str, directory: Path, split: str, config: DataConfig) ->
 
 def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
     """Rows of Parquet files, in the order of their names."""
-    found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
+    # Wildcards may stand in any part of the path.
+    found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
     if not found:
         raise ConfigError(key, f"there is no file {pattern}", action="check the path and its pattern")
-    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": found})
+    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": [*map(glob.escape, found)]})
 
 
 def library() -> Any:
@@ -72,10 +73,13 @@ def library() -> Any:
 
 def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> Loaded:
     datasets = library()
+    root = Path(cache_dir) / "datasets" if cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
     try:
-        builder = datasets.load_dataset_builder(
-            path, cache_dir=str(Path(cache_dir) / "datasets") if cache_dir else None, **options
-        )
+        listed = datasets.load_dataset_builder(path, cache_dir=str(root), **options).config.data_files or {}
+        digests = {Path(file): file_digest(Path(file)) for name in sorted(listed, key=str) for file in listed[name]}
+        # The library knows a file by its path and time, which another content may have too.
+        place = root / blake3.blake3(b"".join(digests.values())).hexdigest()[:32]
+        builder = datasets.load_dataset_builder(path, cache_dir=str(place), **options)
         # The library converts to Arrow once, under a lock; every process maps the result.
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
@@ -86,12 +90,7 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
             action="check name, split and revision, and that the files are complete",
         ) from error
     wanted = {part.strip().partition("[")[0] for part in split.split("+")}
-    sources = [
-        Path(file)
-        for name, listed in sorted((builder.config.data_files or {}).items())
-        if str(name) in wanted
-        for file in listed
-    ]
+    sources = [digests[Path(file)] for name in sorted(listed, key=str) if str(name) in wanted for file in listed[name]]
     if not sources:
         raise ConfigError(
             key,
@@ -113,7 +112,7 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
         rows = datasets.load_from_disk(str(place))
         state = json.loads((place / "state.json").read_bytes())
         # Other Arrow files there are caches of the library.
-        named = [place / file["filename"] for file in state["_data_files"]]
+        named = [file_digest(place / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             key, f"cannot read {place}: {_words(error)}", action="copy the file again, or name another one"
@@ -127,14 +126,14 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
 _SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), and save it again"
 
 
-def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
-    """Digest of words and of files' bytes in order, without their paths."""
-    total = blake3.blake3(repr(list(words)).encode())
-    for path in files:
-        content = blake3.blake3(max_threads=blake3.blake3.AUTO)
-        content.update_mmap(path)
-        total.update(content.digest())
-    return total.hexdigest()
+def file_digest(path: Path) -> bytes:
+    """blake3 of a file's bytes."""
+    return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).digest()
+
+
+def digest_of(words: Sequence[object], files: Sequence[bytes]) -> str:
+    """Digest of words and of files in order, without their paths."""
+    return blake3.blake3(repr(list(words)).encode() + b"".join(files)).hexdigest()
 
 
 def _words(error: BaseException) -> str:

@@ -163,16 +163,16 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Prompt:
         raise ConfigError(key, f"{place} is not JSON: {error}"[:300], action=action) from error
     if not isinstance(entry, dict):
         raise ConfigError(key, f"{place} is JSON, but no object", action=action)
-    name = data.messages or data.prompt
+    name, needs_messages = data.messages or data.prompt, bool(data.messages)
     if name == PROMPT not in entry and MESSAGES in entry:
-        name = MESSAGES
+        name, needs_messages = MESSAGES, True
     prompt = cell_of(entry, name)
     if prompt is ABSENT:
         problem = f"{place}: there is no {name}; there are {', '.join(map(str, entry)) or 'no fields'}"
         raise ConfigError(key, problem[:500], action=action)
     entry.pop(name, None)
     messages: tuple[Message, ...] = ()
-    if data.messages or isinstance(prompt, list):
+    if needs_messages or isinstance(prompt, list):
         messages = read_messages(key, place, prompt)
         prompt = messages[-1].content
     elif not isinstance(prompt, str):

@@ -273,6 +273,41 @@ def test_digest_is_of_content_and_not_of_places(place):
                 digest("a", data={"answer": "level"})}) == 5  # fmt: skip
 
 
+def test_a_pattern_finds_each_file_whatever_its_name_and_depth(place):
+    names = ["top.parquet", "a/part[1].parquet", "a/part1.parquet", "a/b/q?*.parquet"]
+    for number, name in enumerate(names):
+        place.write(f"set/{name}", sums([2 * number, 2 * number + 1]))
+
+    found = texts(place.build(f"parquet:{place.path}/set/**/*.parquet"))
+
+    assert sorted(itertools.chain(*found)) == [f"{number}+1=" for number in range(8)]
+
+
+def test_another_content_under_the_same_path_and_time_is_read(place):
+    rows = {}
+    for first in (0, 10):
+        os.utime(place.write("set/train.parquet", sums(range(first, first + 4))), (0, 0))
+        rows[first] = [texts(place.build(f"{kind}", evaluation_size=1)) for kind in (
+            f"parquet:{place.path}/set/train.parquet", f"hf:{place.path}/set",
+        )]  # fmt: skip
+
+    for first, found in rows.items():
+        assert sorted(itertools.chain(*found[0])) == [f"{number}+1=" for number in range(first, first + 4)]
+        assert found[0] == found[1]
+
+
+def test_messages_written_as_text_are_refused_also_where_the_column_is_found_by_itself(place, tmp_path):
+    rows = [{"messages": json.dumps([{"role": "user", "content": f"{n}+1="}]), "answer": str(n + 1)} for n in range(3)]
+    place.write("rows.parquet", rows)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    with pytest.raises(ConfigError, match="task.data.messages: column messages is string, not a list of tables"):
+        place.build(f"parquet:{place.path}/rows.parquet")
+    with pytest.raises(ConfigError, match="line 1: "):
+        place.build(f"jsonl:{path}")
+
+
 @pytest.mark.parametrize(("name", "data", "key"), [
     ("hf:acme/sums", {}, "task.name: hf:acme/sums names no revision"),
     ("hf:acme/sums@main@x", {}, "task.name"),

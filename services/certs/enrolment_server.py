@@ -30,7 +30,8 @@ from heterorl.certs.authority import issue_enrolment_server
 from heterorl.certs.authority_directory import SECRET, Authority, write_file
 from heterorl.certs.enrolment import Enrolment, read_request
 from heterorl.certs.join_tokens import ID_BYTES, SECRET_BYTES, BrokenFrame, JoinRefused, Refused, frame, read_frame
-from heterorl.common.errors import HeterorlError, PortInUse
+from heterorl.common.errors import HeterorlError
+from heterorl.common.process.address import listen_error
 
 _LOG = logging.getLogger(__name__)
 ANSWER_S = 10.0
@@ -79,14 +80,14 @@ class EnrolmentServer:
     @contextlib.asynccontextmanager
     async def listening(self, address: str) -> AsyncIterator[int]:
         """Answer at host:port until the context ends; yields the port.
-        Raises PortInUse: the address is taken."""
+        Raises as `listen_error`."""
         host, _, port = address.rpartition(":")
         try:
             server = await asyncio.get_running_loop().create_server(
                 lambda: _Unread(asyncio.StreamReader(), self._accept), host.strip("[]"), int(port)
             )
         except OSError as error:
-            raise PortInUse("--listen", address) from error
+            raise listen_error("--listen", address, error) from error
         async with server:
             yield int(server.sockets[0].getsockname()[1])
 

@@ -93,6 +93,19 @@ class PortInUse(OperatorError):
         super().__init__(f"{key}: {address} is already in use", action="stop the other process or choose another port")
 
 
+class AddressMissing(OperatorError):
+    """The address to listen on is not, or not yet, one of this machine."""
+
+    exit_code = 1
+
+    def __init__(self, key: str, address: str) -> None:
+        self.key = key
+        super().__init__(
+            f"{key}: {address} is not an address of this machine",
+            action="set 127.0.0.1, 0.0.0.0 or an address of `ip address`; a start after the network is up finds it",
+        )
+
+
 class DiskFull(OperatorError):
     """The disk under `path` is full."""
 

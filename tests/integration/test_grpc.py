@@ -627,7 +627,6 @@ async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    config = CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
     with pytest.raises(PortInUse, match="listen"):
-        await Server(
-            CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
-        ).start(f"127.0.0.1:{served.port}")
+        await Server(config).start(f"127.0.0.1:{served.port}")

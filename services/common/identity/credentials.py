@@ -20,9 +20,10 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from heterorl.common.errors import ClockBehind, ConfigError, PortInUse
+from heterorl.common.errors import ClockBehind, ConfigError
 from heterorl.common.identity.spiffe import Identity, Refusal, is_issued, read_identity
 from heterorl.common.identity.tls import TlsConfig, check_tls
+from heterorl.common.process.address import listen_error, listen_obstacle
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 
 _LOG = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
 def add_port(server: grpc.aio.Server, address: str, *, tls: TlsConfig, files: MaterialFiles | None) -> int:
     """Let a server listen, in plaintext without files; returns the port.
 
-    Raises ConfigError for plaintext on a public address, PortInUse if the address is taken.
+    Raises ConfigError for plaintext on a public address, else as `listen_error`.
     """
     check_tls(tls, key="listen", address=address)
     try:
@@ -180,7 +181,7 @@ def add_port(server: grpc.aio.Server, address: str, *, tls: TlsConfig, files: Ma
             return server.add_insecure_port(address)
         return server.add_secure_port(address, server_credentials(files))
     except RuntimeError as error:
-        raise PortInUse("listen", address) from error
+        raise listen_error("listen", address, listen_obstacle(address)) from error
 
 
 def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:

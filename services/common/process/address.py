@@ -5,14 +5,16 @@ Errors about a URL do not repeat it, since it may hold a password.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
+import socket
 from typing import Annotated, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import AddressMissing, ConfigError, OperatorError, PortInUse
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
 MAX_PORT = 65535
@@ -46,6 +48,26 @@ def _listening(address: str) -> str:
 
 def _dialled(address: str) -> str:
     return _check(address, 1)
+
+
+def listen_error(key: str, address: str, error: OSError) -> OperatorError:
+    """The error for host:port at which a server could not listen."""
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(key, address)
+    if error.errno == errno.EACCES:
+        return ConfigError(key, f"{address} needs root", action="choose a port from 1024 on")
+    return AddressMissing(key, address)
+
+
+def listen_obstacle(address: str) -> OSError:
+    """The operating system's error at host:port, for a server that does not show it."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family):
+            return OSError(errno.EADDRINUSE, "was in use")
+    except OSError as error:
+        return error
 
 
 def addresses(text: str) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-import socket
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,8 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, start_http_server
 from prometheus_client.registry import Collector
 
-from heterorl.common.errors import ConfigError, PortInUse
+from heterorl.common.errors import PortInUse
+from heterorl.common.process.address import listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -370,8 +370,8 @@ def serve(
     with the names of the process; None shows all.
 
     Raises:
-        PortInUse: the address is taken.
-        ConfigError: the address is not one of this machine's.
+        PortInUse: the port is taken.
+        AddressMissing: the address is not one of this machine's.
     """
     own = registry_of(service, shown)
     # Steps of 10 avoid the defaults of other services.
@@ -380,14 +380,8 @@ def serve(
         try:
             server, _ = start_http_server(candidate, addr=address, registry=own)
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(
-                    "metrics_host",
-                    f"{address} is not an address of this machine",
-                    action="set 127.0.0.1, 0.0.0.0 or an address of `ip address`",
-                ) from error
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise listen_error("metrics_host", address, error) from error
         else:
             _add_pages(server, pages)
             return int(server.server_port)

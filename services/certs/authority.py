@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -193,17 +194,19 @@ def _usage(*, is_authority: bool) -> x509.KeyUsage:
     )
 
 
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_*](?:[A-Za-z0-9_.*-]*[A-Za-z0-9_])?")
+
+
 def _host(host: str) -> x509.GeneralName:
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
+    if _HOST.fullmatch(host) is None:
         raise ConfigError(
             "--host",
             f"{host!r} is neither a DNS name nor an IP address",
-            action="give a name such as coordinator.example.org, or an address",
-        ) from error
+            action="give a name such as coordinator.example.org, or an address, without a port",
+        )
+    return x509.DNSName(host)
 
 
 def check_name(key: str, text: str) -> None:

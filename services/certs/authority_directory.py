@@ -86,11 +86,12 @@ class Authority:
         lifetime: datetime.timedelta,
     ) -> Path:
         """Issue a node's files; returns their directory.
-        Raises ConfigError: a bad name, or it has a certificate."""
+        Raises ConfigError: a bad name, or it has a certificate that is not revoked."""
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
             # The certificate is written last: without it an earlier call was cut short.
-            if (target / "node.crt").exists():
+            held = self._read(target / "node.crt") if (target / "node.crt").exists() else None
+            if held is not None and not self.is_revoked(held.serial):
                 action = f"heterorl certs renew {target}, with --host for other names"
                 raise ConfigError("--out", f"{target} holds a certificate", action=action)
             pair = issue_node(self.pair(), node=(self.run(), site, role), hosts=hosts, now=now, lifetime=lifetime)

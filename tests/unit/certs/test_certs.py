@@ -51,6 +51,9 @@ def test_life_of_a_certificate_on_the_command_line(tmp_path):
     again = invoke("renew", str(root / "sampler-site-1"), *base)
     assert isinstance(again.exception, ConfigError)
     assert "is revoked" in str(again.exception)
+    assert invoke("issue", "sampler", "site-1", *base).exit_code == 0
+    third = read_identity((root / "sampler-site-1" / "node.crt").read_bytes())
+    assert third.serial not in (first.serial, second.serial)
     assert [mode(path) for path in sorted(root.rglob("*.key"))] == [0o600] * 3
     assert mode(root) == mode(root / "sampler-site-1") == 0o700
 
@@ -139,6 +142,9 @@ def test_no_certificate_outlives_its_authority(tmp_path):
         (("issue", "sampler", ""), "not 1 to 64 letters"),
         (("issue", "sampler", "b", "--host", "x.example"), "does not serve"),
         (("issue", "coordinator", "b", "--host", "b\u00fccher.example"), "neither a DNS name nor"),
+        (("issue", "coordinator", "b", "--host", "b.example:50051"), "neither a DNS name nor"),
+        (("issue", "coordinator", "b", "--host", "a.example,b.example"), "neither a DNS name nor"),
+        (("issue", "coordinator", "b", "--host", ""), "neither a DNS name nor"),
         (("issue", "sampler", "a"), "holds a certificate"),
         (("renew", "{}/ca/sampler-a", "--host", "x.example"), "does not serve"),
         (("issue", "sampler", "b", "--dir", "{}/none"), "holds no authority"),

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Install heterorl's services on a machine with systemd; repeat it to upgrade. See deploy/README.md.
 set -euo pipefail
+# The services' users must enter the environments.
+umask 022
 
 usage() {
   cat <<'TEXT'

@@ -48,11 +48,11 @@ def launch(
     from heterorl.launch.run_file import RunFile
 
     loaded = load(RunFile, run)
-    if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):
+    if part and not (loaded.tls.insecure or Path(loaded.tls.directory).expanduser().is_absolute()):
         problem = f"{loaded.tls.directory} is relative, so each launcher would create its own authority"
         raise ConfigError("tls.directory", problem, action="set an absolute directory, which all certs.sh share")
     # certs.sh is called from any directory, and the run may be rendered again into another one.
-    directory = str((run.parent / loaded.tls.directory).absolute())
+    directory = str((run.parent / Path(loaded.tls.directory).expanduser()).absolute())
     loaded = loaded.model_copy(update={"tls": loaded.tls.model_copy(update={"directory": directory})})
     check_nodes(nodes_of(loaded), _problems)
     tree = render(launcher, loaded, part or ())

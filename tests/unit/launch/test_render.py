@@ -1,7 +1,9 @@
 """Each launcher's files: every configuration loads as its service would load it, every file passes its own checker."""
 
+import os
 import re
 import socket
+import stat
 import subprocess
 import tomllib
 from pathlib import Path
@@ -79,6 +81,18 @@ def test_two_renders_are_equal_and_say_all_in_the_readme(launcher):
     assert launcher == "slurm" or "/models/start" in first["README.md"]
 
 
+def test_files_can_be_read_by_the_services_users_whatever_the_umask(tmp_path):
+    umask = os.umask(0o077)
+    try:
+        write_tree(render("compose", run_file()), tmp_path / "out")
+    finally:
+        os.umask(umask)
+
+    found = [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o755}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o644, 0o755}
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_scripts_are_clean(launcher, tmp_path):
@@ -87,6 +101,29 @@ def test_scripts_are_clean(launcher, tmp_path):
     check(tool("shellcheck"), *map(str, sorted((tmp_path / "out").rglob("*.sh"))))
     for script in (tmp_path / "out").rglob("*.sbatch"):
         check(tool("shellcheck"), str(script))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("run_there", "code"), [("", 0), ("my-run", 0), ("another", 2)])
+def test_secrets_of_a_cluster_never_replace_those_of_another_run(tmp_path, run_there, code):
+    write_tree(render("k8s", run_file()), tmp_path / "out")
+    for name in NODES:
+        (tmp_path / "out" / "credentials" / name).mkdir(parents=True)
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(
+        f'#!/bin/bash\nif [[ $1 == get ]]; then printf %s {run_there!r}; else echo "$@" >> {tmp_path}/said; fi\n'
+    )
+    kubectl.chmod(0o755)
+
+    done = subprocess.run(
+        [tmp_path / "out" / "secrets.sh"], env={**os.environ, "PATH": f"{kubectl.parent}:{os.environ['PATH']}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "said").exists() == (code == 0)
+    assert ("belongs to run another" in done.stderr) == (code == 2)
 
 
 def test_samplers_see_their_own_gpus_under_the_numbers_that_they_have_there():

@@ -285,7 +285,7 @@ def test_a_run_that_is_rendered_again_keeps_its_authority(tmp_path):
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("ca.key")] == [Path("certs/ca.key")]
 
 
-@pytest.mark.parametrize(("directory", "code"), [("certs", 1), ("/root/certs", 0)])
+@pytest.mark.parametrize(("directory", "code"), [("certs", 1), ("/root/certs", 0), ("~/certs", 0)])
 def test_parts_share_one_authority(tmp_path, directory, code):
     (tmp_path / "run.toml").write_text(f'{RUN}\n[tls]\ndirectory = "{directory}"\n')
 
@@ -296,6 +296,8 @@ def test_parts_share_one_authority(tmp_path, directory, code):
     assert (tmp_path / "out").exists() == (code == 0)
     if code:
         assert "tls.directory: certs is relative" in str(result.exception)
+    else:
+        assert f"authority={Path(directory).expanduser()}" in (tmp_path / "out" / "certs.sh").read_text()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def import_vllm() -> Any:
     # Read at import. Usage reports would go to a third party.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Standard output is for tables and JSON of commands.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         import vllm
     except ImportError as error:

@@ -1,10 +1,13 @@
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
+from heterorl.cli.models import _show
+from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
@@ -40,6 +43,7 @@ class Echo:
 
     num_evaluation_prompts = 5
     num_workers = 3
+    digest = ""
 
     def __init__(self, fails=()):
         self.fails = fails
@@ -228,3 +232,17 @@ def test_a_table_at_80_columns_shows_each_number_whole(num_samples):
     printed = console.file.getvalue()
     assert "…" not in printed
     assert all(word in printed for word in ("avg@n", "unscored", "1234.5", f"{row.summary.average.low:.3f}"))
+
+
+def test_a_full_disk_takes_the_file_and_not_what_is_shown(capsys):
+    results, _ = evaluated(Machine())
+    row = Row(
+        subject="trained", version=-1, seconds=1.0, results=tuple(results),
+        set=OpenSet(name="math500", task=Echo(), draws=draws()),
+        summary=summarize(results, num_samples=1, pass_reward=1.0),
+    )  # fmt: skip
+
+    with pytest.raises(ConfigError, match="--out: cannot write: .*No space left"):
+        _show([row], out=Path("/dev/full"), is_json=True)
+
+    assert json.loads(capsys.readouterr().out)

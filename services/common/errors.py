@@ -94,7 +94,7 @@ class PortInUse(OperatorError):
 
 
 class AddressMissing(OperatorError):
-    """The address to listen on is not, or not yet, one of this machine."""
+    """The address to listen on is not this machine's, or not yet."""
 
     exit_code = 1
 

@@ -143,7 +143,7 @@ PROMISES = [
     (
         "README.md",
         f"Above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
-        " parameters checkpoints come every tenth version: a restarted learner abandons up to nine",
+        " parameters checkpoints come every tenth version. A restarted learner abandons up to nine versions",
     ),
     ("ARCHITECTURE.md", f"a stop waits {completion_collector.HAND_BACK_S:g} s for the coordinator"),
     ("ARCHITECTURE.md", f"a reserve of assignments below {WORDS[prefetch.FULL_ENOUGH]}"),
@@ -164,13 +164,13 @@ PROMISES = [
     ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
     ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
-    ("docs/evaluation.md", f"until their prompts end, at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
+    ("docs/evaluation.md", f"when its prompts end, after at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
     ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
-    ("docs/operate.md", f"`listen`: {COORDINATOR.listen} | {COORDINATOR.metrics_port} | `data_dir`"),
-    ("docs/operate.md", f"29500, NCCL's | {LEARNER.metrics_port} | `state_dir`"),
-    ("docs/operate.md", f"loopback, for agent programs | {SAMPLER.metrics_port} | `state_dir`"),
-    ("docs/operate.md", f"`listen`: {RELAY.listen} | {RELAY.metrics_port} | `cache_dir`"),
+    ("docs/operate.md", f"`listen`: {COORDINATOR.listen} | all nodes, operators | {COORDINATOR.metrics_port} | `data_dir`"),
+    ("docs/operate.md", f"its other machines | {LEARNER.metrics_port} | `state_dir`"),
+    ("docs/operate.md", f"those programs | {SAMPLER.metrics_port} | `state_dir`"),
+    ("docs/operate.md", f"`listen`: {RELAY.listen} | samplers of its place | {RELAY.metrics_port} | `cache_dir`"),
     ("docs/operate.md", f"`heterorl certs serve` | 0.0.0.0:{certs.DESK_PORT}"),
     ("docs/operate.md", f"If you raise `metrics_nodes` ({COORDINATOR.metrics_nodes})"),
     ("docs/operate.md", f"the last {operations.NEWEST} versions and the best of each evaluation set"),
@@ -280,8 +280,8 @@ def test_a_lease_is_renewed_three_times_a_term():
 @pytest.mark.parametrize(
     ("parameters", "gpus", "backend", "words"),
     [
-        (3e9, 1, "torch", "| 3 billion | one, `torch` | {} GB: the most for 80 GB |"),
-        (3.9e9, 1, "fsdp2", "| 3.9 billion | one, `fsdp2` | {} GB: the most for 80 GB |"),
+        (3e9, 1, "torch", "| 3 billion | one, `torch` | {} GB: the largest for a card of 80 GB |"),
+        (3.9e9, 1, "fsdp2", "| 3.9 billion | one, `fsdp2` | {} GB: the largest for a card of 80 GB |"),
         (8e9, 1, "torch", "| 8 billion | one, `torch` | {} GB: too much |"),
         (8e9, 2, "fsdp2", "| 8 billion | two, `fsdp2` | {} GB: too much |"),
         (8e9, 4, "fsdp2", "| 8 billion | four, `fsdp2` | {} GB |"),

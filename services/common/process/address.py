@@ -60,7 +60,7 @@ def listen_error(key: str, address: str, error: OSError) -> OperatorError:
 
 
 def listen_obstacle(address: str) -> OSError:
-    """The operating system's error at host:port, for a server that does not show it."""
+    """The operating system's error at host:port, which gRPC does not show."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:

@@ -164,10 +164,16 @@ PROMISES = [
     ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
     ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
-    ("docs/evaluation.md", f"when its prompts end, after at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
+    (
+        "docs/evaluation.md",
+        f"when its prompts end, after at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)",
+    ),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
     ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
-    ("docs/operate.md", f"`listen`: {COORDINATOR.listen} | all nodes, operators | {COORDINATOR.metrics_port} | `data_dir`"),
+    (
+        "docs/operate.md",
+        f"`listen`: {COORDINATOR.listen} | all nodes, operators | {COORDINATOR.metrics_port} | `data_dir`",
+    ),
     ("docs/operate.md", f"its other machines | {LEARNER.metrics_port} | `state_dir`"),
     ("docs/operate.md", f"those programs | {SAMPLER.metrics_port} | `state_dir`"),
     ("docs/operate.md", f"`listen`: {RELAY.listen} | samplers of its place | {RELAY.metrics_port} | `cache_dir`"),

@@ -77,8 +77,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals[CLOCK] = _time_of(arguments).strftime
         del environment.filters["random"], environment.globals["lipsum"]
+        source = source_of(tokenizer)
+        self._knows_developer = "developer" in source
         try:
-            self._template: Template = environment.from_string(source_of(tokenizer))
+            self._template: Template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(
                 "model_dir",
@@ -96,6 +98,9 @@ class ChatTemplate:
         `tools` are JSON schemas; an empty list becomes None, which templates expect. Raises TemplateError if the
         template refuses them; its computations may raise Python's errors.
         """
+        if not self._knows_developer:
+            # It would leave such a message out.
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         variables = {"messages": messages, "add_generation_prompt": begins_answer, "tools": list(tools) or None}
         return self._template.render({**self._variables, **variables})
 

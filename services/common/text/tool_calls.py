@@ -81,11 +81,13 @@ def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], settin
     chosen = setting
     if chosen == "auto":
         written = prompter.written_call(*_PROBE, tools=tools)
-        chosen = "json" if _PROBE[0] in written and _OPEN not in written else "hermes"
+        chosen = "hermes" if _OPEN in written else "json"
         # Turns are read as they are decoded, without special tokens.
         read = prompter.decode(prompter.tokens(written))
-        if _PROBE[0] in written and parse_action(read, parser=chosen).calls != (_PROBE,):
+        if parse_action(read, parser=chosen).calls != (_PROBE,):
             problem = f"no parser reads the form in which the model's template writes calls: {read.strip()[:80]!r}"
+            if _PROBE[0] not in written:
+                problem = "the model's template writes no calls, so their form is unknown"
             raise ConfigError("task.tool_parser", problem, action=f"set it to one of {', '.join(PARSERS)}")
     decoded = prompter.decode(prompter.tokens(_FORMS[chosen]))
     if decoded != _FORMS[chosen]:
@@ -114,7 +116,7 @@ def _from_tags(answer: str) -> tuple[str, list[str], str]:
 
 def _from_whole(answer: str) -> tuple[str, list[str], str]:
     """The answer itself where it is a call; other JSON is text."""
-    is_call = answer.lstrip(_SPACE).startswith("{") and '"name"' in answer
+    is_call = answer.lstrip(_SPACE).startswith(("{", "[")) and '"name"' in answer
     return ("", [answer], "") if is_call else (answer, [], "")
 
 

@@ -61,19 +61,23 @@ def judge_rewards(
     if not 0 <= group.prompt_index < task.num_prompts:
         return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
     prompt = task.prompt(group.prompt_index)
-    asked = conversations.encode(prompt) if conversations else prompter.encode_prompt(prompt)
-    if not np.array_equal(asked, group.prompt_token_ids):
-        return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")
     conversation = conversations.of(prompt) if conversations else None
-    if conversation is not None:
-        if conversation.spec.episodes.is_deterministic:
-            return judge_episodes(group, conversation, tolerance=tolerance)
+    if conversation is not None and not conversation.spec.is_deterministic:
+        # Chance may decide the first messages too, so the prompt is not compared.
         if not is_trusted:
             raise RewardError(
                 f"{conversation.spec.episodes.name} leaves things to chance, so no learner can step it again, and the"
                 " site is not named in verification.trust_rewards_of"
             )
         return SOUND
+    asked = conversation.encode(prompt) if conversation else prompter.encode_prompt(prompt)
+    if not np.array_equal(asked, group.prompt_token_ids):
+        return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")
+    if conversation is not None:
+        return judge_episodes(group, conversation, tolerance=tolerance)
+    for number, rollout in enumerate(group.rollouts):
+        if problem := _turns_problem(rollout):
+            return _mismatch(f"rollouts[{number}]: {problem}")
     remote = task.remote if isinstance(task, WeightedTask) else {}
     computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
     members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
@@ -100,6 +104,15 @@ def judge_rewards(
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
     return SOUND
+
+
+def _turns_problem(rollout: Rollout) -> str:
+    """Why a rollout of a prompt without environment is none: it has one drawn turn."""
+    if not all(span.is_drawn and span.keeps is None for span in rollout.spans):
+        return "it has given tokens, and its prompt no environment"
+    if rollout.is_trainable and rollout.finish_reason not in _OF_ITSELF:
+        return f"finish_reason is {rollout.finish_reason.value}, and its prompt has no environment"
+    return ""
 
 
 def _has_reward(task: Task, prompt: Prompt, completion: str) -> bool:
@@ -265,7 +278,9 @@ def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float
 def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Episode, *, tolerance: float) -> str:
     if any(span.keeps is not None for span in rollout.spans):
         return "its history was rewritten, which its environment does not do"
-    turns = turns_of(rollout)
+    turns, max_turns = turns_of(rollout), conversation.spec.limits.max_turns
+    if len(turns) > max_turns:
+        return f"it has {len(turns)} turns; task.max_turns is {max_turns}"
     given = None
     for number, (start, end) in enumerate(turns):
         drawn = rollout.token_ids[start:end]
@@ -278,7 +293,6 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
                 return f"what is given behind turn {number + 1} is not the environment's"
     if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
         return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
-    max_turns = conversation.spec.limits.max_turns
     if rollout.finish_reason is FinishReason.TURNS and len(turns) != max_turns:
         return f"finish_reason is turns after {len(turns)} of {max_turns} turns"
     parts = episode.score()

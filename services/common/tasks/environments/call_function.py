@@ -15,6 +15,7 @@ import json
 import os
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -22,7 +23,12 @@ def main() -> None:
     """Call the function once."""
     path, name = Path(sys.argv[1]), sys.argv[2]
     row = json.load(sys.stdin)
-    random.seed(int(os.environ["HETERORL_SEED"]))
+    seed = int(os.environ["HETERORL_SEED"])
+    random.seed(seed)
+    with suppress(ImportError):
+        import numpy as np
+
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
     # Last: installed packages come first.
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -34,7 +40,10 @@ def main() -> None:
     returned = getattr(module, name)(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
-    sys.stdout.write(f"\n{json.dumps(returned)}\n")
+    if isinstance(returned, bool):
+        returned = float(returned)
+    # numpy's numbers are none of JSON.
+    sys.stdout.write(f"\n{json.dumps(returned, default=float)}\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class EnvironmentSpec:
     seed: int
     first: tuple[Message, ...] | None = None
     """First messages that every episode must give; None: unknown."""
+    forget: Callable[[], object] = lambda: None
+    """Called where an episode gives others, so that later prompts have them."""
 
     @property
     def is_deterministic(self) -> bool:
@@ -72,6 +74,7 @@ class EnvironmentSpec:
         episode = self.episodes.open(self.row, self.seed)
         if self.first is not None and episode.first != self.first:
             episode.close()
+            self.forget()
             name = self.episodes.name
             raise EnvironmentFailed(
                 f"{name}, reset: it returned other first messages than before, for one row and seed"
@@ -158,8 +161,9 @@ class EnvironmentTask(TaskWrapper):
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec:
         assert isinstance(prompt, EnvironmentPrompt), "a prompt of this task"
         return EnvironmentSpec(
-            episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed, first=prompt.first
-        )
+            episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed, first=prompt.first,
+            forget=self._first.cache_clear,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._episodes.close()

@@ -190,9 +190,10 @@ def _call(entry: Any, place: str) -> tuple[str, str, str]:
     if not isinstance(function, dict):
         raise RequestRefused(f"{place}.tool_calls has an entry without a function", param="messages")
     arguments = function.get("arguments")
-    # Text that is not JSON equals no call of the policy, and is refused as such.
+    # Text that is not JSON equals no call of the policy, and is refused as such. Numbers are JavaScript's.
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments = json.loads(written or "{}", parse_int=float)
     return str(entry.get("id")), str(function.get("name")), json.dumps(arguments, sort_keys=True)
 
 

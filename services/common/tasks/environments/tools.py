@@ -12,7 +12,8 @@ A file of tools, `task.environment = "tools.py"`:
         return a + b
 
     def score(messages, answer):
-        return float(messages[-1]["content"].strip().endswith(answer))
+        last = messages[-1]
+        return float(last["role"] == "assistant" and last["content"].strip().endswith(answer))
 
 Each public function of the file except `score` is a tool. The episode ends with the first turn that calls none. The
 parameters of `score` name what it gets: `messages`, `answer` and columns of the row. Functions keep no state; an
@@ -27,6 +28,7 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +47,10 @@ MAX_WORDS = 500
 MAX_NAME = 128
 """Longest tool name in an answer, characters."""
 _CACHED = type(functools.cache(lambda: None))
-_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):")
-_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_ARGUMENTS = re.compile(r"(Args|Arguments|Parameters):")
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\(.*?\)(?=:))?:\s*(.*)")
+_PLACE = re.compile(r"(?<= at 0x)[0-9a-f]+")
+"""An address of memory in Python's own text of an object."""
 
 
 def functions_of(module: ModuleType) -> tuple[Tool, ...]:
@@ -128,18 +132,18 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _described(tool: Tool) -> tuple[str, dict[str, str]]:
-    """Description and arguments of a docstring in Google's style."""
+    """Description and arguments of a docstring in Google's style.
+    Sections other than the arguments are part of the description."""
     description: list[str] = []
     arguments: dict[str, str] = {}
-    section, indent, last = "", -1, ""
+    is_of_arguments, indent, last = False, -1, ""
     for line in (inspect.getdoc(tool) or "").splitlines():
-        words = line.strip()
-        if (found := _SECTION.fullmatch(words)) and line == words:
-            section, indent = found.group(1), -1
-        elif not section:
-            description.append(words)
-        elif section in ("Args", "Arguments", "Parameters") and words:
-            depth = len(line) - len(line.lstrip())
+        words, depth = line.strip(), len(line) - len(line.lstrip())
+        if words and not depth:
+            is_of_arguments, indent, last = _ARGUMENTS.fullmatch(words) is not None, -1, ""
+        if not is_of_arguments:
+            description.append(line.rstrip())
+        elif depth:
             indent = depth if indent < 0 else indent
             if depth == indent and (named := _ARGUMENT.fullmatch(words)):
                 last, arguments[named.group(1)] = named.group(1), named.group(2)
@@ -161,12 +165,21 @@ def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int)
     return tuple(messages)
 
 
-def _text_of(value: Any) -> str:
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks: an array's numbers, else its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     # Python's own text has an address of memory, which no learner's replay repeats.
     kind: Any = type(value)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
         raise TypeError(f"a {kind.__name__} has no text: its class needs __str__")
-    return str(value)
+    return _PLACE.sub("", str(value))
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One event loop a process: locks and clients of a file outlive a call."""
+    return asyncio.Runner()
 
 
 def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
@@ -176,13 +189,18 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
     try:
         value = validate_call(_as_function(tool))(**call.arguments)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        return value if isinstance(value, str) else to_json(value, fallback=_text_of).decode()
+            value = _runner().run(_awaited(value))
+        return value if isinstance(value, str) else to_json(value, fallback=_plain).decode()
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
+    except MemoryError:
+        # The process is full: it is replaced, and another one would answer otherwise.
+        raise
     except BaseException as error:  # noqa: BLE001 - the policy reads it, and may do better; SystemExit too
-        return f"error: {type(error).__name__}: {message_of(error)}"[:MAX_WORDS]
+        # Neither the file's place nor an address of memory: a learner repeats the text.
+        words = _PLACE.sub("", message_of(error)).replace(f"{Path(inspect.getfile(inspect.unwrap(tool))).parent}/", "")
+        return f"error: {type(error).__name__}: {words}"[:MAX_WORDS]
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -52,6 +52,17 @@ def test_a_template_refuses_messages_by_its_own_words(tokenizer):
         template.write(TALK, begins_answer=True)
 
 
+@pytest.mark.parametrize("known", ["system", "developer"])
+def test_a_developers_message_is_the_systems_where_the_template_knows_no_developer(tokenizer, known):
+    tokenizer.chat_template = (
+        f"{{% for each in messages %}}{{% if each.role in ('{known}', 'user') %}}"
+        "{{ each.role + ':' + each.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "developer", "content": "12"}, {"role": "user", "content": "34"}]
+
+    assert ChatTemplate(tokenizer, arguments={}).write(messages, begins_answer=True) == f"{known}:12user:34"
+
+
 @pytest.fixture
 def zone(monkeypatch):
     """Set the machine's time zone; the one it had comes back."""

@@ -161,9 +161,20 @@ def prompter(tmp_path):
 XML = QWEN3.replace("""<tool_call>\\n{"name": "' }}""", """<tool_call>\\n<function=' }}""")
 
 
-@pytest.mark.parametrize(("template", "parser"), [(QWEN3, "hermes"), (LLAMA3, "json"), (CHATML, "hermes")])
+@pytest.mark.parametrize(("template", "parser"), [(QWEN3, "hermes"), (LLAMA3, "json")])
 def test_the_parser_is_the_one_that_reads_the_templates_calls(prompter, template, parser):
     assert parser_for(prompter(template), tools=TOOLS, setting="auto") == parser
+
+
+def test_a_template_that_writes_no_calls_needs_the_key(prompter):
+    with pytest.raises(ConfigError, match="task.tool_parser: the model's template writes no calls") as error:
+        parser_for(prompter(CHATML), tools=TOOLS, setting="auto")
+    assert "hermes, json" in error.value.action
+    assert parser_for(prompter(CHATML), tools=TOOLS, setting="json") == "json"
+    # Granite writes a list.
+    written = f"[{call('f', x=1)}, {call('g')}]"
+    assert parse_action(written, parser="json").calls == (("f", {"x": 1}), ("g", {}))
+    assert parse_action("[1, 2]", parser="json").text == "[1, 2]"
 
 
 def test_the_key_takes_every_parser():

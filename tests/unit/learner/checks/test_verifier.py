@@ -126,6 +126,26 @@ async def test_forged_reward_is_named_with_both_values(site, honest):
     assert (await examine(site, forged, recompute_rewards=False)).reason is None
 
 
+async def test_a_prompt_without_environment_has_one_drawn_turn(site, honest):
+    """A mixture's contract allows turns: a site gave itself the right answer, and it was scored."""
+    group, own = honest[0], honest[0].rollouts[0]
+    answer, end = site.prompter.tokens(site.task.prompt(group.prompt_index).answer), own.token_ids[-1:]
+    size, whole = own.token_ids.size, np.concatenate([own.token_ids, answer, end])
+    version = own.spans[0].version
+    spans = (
+        Span(version=version, start=0, end=size), Span(version=GIVEN, start=size, end=whole.size - 1),
+        Span(version=version, start=whole.size - 1, end=whole.size),
+    )  # fmt: skip
+    logprobs = np.append(own.sampler_logprobs, np.float32(-1.0))
+    for changes, words in (
+        ({"token_ids": whole, "spans": spans, "sampler_logprobs": logprobs, "reward": 1.0}, "it has given tokens"),
+        ({"finish_reason": FinishReason.TURNS}, "finish_reason is turns"),
+    ):
+        finding = await examine(site, with_rollout(group, 0, **changes))
+        assert finding.reason is DropReason.REWARD_MISMATCH
+        assert words in finding.detail
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300])
 def test_reward_that_is_no_number_never_passes(site, honest, reward):
     forged = with_rollout(honest[0], reward=reward)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heterorl.common.errors import ConfigError, PromptRefused, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.environments import episode_worker, verifiers
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.process
 
 GAME = """
 import random
+from pathlib import Path
 
 class Game:
     def reset(self, row, *, seed):
@@ -49,6 +50,13 @@ class Asking(Game):
     def reset(self, row, *, seed):
         super().reset(row, seed=seed)
         return [{"role": "user", "content": f"Q {row['prompt']}"}, {"role": "tool", "name": "look", "content": "a door"}]
+
+class Dated(Game):
+    is_deterministic = False
+
+    def reset(self, row, *, seed):
+        self.row = row
+        return Path(__file__).with_name("date").read_text()
 
 class Silent(Game):
     def reset(self, row, *, seed):
@@ -162,6 +170,18 @@ def test_members_of_a_group_open_the_episode_that_gave_the_prompt(made):
     assert environments_of(task) == (spec.episodes,)
     assert environment_of(build_task(TaskConfig(digits=1)), prompt) is None
     assert environments_of(build_task(TaskConfig(digits=1))) == ()
+
+
+def test_first_messages_that_change_with_the_day_cost_one_group_and_no_later_one(made, place):
+    (place / "date").write_text("today")
+    task = made("games:Dated")
+    old = task.environment_of(task.prompt(0))
+    (place / "date").write_text("tomorrow")
+
+    with pytest.raises(EnvironmentFailed, match="other first messages than before"):
+        old.open()
+    assert task.prompt(0).text == "tomorrow"
+    task.environment_of(task.prompt(0)).open().close()
 
 
 def test_rows_with_prompts_keep_them_and_reach_the_environment(made, place):

@@ -165,6 +165,27 @@ def test_other_arguments_of_a_call_are_another_history():
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"x": 1.0, "n": 12345678901234567890}, '{"x":1,"n":12345678901234567000}'),
+        ({}, ""),
+        ({}, "{}"),
+        ({"x": 2}, {"x": 2.0}),
+    ],
+)
+def test_numbers_that_javascript_wrote_again_are_the_same_history(arguments, written):
+    history = History()
+    history.extend(request(ASKED, tools=[TOOL]))
+    answer = history.answer(Action("", (ToolCall("add", arguments),)))
+    call = {**answer["tool_calls"][0], "function": {"name": "add", "arguments": written}}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+
+    added = history.extend(request(ASKED, {**answer, "tool_calls": [call]}, result, tools=[TOOL]))
+
+    assert [each.content for each in added] == ["3"]
+
+
 def test_other_tools_in_a_later_request_are_refused():
     history = History()
     history.extend(request(ASKED, tools=[TOOL]))

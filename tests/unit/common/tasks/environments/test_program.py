@@ -76,6 +76,11 @@ def odd(row, base_url, api_key):
         ask(base_url, api_key, [user(row["first"]), message, user(pid)])
         if row.get("stays"):
             signal.pause()
+    if word == "numpy":
+        import numpy as np
+
+        message = ask(base_url, api_key, [user(row["first"]), message, user(str(np.random.randint(1 << 30)))])
+        return np.float32(0.5)
     return {"text": "x", "none": None, "true": True, "nan": float("nan")}.get(word, 0.5)
 
 def differs(row, base_url, api_key):
@@ -185,14 +190,26 @@ def test_tools_of_the_first_request_are_shown_and_results_have_names(opened):
         episodes.open({"tool": "subtract"}, seed=1)
 
 
-@pytest.mark.parametrize(
-    ("do", "words"), [("text", "no reward"), ("none", "no reward"), ("true", "no reward"), ("nan", "not finite")]
-)
+@pytest.mark.parametrize(("do", "words"), [("text", "no reward"), ("none", "no reward"), ("nan", "not finite")])
 def test_what_is_no_reward_is_an_error(opened, do, words):
     with opened("agent.py:odd").open({"do": do, "first": "x"}, seed=1) as episode:
         assert episode.step(Action("y")).done
         with pytest.raises(EnvironmentFailed, match=words):
             episode.score()
+
+
+def test_numpy_is_seeded_and_its_numbers_and_truths_are_rewards(opened):
+    episodes = opened("agent.py:odd")
+    drawn = []
+    for seed in (1, 1, 1 << 40):
+        with episodes.open({"do": "numpy", "first": "x"}, seed=seed) as episode:
+            drawn += said(episode.step(Action("y")))
+            assert episode.step(Action("z")).done
+            assert values(episode) == {"reward": 0.5}
+    assert drawn[0] == drawn[1] != drawn[2]
+    with episodes.open({"do": "true", "first": "x"}, seed=1) as episode:
+        assert episode.step(Action("y")).done
+        assert values(episode) == {"reward": 1.0}
 
 
 def test_an_error_of_the_program_ends_the_episode_in_its_words(opened):

@@ -1,6 +1,7 @@
 """Tools: what the policy is shown of functions, and what it reads of calls."""
 
 import functools
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_schema_is_of_annotations_and_docstring():
         "type": "function",
         "function": {
             "name": "add",
-            "description": "Add two numbers.\n\nBoth are whole.",
+            "description": "Add two numbers.\n\nBoth are whole.\n\nReturns:\n    Their sum: a number.",
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -220,6 +221,102 @@ def test_schema_is_of_annotations_and_docstring():
     assert parameters["properties"]["how"]["enum"] == ["near", "far"]
     assert parameters["$defs"]["Place"]["properties"] == {"x": {"type": "integer"}}
     assert "title" not in json.dumps(parameters).replace('"title": "Place"', "")
+
+
+def test_a_docstring_is_shown_whole_and_each_argument_has_its_own_words():
+    (tool,) = functions_of(
+        module('''
+from typing import Callable
+
+def f(a: int, b: str = "", c: int = 0) -> int:
+    """Ask.
+
+    Note: once a turn.
+
+    Args:
+        a: the first.
+        b (Callable[[int], (int)]): the second.
+        c: the third.
+
+    Never ask with 0.
+    """
+    return a
+''')
+    )
+
+    shown = schema_of(tool)["function"]
+    assert shown["description"] == "Ask.\n\nNote: once a turn.\n\nNever ask with 0."
+    words = {name: each["description"] for name, each in shown["parameters"]["properties"].items()}
+    assert words == {"a": "the first.", "b": "the second.", "c": "the third."}
+
+
+REPEATED = """
+import asyncio
+from pathlib import Path
+import numpy as np
+
+LOCK = asyncio.Lock()
+
+def read(name: str) -> str:
+    "Read a file next to this one."
+    return (Path(__file__).parent / name).read_text()
+
+def what() -> object:
+    "Give a function."
+    return [what]
+
+def broken() -> int:
+    "Name an object."
+    raise KeyError(object())
+
+async def both() -> int:
+    "Wait for a lock twice."
+    async def once():
+        async with LOCK:
+            await asyncio.sleep(0)
+            return 1
+    return sum(await asyncio.gather(once(), once()))
+
+def numbers() -> object:
+    "Give numbers of numpy."
+    return {"whole": np.int64(2), "half": np.float32(0.5), "yes": np.bool_(True), "all": np.arange(2)}
+
+def full() -> int:
+    "Fill the memory."
+    raise MemoryError
+"""
+
+
+def tools_at(directory):
+    directory.mkdir()
+    (directory / "repeated.py").write_text(REPEATED)
+    spec = importlib.util.spec_from_file_location("repeated", directory / "repeated.py")
+    made = sys.modules["repeated"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return functions_of(made)
+
+
+def test_answers_have_no_place_and_no_address_and_are_the_same_twice(tmp_path):
+    calls = [ToolCall("read", {"name": "no.txt"}), *(ToolCall(name, {}) for name in ("what", "broken", "both", "both"))]
+    here, there = (
+        [each.content for each in answer_calls(tools_at(tmp_path / name), calls, most=10_000)] for name in ("a", "b")
+    )
+
+    assert here == there
+    assert "No such file or directory: 'no.txt'" in here[0]
+    assert here[1] == '["<function what at 0x>"]'
+    assert here[2].endswith("<object object at 0x>")
+    # A lock of the file belongs to one event loop.
+    assert here[3:] == ["2", "2"]
+
+
+def test_numbers_of_numpy_are_numbers_and_a_full_process_answers_nothing(tmp_path):
+    tools = tools_at(tmp_path / "a")
+
+    (said,) = answer_calls(tools, [ToolCall("numbers", {})], most=1000)
+    assert json.loads(said.content) == {"whole": 2, "half": 0.5, "yes": True, "all": [0, 1]}
+    with pytest.raises(MemoryError):
+        answer_calls(tools, [ToolCall("full", {})], most=1000)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_services_are_started_again_as_often_as_the_pages_say():
         r"systemd at most (\d+) times in (\d+) minutes, the coordinator without limit; Docker (\d+) times", page
     )
     (several,) = re.findall(
-        r"starts a machine's agent at most (\d+) times in (\d+) minutes, after code 2 as well", machines
+        r"starts a machine's agent at most (\d+) times in (\d+) minutes, also after wrong configurations", machines
     )
     (tries,) = re.findall(r"systemd leaves it stopped; Docker tries (\d+) times", page)
     services = {path.stem: limit_of(path) for path in FOLDER.glob("*.service")}

@@ -107,7 +107,7 @@ def judge_rewards(
 
 
 def _turns_problem(rollout: Rollout) -> str:
-    """Why a rollout of a prompt without environment is none: it has one drawn turn."""
+    """Why a plain prompt's rollout is not one drawn turn."""
     if not all(span.is_drawn and span.keeps is None for span in rollout.spans):
         return "it has given tokens, and its prompt no environment"
     if rollout.is_trainable and rollout.finish_reason not in _OF_ITSELF:

@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop a process: locks and clients of a file outlive a call."""
+    """The event loop of a process; locks and clients outlive a call."""
     return asyncio.Runner()
 
 

@@ -102,7 +102,7 @@ def write_tree(tree: Tree, directory: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
             target.chmod(0o755 if path.endswith(".sh") else 0o644)
-            # Containers and services read them as other users, whatever the umask.
+            # Containers and services read them as other users, also under umask 077.
             for made in [*Path(path).parents]:
                 (directory / made).chmod(0o755)
     except OSError as error:

@@ -93,16 +93,16 @@ class PortInUse(OperatorError):
         super().__init__(f"{key}: {address} is already in use", action="stop the other process or choose another port")
 
 
-class AddressMissing(OperatorError):
-    """The address to listen on is not this machine's, or not yet."""
+class AddressUnusable(OperatorError):
+    """The address to listen on cannot be used, or not yet."""
 
     exit_code = 1
 
-    def __init__(self, key: str, address: str) -> None:
+    def __init__(self, key: str, address: str, reason: str) -> None:
         self.key = key
         super().__init__(
-            f"{key}: {address} is not an address of this machine",
-            action="set 127.0.0.1, 0.0.0.0 or an address of `ip address`; a start after the network is up finds it",
+            f"{key}: {address}: {reason}",
+            action="wait for the network, or set 127.0.0.1, 0.0.0.0 or an address of `ip address`",
         )
 
 

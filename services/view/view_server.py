@@ -6,7 +6,6 @@ first visit moves the key from the URL into a cookie.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import logging
 import re
@@ -20,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from heterorl.common.errors import PortInUse
+from heterorl.common.process.address import listen_error
 
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 KEY_FIELD = "key"
@@ -94,7 +93,7 @@ Respond = Callable[[str, str], Answer]
 
 class ViewServer(ThreadingHTTPServer):
     """Serves `respond` from threads to clients that have `key`.
-    Port 0 takes a free one. Raises PortInUse."""
+    Port 0 takes a free one. Raises as `listen_error`."""
 
     daemon_threads = True
 
@@ -103,9 +102,7 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise PortInUse("--port", f"127.0.0.1:{port}") from error
-            raise
+            raise listen_error("--port", f"127.0.0.1:{port}", error) from error
         self._thread = threading.Thread(target=self.serve_forever, name="view", daemon=True, args=(0.05,))
 
     def server_bind(self) -> None:

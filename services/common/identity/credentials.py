@@ -8,8 +8,10 @@ start it is a ConfigError; after a change the old set stays and one warning is l
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from heterorl.common.errors import ClockBehind, ConfigError
 from heterorl.common.identity.spiffe import Identity, Refusal, is_issued, read_identity
 from heterorl.common.identity.tls import TlsConfig, check_tls
-from heterorl.common.process.address import listen_error, listen_obstacle
+from heterorl.common.process.address import listen_error
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 
 _LOG = logging.getLogger(__name__)
@@ -181,7 +183,18 @@ def add_port(server: grpc.aio.Server, address: str, *, tls: TlsConfig, files: Ma
             return server.add_insecure_port(address)
         return server.add_secure_port(address, server_credentials(files))
     except RuntimeError as error:
-        raise listen_error("listen", address, listen_obstacle(address)) from error
+        raise listen_error("listen", address, obstacle_at(address)) from error
+
+
+def obstacle_at(address: str) -> OSError:
+    """The operating system's error at host:port, which gRPC does not show."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=family):
+            return OSError(errno.EADDRINUSE, "was in use")
+    except OSError as error:
+        return error
 
 
 def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
-import socket
 from typing import Annotated, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
-from heterorl.common.errors import AddressMissing, ConfigError, OperatorError, PortInUse
+from heterorl.common.errors import AddressUnusable, ConfigError, OperatorError, PortInUse
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
 MAX_PORT = 65535
@@ -56,18 +55,7 @@ def listen_error(key: str, address: str, error: OSError) -> OperatorError:
         return PortInUse(key, address)
     if error.errno == errno.EACCES:
         return ConfigError(key, f"{address} needs root", action="choose a port from 1024 on")
-    return AddressMissing(key, address)
-
-
-def listen_obstacle(address: str) -> OSError:
-    """The operating system's error at host:port, which gRPC does not show."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    try:
-        with socket.create_server((host.strip("[]"), int(port)), family=family):
-            return OSError(errno.EADDRINUSE, "was in use")
-    except OSError as error:
-        return error
+    return AddressUnusable(key, address, error.strerror or str(error))
 
 
 def addresses(text: str) -> tuple[str, ...]:

@@ -371,7 +371,7 @@ def serve(
 
     Raises:
         PortInUse: the port is taken.
-        AddressMissing: the address is not one of this machine's.
+        AddressUnusable: the address is not one of this machine's.
     """
     own = registry_of(service, shown)
     # Steps of 10 avoid the defaults of other services.

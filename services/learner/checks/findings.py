@@ -21,7 +21,7 @@ class VerificationConfig(Config):
     """Checks of what sites send; needs no trust in any sampler."""
 
     recompute_rewards: bool = True
-    """Whether all prompts and rewards are computed again; a group that differs is not trained on."""
+    """Whether prompts and rewards are computed again, if they can be; a group that differs is not trained on."""
     reward_tolerance: float = Field(default=1e-6, ge=0)
     """Largest accepted difference of a reward."""
     trust_rewards_of: tuple[str, ...] = ()

@@ -6,8 +6,9 @@ import socket
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.errors import AddressMissing, ConfigError, PortInUse
-from heterorl.common.process.address import check_address, is_loopback, listen_error, listen_obstacle
+from heterorl.common.errors import AddressUnusable, ConfigError, PortInUse
+from heterorl.common.identity.credentials import obstacle_at
+from heterorl.common.process.address import check_address, is_loopback, listen_error
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.reward_config import RemoteRewardBase
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -78,13 +79,13 @@ def test_anything_else_is_refused_by_its_option(address):
 
 def test_a_server_that_cannot_listen_says_why():
     def problem(address, error=None):
-        return listen_error("listen", address, error or listen_obstacle(address))
+        return listen_error("listen", address, error or obstacle_at(address))
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert isinstance(problem(f"127.0.0.1:{taken.getsockname()[1]}"), PortInUse)
     # An address of documents: a network that comes up later may bring one.
     for address in ("192.0.2.1:0", "[2001:db8::1]:0"):
-        assert isinstance(problem(address), AddressMissing)
+        assert isinstance(problem(address), AddressUnusable)
         assert problem(address).exit_code == 1
-    assert isinstance(problem("nowhere:1", socket.gaierror(socket.EAI_NONAME, "no such name")), AddressMissing)
+    assert isinstance(problem("nowhere:1", socket.gaierror(socket.EAI_NONAME, "no such name")), AddressUnusable)
     assert "choose a port from 1024 on" in str(problem("127.0.0.1:80", PermissionError(errno.EACCES, "denied")))

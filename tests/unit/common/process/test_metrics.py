@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from heterorl.common.errors import AddressMissing, PortInUse
+from heterorl.common.errors import AddressUnusable, PortInUse
 from heterorl.common.process import logs, metrics
 from heterorl.common.process.pushed_metrics import series_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -49,7 +49,7 @@ def test_metrics_are_served_and_a_taken_port_names_its_key():
     with pytest.raises(PortInUse, match="metrics_port"):
         metrics.serve(port, service="coordinator")
     # An address for documents, which no machine has.
-    with pytest.raises(AddressMissing, match="metrics_host: 192.0.2.1") as missing:
+    with pytest.raises(AddressUnusable, match="metrics_host: 192.0.2.1") as missing:
         metrics.serve(0, service="coordinator", address="192.0.2.1")
     assert missing.value.exit_code == 1
 

@@ -105,12 +105,12 @@ PROMISES = [
     ),
     ("docs/machines.md", f"`backend.rank_timeout_s` is {DIVIDED.backend.rank_timeout_s:g} s"),
     ("docs/operate.md", f"ended by its watchdog after {notify.HUNG_S:g} to 90 s"),
-    ("docs/operate.md", f"keeps every `samples_every`-th trained group ({COORDINATOR.samples_every})"),
-    ("docs/operate.md", f"within `samples_bytes` ({COORDINATOR.samples_bytes // MIB} MiB; 0 keeps none)"),
+    ("docs/operate.md", f"keeps one trained group in `samples_every` ({COORDINATOR.samples_every})"),
+    ("docs/operate.md", f"at most `samples_bytes` ({COORDINATOR.samples_bytes // MIB} MiB; 0 keeps none)"),
     ("docs/operate.md", f"A certificate lasts {certs.DAYS} days"),
     (
         "docs/operate.md",
-        f"`work_lease_s` ({COORDINATOR.work_lease_s:g} s) plus the site's `work_ahead_s` ({SAMPLER.work_ahead_s:g} s)",
+        f"`work_lease_s` ({COORDINATOR.work_lease_s:g} s) plus its `work_ahead_s` ({SAMPLER.work_ahead_s:g} s)",
     ),
     ("docs/operate.md", f"valid `url_lifetime_s` ({COORDINATOR.payloads.url_lifetime_s / 3600:g} h)"),
     (
@@ -131,9 +131,11 @@ PROMISES = [
     ("docs/trackers.md", f"waits {WORDS[follow.LINGER_S / 60]} minutes at most"),
     (
         "docs/untrusted.md",
-        f"so {WORDS[quarantine.CODE_MISMATCHES]} count as one failure:"
-        f" {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures} such groups quarantine a site, otherwise"
-        f" {COORDINATOR.quarantine_failures}",
+        f"{WORDS[COORDINATOR.quarantine_failures].capitalize()} failed groups quarantine a site by default.",
+    ),
+    (
+        "docs/untrusted.md",
+        f"can be chance: of these it takes {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures}.",
     ),
     # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
@@ -143,7 +145,7 @@ PROMISES = [
     (
         "README.md",
         f"Above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
-        " parameters checkpoints come every tenth version. A restarted learner abandons up to nine versions",
+        " parameters a killed learner drops up to nine versions and their groups: checkpoints come every tenth version.",
     ),
     ("ARCHITECTURE.md", f"a stop waits {completion_collector.HAND_BACK_S:g} s for the coordinator"),
     ("ARCHITECTURE.md", f"a reserve of assignments below {WORDS[prefetch.FULL_ENOUGH]}"),
@@ -164,10 +166,7 @@ PROMISES = [
     ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
     ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
-    (
-        "docs/evaluation.md",
-        f"when its prompts end, after at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)",
-    ),
+    ("docs/evaluation.md", f"delays newer weights, by at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
     ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
     (
@@ -219,8 +218,8 @@ PROMISES = [
     ("docs/rewards.md", f"worker processes ({prompt_evaluator.REWARD_WORKERS} unless set)"),
     (
         "docs/rewards.md",
-        f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) is processor time per completion, so slow and"
-        f" busy machines score alike; {WORDS[worker_pool.PATIENCE]} times as much by the clock",
+        f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) of processor time, so slow and busy machines score"
+        f" alike. By the clock it has {WORDS[worker_pool.PATIENCE]} times as much",
     ),
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (

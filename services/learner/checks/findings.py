@@ -25,7 +25,8 @@ class VerificationConfig(Config):
     reward_tolerance: float = Field(default=1e-6, ge=0)
     """Largest accepted difference of a reward."""
     trust_rewards_of: tuple[str, ...] = ()
-    """Sites whose unsigned rewards of kinds http and judge are believed within their bounds; `*`: every site."""
+    """Sites that are believed where the learner cannot compute itself: unsigned rewards of kinds http and judge within
+    their bounds, and environments that it cannot replay; `*`: every site."""
     logprob_floor: float = Field(default=0.0, ge=0, le=1)
     """Smallest share of a site's groups whose log-probs are computed again; 0: none. Needs memory for one more model
     and kept_versions states."""

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
     from heterorl.common.tasks.task import Prompt
     from heterorl.common.types.evaluation import PromptResult
+    from heterorl.common.weights.arena import Arena, Layout
     from heterorl.evaluation.evaluate_sets import Row
     from heterorl.evaluation.subject import OpenSet, Subject
+    from heterorl.learner.export import VersionSource
     from heterorl.sampler.sampler_config import SamplerConfig
 
 _ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
@@ -219,28 +221,56 @@ ExportDtype = Literal["bf16", "fp16", "fp32"]
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint or state_dir.")],
-    model_dir: Annotated[
-        Path, typer.Option(help="The model the run started from: its config and tokenizer are copied.")
-    ],
     out: Annotated[Path, typer.Option(help="New directory to write.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="A learner's checkpoint or state_dir.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(help="Instead of a checkpoint: a version to pull from the run; -1 is the newest.", min=-1),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="With --version, a sampler's TOML file: coordinator, certificates, model_dir."
+        ),
+    ] = None,
+    model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="The model the run started from: its config and tokenizer are copied. Default: model_dir of --config."
+        ),
+    ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, in peft's format.")] = False,
     dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as published.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file of weights, such as 5GB.")] = "50GB",
 ) -> None:
     """Write a trained model as a Hugging Face directory; adapters are merged.
 
-    It writes safetensors, config and tokenizer. It streams one tensor at a time and never holds the whole model in
-    memory. The directory appears when it is complete.
+    It writes safetensors, config and tokenizer. From a checkpoint it streams one tensor at a time and never holds the
+    whole model in memory; a version is pulled into memory. The directory appears when it is complete.
 
-    Example: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`
+    Examples: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`,
+    `heterorl export --version 41 --config sampler.toml --out trained`
     """
-    from heterorl.learner.export import export_model
+    from heterorl.common.errors import ConfigError
 
-    with bytes_bar("writing weights") as report:
+    if (checkpoint is None) == (version is None):
+        raise ConfigError("--checkpoint", "give either a checkpoint or a --version of a run")
+    with ExitStack() as stack:
+        source: Path | VersionSource
+        if version is not None:
+            model, source = stack.enter_context(_version_source(version, config, model_dir))
+        elif model_dir is None or checkpoint is None:
+            raise ConfigError(
+                "--model-dir", "a checkpoint has no configuration or tokenizer", action="name the run's model_dir"
+            )
+        else:
+            model, source = str(model_dir), checkpoint
+        from heterorl.learner.export import export_model
+
+        report = stack.enter_context(bytes_bar("writing weights"))
         export_model(
-            model_dir=model_dir,
-            source=checkpoint,
+            model_dir=model,
+            source=source,
             out_dir=out,
             adapter_only=adapter,
             dtype=dtype,
@@ -248,3 +278,31 @@ def export(
             report=report,
         )
     console_of().print(f"model written to {out}")
+
+
+@contextmanager
+def _version_source(version: int, config: Path | None, model_dir: Path | None) -> Iterator[tuple[str, VersionSource]]:
+    """Start model and version of the run that a sampler's file names."""
+    from tempfile import TemporaryDirectory
+
+    from heterorl.cli.check_config import load_service
+    from heterorl.cli.connection import silence_grpc
+    from heterorl.common.process import logs
+    from heterorl.evaluation.subject import pull_version, stated_contract
+    from heterorl.learner.export import VersionSource
+
+    silence_grpc()
+    logs.configure(style="console", fields={"role": "export"})
+    # A variant is rounded.
+    overrides = ['variant=""', *([] if model_dir is None else [f"model_dir={quoted(str(model_dir))}"])]
+    loaded: SamplerConfig = load_service("sampler", config, overrides)
+    contract = stated_contract(loaded)
+    with TemporaryDirectory(prefix="heterorl-export-") as spool:
+
+        def pull(layout: Layout) -> Arena:
+            _say(f"pulling {'the newest version' if version < 0 else f'version {version}'} from {loaded.coordinator}")
+            found = pull_version(loaded.coordinator, version, loaded, layout=layout, spool=Path(spool))
+            _say(f"version {found.version} is verified")
+            return found.arena
+
+        yield loaded.model_dir, VersionSource(layout_id=contract.layout_id, lora=contract.lora, pull=pull)

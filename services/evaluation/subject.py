@@ -26,12 +26,14 @@ from heterorl.common.process.threads import num_threads
 from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.maintenance import DiagnosisClient
 from heterorl.common.tasks.task import Measure
 from heterorl.common.tasks.task_config import names_rows
 from heterorl.common.text.prompter import Prompter
+from heterorl.common.types.common import Contract
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
-from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.adoption import adopted, missing_keys
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet
@@ -113,6 +115,23 @@ def joined(config: SamplerConfig, address: str) -> SamplerConfig:
         raise ConfigError("join", problem, action="start the run's coordinator, or state them in the file") from error
 
 
+def stated_contract(config: SamplerConfig) -> Contract:
+    """The contract of a sampler's run.
+    Raises ConfigError: no learner has stated one; Unreachable: the coordinator does not answer."""
+
+    async def ask() -> Contract | None:
+        policy = RetryPolicy(budget_s=BUDGET_S)
+        async with DiagnosisClient(config.coordinator, tls=config.tls, policy=policy) as api:
+            return (await api.diagnose()).contract
+
+    contract = asyncio.run(ask())
+    if contract is None:
+        raise ConfigError(
+            "coordinator", f"the run at {config.coordinator} has no version yet", action="start its learner"
+        )
+    return contract
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """An engine with weights to evaluate; `version` is -1 for model files."""
@@ -144,7 +163,9 @@ def open_versions(address: str, versions: list[int], config: SamplerConfig) -> I
         def each() -> Iterator[Subject]:
             held: PulledVersion | None = None
             for version in versions:
-                held = asyncio.run(_pull(address, version, config, subject.engine, base, held, Path(spool)))
+                held = pull_version(
+                    address, version, config, layout=subject.engine.layout, base=base, held=held, spool=Path(spool)
+                )
                 subject.engine.load(held.arena, held.version)
                 yield replace(subject, name=f"version {held.version}", version=held.version)
 
@@ -171,32 +192,40 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
             engines.close()
 
 
-async def _pull(
+def pull_version(
     address: str,
     version: int,
     config: SamplerConfig,
-    engine: Engine,
-    base: Callable[[], Arena | None],
-    held: PulledVersion | None,
+    *,
+    layout: Layout,
     spool: Path,
+    base: Callable[[], Arena | None] = lambda: None,
+    held: PulledVersion | None = None,
 ) -> PulledVersion:
+    """Build and verify a version, -1 the newest.
+
+    It starts from `held` or `base` if the coordinator knows a way. Raises as `open_versions`.
+    """
     trust = Trust(config.trusted_keys)
 
     async def admit(plan: PullPlan) -> None:
         trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
 
+    async def pull() -> PulledVersion:
+        async with CoordinatorClient.of(asked, policy=RetryPolicy(budget_s=BUDGET_S)) as api:
+            puller = Puller(
+                api=api,
+                spool=spool,
+                layout=layout,
+                clock=SystemClock(),
+                base=base,
+                num_streams=config.pull_streams,
+                threads=num_threads(config.engine.threads),
+                variant=config.variant,
+            )
+            return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)
+
     asked = config.model_copy(update={"coordinator": address})
-    async with CoordinatorClient.of(asked, policy=RetryPolicy(budget_s=BUDGET_S)) as api:
-        puller = Puller(
-            api=api,
-            spool=spool,
-            layout=engine.layout,
-            clock=SystemClock(),
-            base=base,
-            num_streams=config.pull_streams,
-            threads=num_threads(config.engine.threads),
-            variant=config.variant,
-        )
-        # Deltas lead only forward: an older version starts from a snapshot.
-        is_ahead = held is not None and version != NO_VERSION and held.version > version
-        return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)
+    # Deltas lead only forward: an older version starts from a snapshot.
+    is_ahead = held is not None and version != NO_VERSION and held.version > version
+    return asyncio.run(pull())

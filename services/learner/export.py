@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
+from heterorl.common.model.model_directory import copy_processors, copy_tokenizer
 from heterorl.common.process.files import appearing
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.types.policy import Manifest
@@ -61,14 +61,20 @@ Report = Callable[[int, int], None]
 """Called with the bytes that are written, and their total."""
 Read = Callable[[str], torch.Tensor]
 """A tensor by its name in the model; not to be written to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSource:
+    """A version of a run; `layout_id` and `lora` come from its contract."""
+
+    layout_id: str
+    lora: LoraSettings
+    pull: Callable[[Layout], Arena]
+    """Builds and verifies the version's weights, in memory."""
+
+
 _PATTERN = "model{suffix}.safetensors"
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
-    "*.tiktoken", "tekken.json",
-)  # fmt: skip
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files without which engines refuse a model that also reads images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +269,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 def export_model(
     *,
     model_dir: str | Path,
-    source: Path,
+    source: Path | VersionSource,
     out_dir: Path,
     adapter_only: bool = False,
     dtype: Dtype | None = None,
@@ -277,7 +283,7 @@ def export_model(
 
     Args:
         model_dir: the model that the run started from.
-        source: a checkpoint directory, or a state directory, of which the newest valid checkpoint is taken.
+        source: a checkpoint directory, a state directory, of which the newest valid checkpoint is taken, or a version.
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters as files for `peft`, without the base model.
         dtype: None for the published type. A narrower one rounds all tensors that the model does not keep in fp32.
@@ -294,6 +300,37 @@ def export_model(
     """
     # A rename would take the place of a link, not of its directory.
     out_dir = out_dir.resolve()
+    _check_place(out_dir)
+    with ExitStack() as stack:
+        if isinstance(source, Path):
+            path = stack.enter_context(_kept(source))
+            lora = read_lora(path / BACKEND_DIRECTORY)
+        else:
+            lora = source.lora
+        if adapter_only and not lora.rank:
+            raise ConfigError("adapter", "the run trains all weights", action="export without it")
+        if lora.rank:
+            model, layout, read = _adapted(model_dir, path if isinstance(source, Path) else source, lora)
+        elif isinstance(source, Path):
+            manifest = manifest_from_bytes(read_checkpoint(path).manifest)
+            model, layout = _model_of(model_dir, manifest.layout_id)
+            read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
+        else:
+            model, layout = _model_of(model_dir, source.layout_id)
+            read = functools.partial(tensors.read_tensor, source.pull(layout))
+        dtype = dtype or tensors.main_type(layout)
+        out_dtype = tensors.TORCH_DTYPE[dtype]
+        with appearing(out_dir) as directory:
+            if adapter_only:
+                _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
+            else:
+                _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
+                _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
+            copy_tokenizer(str(model_dir), directory)
+            copy_processors(str(model_dir), directory)
+
+
+def _check_place(out_dir: Path) -> None:
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError("out", f"{out_dir} is not empty", action="name a new directory")
     place = next(parent for parent in out_dir.parents if parent.exists())
@@ -304,29 +341,9 @@ def export_model(
         raise ConfigError(
             "out", f"{out_dir} {kind}: no other directory can take its place", action="name a new directory in it"
         )
-    with _kept(source) as path:
-        lora = read_lora(path / BACKEND_DIRECTORY)
-        if adapter_only and not lora.rank:
-            raise ConfigError("adapter", "the run trains all weights", action="export without it")
-        if lora.rank:
-            model, layout, read = _adapted(model_dir, path, lora)
-        else:
-            manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-            model, layout = _model_of(model_dir, manifest.layout_id)
-            read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
-        dtype = dtype or tensors.main_type(layout)
-        out_dtype = tensors.TORCH_DTYPE[dtype]
-        with appearing(out_dir) as directory:
-            if adapter_only:
-                _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
-            else:
-                _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
-                _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
-            _copy_tokenizer(str(model_dir), directory)
-            _copy_processors(str(model_dir), directory)
 
 
-def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
+def _adapted(model_dir: str | Path, source: Path | VersionSource, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
     """Adapters, held in memory, over weights that stay on the disk."""
     opened = open_model(model_dir)
     if digest_of_opened(opened) != lora.base_digest:
@@ -339,7 +356,13 @@ def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.
     for module in adapted.values():
         module.lora_a = nn.Parameter(torch.empty(module.lora_a.shape))
         module.lora_b = nn.Parameter(torch.empty(module.lora_b.shape))
-    arena = read_published(path, model)
+    if isinstance(source, Path):
+        arena = read_published(source, model)
+    else:
+        layout = _layout_for(model, source.layout_id)
+        if layout is None:
+            raise _of_another_model()
+        arena = source.pull(layout)
     tensors.load(arena, model)
     state = model.state_dict(keep_vars=True)
 
@@ -442,8 +465,11 @@ def _kept(source: Path) -> Iterator[Path]:
 
 def _newest(state_dir: Path, stack: ExitStack) -> Path:
     root = state_dir / "checkpoints"
-    problems = [] if root.is_dir() else [f"{root} does not exist"]
-    for path in CheckpointStore(root).paths() if root.is_dir() else []:
+    if not root.is_dir():
+        problem = f"{state_dir} is no checkpoint and has no directory checkpoints"
+        raise ConfigError("checkpoint", problem, action="name a learner's state_dir")
+    problems = []
+    for path in CheckpointStore(root).paths():
         held = stack.enter_context(linked(path))
         try:
             read_checkpoint(held)
@@ -462,31 +488,5 @@ def _layout_for(model: nn.Module, layout_id: str) -> Layout | None:
 
 def _of_another_model() -> ConfigError:
     return ConfigError(
-        "model_dir", "has other tensors than the checkpoint", action="name the one that the run started from"
+        "model_dir", "has other tensors than the run's model", action="name the one that the run started from"
     )
-
-
-def _copy_tokenizer(model_dir: str, out_dir: Path) -> None:
-    """Copy the files as they are, so that the tokenizer's digest stays.
-    A hub id goes through transformers."""
-    if Path(model_dir).is_dir():
-        for pattern in _TOKENIZER_FILES:
-            for path in Path(model_dir).glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, out_dir / path.name)
-        return
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(out_dir)
-
-
-def _copy_processors(model_dir: str, out_dir: Path) -> None:
-    from transformers.utils.hub import cached_file
-
-    for name in _PROCESSOR_FILES:
-        path = None
-        with suppress(OSError):
-            # Most models have none.
-            path = cached_file(model_dir, name)
-        if path is not None:
-            shutil.copyfile(path, out_dir / name)

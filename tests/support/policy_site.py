@@ -17,11 +17,11 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
-from heterorl.coordinator.servicers.run_servicer import RunServicer
+from heterorl.coordinator.servicers.run_servicer import DiagnosisServicer, RunServicer
 from heterorl.sampler.delay import NoDelay, Visibility
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.sampler.weight_sync import WeightSync
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import LAYOUT
 
@@ -37,6 +37,7 @@ async def serving(data_dir, **changes):
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
+    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.context), server.grpc)
     port = await server.start("127.0.0.1:0")
     try:
         async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT) as client:

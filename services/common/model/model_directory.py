@@ -1,6 +1,7 @@
-"""Early check of `model_dir`, before a library retries for a minute.
+"""Early check of `model_dir`, and copies of its files.
 
-A local directory costs no network; a hub id outside the cache costs one connection.
+The check comes before a library retries for a minute. A local directory costs no network; a hub id outside the cache
+costs one connection.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -17,6 +20,12 @@ from heterorl.common.errors import ConfigError
 
 CONNECT_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
+    "*.tiktoken", "tekken.json",
+)  # fmt: skip
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files without which engines refuse a model that also reads images."""
 _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id"
 
 
@@ -117,3 +126,30 @@ def _reach_hub(name: str) -> None:
     except OSError as error:
         problem = f"there is no directory {name}, and the hub at {host} cannot be reached: {error.strerror or error}"
         raise ConfigError("model_dir", problem, action=_ACTION) from error
+
+
+def copy_tokenizer(model_dir: str, out_dir: Path) -> None:
+    """Copy the files as they are, so that the tokenizer's digest stays.
+    A hub id goes through transformers."""
+    if Path(model_dir).is_dir():
+        for pattern in _TOKENIZER_FILES:
+            for path in Path(model_dir).glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, out_dir / path.name)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(out_dir)
+
+
+def copy_processors(model_dir: str, out_dir: Path) -> None:
+    """Copy the files of a model that also reads images."""
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSOR_FILES:
+        path = None
+        with suppress(OSError):
+            # Most models have none.
+            path = cached_file(model_dir, name)
+        if path is not None:
+            shutil.copyfile(path, out_dir / name)

@@ -125,6 +125,11 @@ def store_tensors(
     each_part(store_part, masters)
 
 
+def read_tensor(arena: Arena, name: str) -> torch.Tensor:
+    """A tensor of its published type; writes reach the arena."""
+    return _values(arena, arena.layout.spec(name))
+
+
 def _values(arena: Arena, spec: TensorSpec) -> torch.Tensor:
     """A tensor in an arena, of its published type."""
     return torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])

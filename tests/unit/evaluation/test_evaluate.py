@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -251,7 +250,7 @@ def test_a_set_twice_is_refused(model_dir, tmp_path):
         run(model_dir, "-c", path)
 
 
-async def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
+def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
     allowed = []
 
     class Puller:
@@ -264,7 +263,6 @@ async def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_p
     monkeypatch.setattr(subject, "Puller", Puller)
     for keys in ({"payload_hosts": ["s3.example"]}, {"payload_urls": "none"}):
         config = SamplerConfig.model_validate({"tls": {"insecure": True}, **keys})
-        engine = SimpleNamespace(layout=None)
-        await subject._pull("127.0.0.1:1", 0, config, engine, lambda: None, None, tmp_path)
+        subject.pull_version("127.0.0.1:1", 0, config, layout=None, spool=tmp_path)
 
     assert allowed == [True, False, False, False]

@@ -229,6 +229,9 @@ def test_export_refuses_another_model(tmp_path):
 def test_export_says_so_when_there_is_no_checkpoint(tmp_path):
     base = _write_base(tmp_path / "base")
 
+    with pytest.raises(ConfigError, match="checkpoint: .*state is no checkpoint"):
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+    (tmp_path / "state" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CorruptStore, match="no valid checkpoint"):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
 

@@ -159,6 +159,9 @@ def problems(
         if prompter:
             say(counted(task[0], prompter[0]))
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
+    if service == "sampler" and prompter:
+        for each in config.evaluation:
+            yield from _problem(_try_set, each, prompter[0])
 
 
 def _problem(step: Callable[..., object], *arguments: object) -> Iterator[HeterorlError]:
@@ -198,6 +201,20 @@ def counted(task: Any, prompter: Any) -> str:
         f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
         f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
     )
+
+
+def _try_set(config: Any, prompter: Any) -> None:
+    """Open a set of [[evaluation]] as the sampler's start does."""
+    from heterorl.common.tasks.task import close_task
+    from heterorl.common.text.conversation import try_reward
+    from heterorl.sampler.prompt_evaluator import open_set
+
+    opened = open_set(config, measure=prompter.num_tokens, notes=None)
+    try:
+        opened.played(prompter)
+        try_reward(opened.task, prompter)
+    finally:
+        close_task(opened.task)
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:

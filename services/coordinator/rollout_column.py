@@ -45,7 +45,7 @@ RETRY_AFTER_S = 0.5
 LEASE_BATCH = 128
 """Groups of one lease. Each waits behind the calls of all sites, so a small batch would limit the learner."""
 MAX_REQUEST_ID = 64
-ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
+ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM, DropReason.STALE_AT_COMMIT)
 _MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
 """Drops whose groups still count for the duration of a group."""
 MAX_ASSIGNMENTS = 4096
@@ -292,9 +292,6 @@ class RolloutColumn:
 
         def operation(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
-            head, bound = stated_version(lineage.head_version(connection)), self._context.config.max_staleness_versions
-            old = horizon.too_stale(connection, ids, head=head, bound=bound)
-            groups.drop(connection, old, DropReason.STALE_AT_COMMIT, detail=reason)
             groups.drop(connection, ids, counted_as, detail=reason)
 
         # `change` rings the bell: groups that had to wait may be leased now.

@@ -74,7 +74,9 @@ def configured(
     stated = {key: value for key, value in changes.items() if value is not None}
     chosen = [known[name] for name in names] or list(sets)
     try:
-        return tuple(EvaluationSetConfig.model_validate({**one.model_dump(), **stated}) for one in chosen)
+        return tuple(
+            EvaluationSetConfig.model_validate({**one.model_dump(exclude_unset=True), **stated}) for one in chosen
+        )
     except ValidationError as error:
         raise InvalidConfig(problems_of(EvaluationSetConfig, error), source="the set") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -125,6 +126,15 @@ class LearnerConfig(ContractConfig):
                 f" {sampling.max_trajectory_tokens}: groups with a longer first turn are refused; raise the latter"
             )
         return self
+
+    def to_text(self) -> str:
+        """The keys that are set: sources of a mixture inherit the others."""
+        return self.model_dump_json(exclude_unset=True)
+
+    @classmethod
+    def of_text(cls, text: str) -> LearnerConfig:
+        """An equal configuration, in another process."""
+        return cls.model_validate(json.loads(text))
 
     @model_validator(mode="after")
     def _check_pairs(self) -> LearnerConfig:

@@ -199,7 +199,7 @@ def _join_launched(config: LearnerConfig, rank_env: RankEnv) -> RankGroup | None
 
 
 def _join(config: LearnerConfig, rank_group: RankGroup) -> RankGroup:
-    rank_group.rendezvous.say(config.model_dump_json())
+    rank_group.rendezvous.say(config.to_text())
     rank_group.join(config)
     return rank_group
 

@@ -55,7 +55,7 @@ def follow(rank_env: RankEnv) -> int:
     patience_s: float | None = None
     try:
         while text := rank_group.rendezvous.hear(within_s=patience_s):
-            config = LearnerConfig.model_validate_json(text)
+            config = LearnerConfig.of_text(text)
             patience_s = None
             try:
                 build_divided(config, rank_group.join(config)).follow()

@@ -6,7 +6,8 @@
 
 An engine that is out gets no request until a `load` succeeds on it; its requests become `Lost`. EngineError is raised
 only if no engine is left. Except during `load`, `version` is the version of every engine that is not out. Another
-`load` of the same version restarts the engines that are out; the others run on.
+`load` of the same version loads the engines that are out; the others run on. What takes minutes, a new process, starts
+in a thread, and the first `load` after it takes the engine back.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class _Member:
     engine: Engine
     is_out: bool = False
     in_flight: dict[int, int] = field(default_factory=dict)
+    start: threading.Thread | None = None
+    """Restarts the engine."""
+    is_started: bool = False
+    """Whether an engine that is out only lacks a version."""
 
     @property
     def load_share(self) -> float:
@@ -55,14 +60,20 @@ class EngineGroup:
     """Implements heterorl.common.generation.inference_engine.Engine around several engines of one kind."""
 
     def __init__(
-        self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None
+        self,
+        engines: Sequence[Engine],
+        *,
+        staged: Callable[[Arena], AbstractContextManager[None]] | None = None,
+        restart: Callable[[int], None] | None = None,
     ) -> None:
         """Take at least one engine, all of one layout, name and dtype.
 
         `close` does not close them. `staged` is a context around a load on all engines: it prepares the weights once.
+        `restart` starts the engine of a number again, after which a load is as short as any; None: loads do that.
         """
         self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
         self._staged = staged or (lambda _: nullcontext())
+        self._restart = restart
         self.layout, self.name, self.dtype = engines[0].layout, engines[0].name, engines[0].dtype
         self.version = engines[0].version
         """Version of all engines that are not out; -1 before the first `load`, and if all are out."""
@@ -93,10 +104,20 @@ class EngineGroup:
         return len(self._living()) == len(self._members)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap all weights; with the current version, restart engines that are out."""
-        # A new version does not wait for an engine that is out: a start would delay the others.
+        """Swap all weights; with the current version, of engines that are out."""
         is_out = [member for member in self._members if member.is_out]
-        wanted = is_out if version == self.version else self._living() or self._members
+        living = self._living()
+        if living and self._restart is not None:
+            # The others do not wait for a start, which takes minutes.
+            for member in is_out:
+                self._begin_start(member, self._restart)
+            is_out = [member for member in is_out if member.is_started]
+        elif living and version != self.version:
+            is_out = []
+        for start in [member.start for member in is_out]:
+            if start is not None:
+                start.join()
+        wanted = is_out if version == self.version else [*living, *is_out]
         with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
             failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
         with self._news:
@@ -168,6 +189,23 @@ class EngineGroup:
     def _living(self) -> list[_Member]:
         return [member for member in self._members if not member.is_out]
 
+    def _begin_start(self, member: _Member, restart: Callable[[int], None]) -> None:
+        """Restart an engine in a thread, unless it starts or has started."""
+
+        def start() -> None:
+            try:
+                restart(member.number)
+            except (EngineError, OSError) as error:
+                _LOG.error("engine %d of %d does not start: %s", member.number, len(self._members), error)
+            else:
+                member.is_started = True
+            finally:
+                member.start = None
+
+        if member.start is None and not member.is_started:
+            member.start = threading.Thread(target=start, name=f"restart-{member.number}", daemon=True)
+            member.start.start()
+
     def _loaded(self, member: _Member, arena: Arena, version: int) -> EngineError | None:
         try:
             member.engine.load(arena, version)
@@ -177,7 +215,7 @@ class EngineGroup:
             self._put_out(member, failure)
             return failure
         with self._news:
-            member.is_out = False
+            member.is_out = member.is_started = False
         return None
 
     def _gather(self, member: _Member) -> None:
@@ -222,7 +260,7 @@ class EngineGroup:
                     "engine %d of %d is out until it has loaded a version: %s",
                     member.number, len(self._members), error,
                 )  # fmt: skip
-            member.is_out = True
+            member.is_out, member.is_started = True, False
             member.engine.cancel()
             self._ended += [Lost(key=self._keys.pop(number)) for number in lost]
             if not self._living():
@@ -364,7 +402,8 @@ def start_vllm(
             if start.exception() is None:
                 started.callback(start.result().close)
         engines = [start.result() for start in starts]
-        group = EngineGroup(engines, staged=source.written) if len(engines) > 1 else None
+        restart = lambda number: engines[number].restart()  # noqa: E731
+        group = EngineGroup(engines, staged=source.written, restart=restart) if len(engines) > 1 else None
         if group is not None:
             started.callback(group.close)
         return group or engines[0], started.pop_all().close

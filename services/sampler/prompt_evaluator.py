@@ -78,7 +78,12 @@ def open_set(
     held-out prompts.
     """
     settings = with_workers(config.task)
-    task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
+    try:
+        task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
+    except ConfigError as error:
+        # The node has a task of its own.
+        problem = str(error.args[0]).removeprefix(f"{error.key}: ")
+        raise ConfigError(f"evaluation.{config.name}.{error.key}", problem, action=error.action) from error
     if not task.num_evaluation_prompts:
         raise ConfigError(
             f"evaluation.{config.name}.task",

@@ -339,6 +339,8 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     ROLLBACK_ID_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     MASKS_STALE_FIELD_NUMBER: builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    MOST_GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
     ttl_s: builtins.float
@@ -355,6 +357,10 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     """Versions between a group's oldest trained token and the parent of the version that consumes it, at most."""
     masks_stale: builtins.bool
     """Whether tokens beyond that bound are context, and the others of their group are trained."""
+    max_message_bytes: builtins.int
+    """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
+    most_groups_per_version: builtins.int
+    """Most groups between two versions; 0: not stated."""
     def __init__(
         self,
         *,
@@ -366,9 +372,11 @@ class RenewLeaseResponse(google.protobuf.message.Message):
         rollback_id: builtins.str = ...,
         max_staleness_versions: builtins.int | None = ...,
         masks_stale: builtins.bool = ...,
+        max_message_bytes: builtins.int = ...,
+        most_groups_per_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_staleness_versions", b"max_staleness_versions", "rollback_id", b"rollback_id", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "most_groups_per_version", b"most_groups_per_version", "rollback_id", b"rollback_id", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
     @typing.overload

@@ -686,7 +686,9 @@ class AbandonGroupsRequest(google.protobuf.message.Message):
     reason: builtins.str
     """Sentence saying why."""
     counted_as: Global___DropReason.ValueType
-    """Account of the ledger: LEARNER_ABANDONED, as where it is not stated, or UNIFORM."""
+    """Account of the ledger: LEARNER_ABANDONED, as where it is not stated, UNIFORM, or STALE_AT_COMMIT, which hands the
+    prompts out again.
+    """
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.GroupId]:
         """Groups."""

@@ -8,6 +8,7 @@ Precedence: `--set a.b=value`, then the file, then the default.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import tomllib
@@ -114,7 +115,7 @@ def _problem(schema: type[BaseModel], entry: Any) -> Problem:
     if entry["type"] == "extra_forbidden" and key in FORMER:
         return Problem(key=key, text=f"is a key no longer; {FORMER[key]}", is_unknown_key=True)
     if entry["type"] == "extra_forbidden":
-        return Problem(key=key, text=f"unknown key{_meant(schema, path, models)}", is_unknown_key=True)
+        return Problem(key=key, text=_unknown(schema, path, models), is_unknown_key=True)
     if entry["type"] == "union_tag_invalid" and isinstance(entry["input"], dict):
         key += ".kind"
         if former := FORMER.get(f"{key} = {entry['ctx']['tag']}"):
@@ -138,6 +139,19 @@ def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[
             path.append(part)
             models, inside = inside, list({m: None for field in fields for m in _models(field.annotation)})
     return path, models
+
+
+def _unknown(schema: type[BaseModel], path: list[str], models: list[type[BaseModel]]) -> str:
+    """Words for an unknown key, which another kind may have."""
+    section: list[type[BaseModel]] = [schema]
+    for name in path[:-1]:
+        fields = [model.model_fields.get(name.partition("[")[0]) for model in section]
+        section = list({found: None for field in fields if field is not None for found in _models(field.annotation)})
+    own = [kind for model in models for kind in _kinds(model)]
+    others = [kind for model in section if path[-1] in model.model_fields for kind in _kinds(model)]
+    if own and others:
+        return f"is a key of kind {', '.join(others)}, not of {', '.join(own)}"
+    return f"unknown key{_meant(schema, path, models)}"
 
 
 def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel]]) -> str:
@@ -210,34 +224,42 @@ DIRECTORY = "directory"
 _PLAIN = (int, float, bool, type(None))
 
 
-class _Text:
-    """Text in place of a number: never read as one, shown unchanged."""
+class _Other:
+    """A text or boolean in place of a number, shown unchanged."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, value: str | bool) -> None:
+        self._value = value
 
     def __repr__(self) -> str:
-        return repr(self._text)
+        return str(self._value).lower() if isinstance(self._value, bool) else repr(self._value)
 
 
 class Config(BaseModel):
     """Base of configuration sections: frozen, no unknown keys, fields' docstrings as reference."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_text_as_number(cls, table: object) -> object:
-        """Refuse text for numbers and booleans, also if it reads like one."""
+    def _refuse_others_as_numbers(cls, table: object) -> object:
+        """Refuse text for numbers and booleans, and booleans for numbers."""
         if not isinstance(table, dict):
             return table
-        plain = {name for name, field in cls.model_fields.items() if _is_plain(field.annotation)}
-        return {name: _Text(each) if isinstance(each, str) and name in plain else each for name, each in table.items()}
+        kinds = {name: _plain_kinds(field.annotation) for name, field in cls.model_fields.items()}
+        return {
+            name: _Other(each)
+            if kinds.get(name) and (isinstance(each, str) or (isinstance(each, bool) and bool not in kinds[name]))
+            else each
+            for name, each in table.items()
+        }
 
 
-def _is_plain(wanted: object) -> bool:
+def _plain_kinds(wanted: object) -> tuple[object, ...]:
+    """The types of a number or boolean; none for other fields."""
     kinds = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
-    return all(kind in _PLAIN for kind in kinds)
+    return kinds if all(kind in _PLAIN for kind in kinds) else ()
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -268,7 +290,7 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
     sources: dict[str, str] = {}
     if path is not None:
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(_text_of(path))
         except OSError as error:
             raise ConfigError(
                 "--config",
@@ -299,6 +321,16 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources.update(dict.fromkeys(flatten({key: value}), "--set"))
     return table, sources
+
+
+def _text_of(path: Path) -> str:
+    # A pipe gives its text once, and a command reads its file several times.
+    return path.read_text(encoding="utf-8-sig") if path.is_file() else _piped(path)
+
+
+@functools.cache
+def _piped(path: Path) -> str:
+    return path.read_text(encoding="utf-8-sig")
 
 
 class InvalidConfig(ConfigError):

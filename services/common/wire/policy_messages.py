@@ -48,7 +48,7 @@ def frame_checksum(frame: bytes) -> int:
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
-    """Convert a lease: bounds at the first answer, rollback orders at renewals."""
+    """Convert a lease; rollback orders come at renewals."""
     stated: dict[str, Any] = {
         "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
     }
@@ -56,7 +56,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         stated |= {"rollback_to": -1, "rollback_id": ""}
     else:
         ordered = message.rollback_to if message.HasField("rollback_to") else -1
-        stated |= {"rollback_to": ordered, "max_message_bytes": 0, "most_groups_per_version": 0}
+        stated |= {"rollback_to": ordered}
     return to_value(LeaseGrant, message, **stated)
 
 
@@ -66,5 +66,4 @@ def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
 
 def renewal_to_pb(value: LeaseGrant) -> policy_pb2.RenewLeaseResponse:
     ordered = None if value.rollback_to < 0 else value.rollback_to
-    unsaid = {"max_message_bytes", "most_groups_per_version"}
-    return to_message(policy_pb2.RenewLeaseResponse, value, without=unsaid, rollback_to=ordered)
+    return to_message(policy_pb2.RenewLeaseResponse, value, rollback_to=ordered)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from heterorl.common.types.rollout import GroupId
 from heterorl.common.wire.common_messages import MAX_INT64
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.database_engine import NUMBERS, Connection
@@ -82,17 +81,6 @@ def coming(connection: Connection, generation_s: float, *, head: int, now: float
     if generation_s <= 0 or version_s <= 0:
         return 0
     return math.ceil(min(generation_s / version_s, _MANY)) - 1
-
-
-def too_stale(connection: Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:
-    """The groups that are too old for any version after the head."""
-    query = "SELECT oldest_version FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?"
-    found = []
-    for group_id in ids:
-        row = connection.execute(query, (group_id.site, group_id.incarnation, group_id.sequence)).fetchone()
-        if row is not None and head - row[0] > bound:
-            found.append(group_id)
-    return found
 
 
 _LEASED = (

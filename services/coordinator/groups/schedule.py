@@ -43,7 +43,8 @@ def decide_grant(
 
     A group behind k outstanding ones (with samplers, queued, or with the learner) is trained k // groups_per_version
     versions from now. It may be granted while head + k // groups_per_version - policy_version <=
-    max_staleness_versions. After one version's groups, the versions `coming` from others count. `held` are the site's
+    max_staleness_versions. After one version's groups, the versions `coming` from others count; a site that holds
+    nothing still gets one assignment, because only its groups can show that it has become faster. `held` are the site's
     assignments, `held_limit` is how many it may hold (0: no bound), `held_by` the bound's name for messages.
     """
     bound, limit = config.max_staleness_versions, config.outstanding_limit
@@ -53,10 +54,12 @@ def decide_grant(
         return 0, f"policy {policy_version} is {lag} versions old; pull version {needed} or newer"
     if outstanding >= config.groups_per_version and lag + coming > bound:
         # The groups of the next version are never withheld: without them it cannot come.
-        return 0, (
-            f"paced: {coming} versions come while the site makes a group, at {lag} behind;"
-            f" max_staleness_versions is {bound}"
-        )
+        if held:
+            return 0, (
+                f"paced: {coming} versions come while the site makes a group, at {lag} behind;"
+                f" max_staleness_versions is {bound}"
+            )
+        wanted = min(wanted, 1)
     by_staleness = (bound - lag + 1) * config.groups_per_version - outstanding
     by_limit = limit - outstanding
     by_site = held_limit - held if held_limit else wanted

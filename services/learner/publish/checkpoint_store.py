@@ -66,7 +66,7 @@ class Cursor:
 
     `step` optimizer steps are in the weights. The publication has the key `step_id`, makes `version` from
     `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
-    abandoned). `consumed` and `reports` are of the steps since the parent.
+    abandoned). `consumed` and `reports` are of the steps since the parent. `dead_band_ulp` rounded the masters.
     """
 
     run_id: str
@@ -79,10 +79,16 @@ class Cursor:
     manifest: bytes
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
+    dead_band_ulp: float = 0.0
 
 
 def cursor_of(
-    encoded: Encoded, position: Position, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
+    encoded: Encoded,
+    position: Position,
+    *,
+    consumed: Sequence[GroupId],
+    reports: Sequence[StepReport],
+    dead_band_ulp: float = 0.0,
 ) -> Cursor:
     """The cursor of a version that is encoded from a position."""
     manifest, parent = encoded.manifest, position.head_version
@@ -99,6 +105,7 @@ def cursor_of(
         manifest=encoded.manifest_bytes,
         consumed=tuple(consumed),
         reports=tuple(reports),
+        dead_band_ulp=dead_band_ulp,
     )
 
 

@@ -83,6 +83,8 @@ class Publisher:
     checkpoint_every_versions: int
     signer: Signer | None = None
     canary: Canary | None = None
+    dead_band_ulp: float = 0.0
+    """The backend's, noted in checkpoints."""
     threads: int = 1
     """Chunks of weights that are coded at once."""
     variants: Variants | None = None
@@ -206,7 +208,7 @@ class Publisher:
             encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=self._is_snapshot_due)
             with room(self.directory):
                 forms = await in_thread(encode, self.position, draft.forms)
-        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
+        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports, dead_band_ulp=self.dead_band_ulp)
         checkpoint = None
         if draft.begun is not None:
             checkpoint = await in_thread(

@@ -329,7 +329,8 @@ class GroupSelection:
         age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
         reason = f"{age} versions old; the bound is {self.grant.max_staleness_versions}"
         _LOG.info("%d groups are abandoned before training: %s", len(groups), reason)
-        await self.abandon([group.id for group in groups], reason)
+        # Under mask_stale the coordinator knows a group's youngest token only.
+        await self.abandon([group.id for group in groups], reason, counted_as=DropReason.STALE_AT_COMMIT)
 
     async def _useful(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
         """Groups that are trained on; replaces at most `max_replaced_per_step` of equal rewards."""

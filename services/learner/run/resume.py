@@ -255,8 +255,11 @@ class Resumption:
         published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
         if variants is not None:
             variants.offer_scales(await in_thread(read_all_scales, path, variants.layouts))
-        # On top of the published weights: a dead band would look like damage.
-        if isinstance(published, Arena):
+        # On top of the published weights: a dead band would look like damage. Under another band the masters may round
+        # to other weights, and the published ones are checked alone.
+        if cursor.dead_band_ulp != self.publisher.dead_band_ulp:
+            _LOG.info("backend.dead_band_ulp was %g at version %d", cursor.dead_band_ulp, cursor.version)
+        elif isinstance(published, Arena):
             await in_thread(self.backend.store, published, published=published)
         elif maker is not None:
             published = await in_thread(maker.stage, published=published)

@@ -145,8 +145,7 @@ class TrainingRun:
         _LOG.info("the learner holds the lease of epoch %d, at %s", grant.epoch, version_words(grant.head_version))
         self.result = replace(self.result, version=grant.head_version)
         try:
-            check_messages(grant, own_bytes=self.config.max_message_bytes)
-            check_groups(grant, groups_per_version=groups_per_version)
+            self._check(grant)
         except ConfigError:
             await self.release(grant)
             raise
@@ -174,9 +173,15 @@ class TrainingRun:
             raise
         await self.release(grant)
 
+    def _check(self, grant: LeaseGrant) -> None:
+        check_messages(grant, own_bytes=self.config.max_message_bytes)
+        check_groups(grant, groups_per_version=self.config.groups_per_step * self.config.steps_per_version)
+
     async def hear(self, grant: LeaseGrant) -> None:
         """Note the coordinator's bound, and a rollback order.
-        An order ends the loop at its next step boundary."""
+        An order ends the loop at its next step boundary. Raises ConfigError: a new limit makes versions impossible."""
+        # A coordinator that starts again may have another configuration.
+        self._check(grant)
         self._grant = grant
         if self._loop is None:
             return

@@ -121,6 +121,10 @@ class WeightSwap:
                 )
             )
             return False
+        if is_mend and not self.engine.is_whole:
+            # An engine starts, or failed again.
+            self._mend_at = self._clock.monotonic() + self._mending.delay_s()
+            return False
         swap_s, puller = self._clock.monotonic() - started, self.policy.puller
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
@@ -129,8 +133,6 @@ class WeightSwap:
         self._backoff.reset()
         if self.engine.is_whole:
             self._mending.reset()
-        elif is_mend:
-            self._mend_at = self._clock.monotonic() + self._mending.delay_s()
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self.note_age("apply", pulled.version)

@@ -4,9 +4,9 @@
            -> resume -> canary against the reference
 
 Generation needs a canary that agrees. Without it `version` is -1, `submit` refuses, requests in flight are dropped,
-and the next `load` starts a new process from a whole model directory. No request begins with keys and values of another
-version; requests in flight during a swap keep theirs. Weights travel as a safetensors file in a directory that only
-this user can read.
+and the next `load` starts a new process from a whole model directory, unless `restart` has started one. No request
+begins with keys and values of another version; requests in flight during a swap keep theirs. Weights travel as a
+safetensors file in a directory that only this user can read.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class VllmEngine:
         # Guards all fields below, and the version.
         self._news = threading.Condition()
         self._is_loading = False
+        self._is_fresh = False
+        """Whether `restart` has started the process."""
+        self._is_closed = False
         self._epoch = 0
         self._num_open = 0
         self._ended: list[Finished | Lost] = []
@@ -110,13 +113,26 @@ class VllmEngine:
 
     def _load(self, arena: Arena, version: int) -> None:
         label = str(version)
-        is_running = self.is_whole and self._process is not None
+        is_running = (self.is_whole or self._is_fresh) and self._process is not None
+        self._is_fresh = False
         if not is_running:
             self._start_again()
             self._alive().set_version(label)
         if is_running or self.source.lora.rank:
             self.source.weights.swap(self._alive(), label)
         self._check(arena, version)
+
+    def restart(self) -> None:
+        """Start a new process with the source's model, for the next `load`.
+        Raises EngineDied: vLLM does not start."""
+        self._end_process()
+        process = self._start(self.source.model_dir)
+        with self._news:
+            is_late = self._is_closed
+            if not is_late:
+                self._process, self._is_fresh = process, True
+        if is_late:
+            process.close()
 
     def submit(self, request: Request) -> None:
         """Take a request, also during a swap."""
@@ -212,8 +228,11 @@ class VllmEngine:
 
     def close(self) -> None:
         with self._news:
-            self.is_whole = False
+            self.is_whole, self._is_closed = False, True
             self._drop()
+        self._end_process()
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -223,9 +242,7 @@ class VllmEngine:
 
     def _start_again(self) -> None:
         """Start a new process from the version as a whole model."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._end_process()
         with self.source.weights.whole_model() as model_dir:
             self._process = self._start(model_dir)
 

@@ -1,8 +1,10 @@
 """A wrong configuration is told in words: every key, by the path that was written, with what was meant."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -295,3 +297,54 @@ def held_out(directory):
     path = directory / "held_out.jsonl"
     path.write_text('{"prompt": "held out", "answer": "1"}\n')
     return path
+
+
+@pytest.mark.parametrize(
+    ("schema", "table", "problem"),
+    [
+        (SamplerConfig, {"engine": {"kind": "vllm", "device": "cuda"}}, "engine.device: is a key of kind hf, not of vllm"),
+        (SamplerConfig, {"engine": {"memory_share": 0.5}}, "engine.memory_share: is a key of kind vllm, not of hf"),
+        (LearnerConfig, {"backend": {"kind": "torch", "stage": 2}}, "backend.stage: is a key of kind deepspeed, not of torch"),
+        (LearnerConfig, {"backend": {"lr": True}}, "backend.lr: must be a number, is true"),
+        (LearnerConfig, {"lora": {"rank": True}}, "lora.rank: must be a whole number, is true"),
+        (CoordinatorConfig, {"min_free_bytes": False}, "min_free_bytes: must be a whole number, is false"),
+    ],
+)  # fmt: skip
+def test_keys_of_another_kind_and_booleans_as_numbers_are_named(schema, table, problem, tmp_path):
+    path = tmp_path / "c.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for name, section in table.items():
+        if isinstance(section, dict):
+            lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+    path.write_text("\n".join(lines))
+
+    with pytest.raises(InvalidConfig) as caught:
+        load(schema, path)
+
+    assert str(caught.value).startswith(problem)
+
+
+def test_a_file_of_another_editor_or_from_a_pipe_is_read(tmp_path):
+    marked = tmp_path / "marked.toml"
+    marked.write_text("metrics_port = 7\n", encoding="utf-8-sig")
+    assert load(LearnerConfig, marked).metrics_port == 7
+    reading, writing = os.pipe()
+    os.write(writing, b"metrics_port = 8\n")
+    os.close(writing)
+    piped = Path(f"/dev/fd/{reading}")
+
+    assert [load(LearnerConfig, piped).metrics_port for _ in range(2)] == [8, 8]
+    os.close(reading)
+
+
+@pytest.mark.process
+def test_a_set_that_cannot_be_read_is_named_before_the_start(tmp_path):
+    model = save_chat_model(tmp_path / "model")
+    path = tmp_path / "sampler.toml"
+    path.write_text(
+        f'model_dir = "{model}"\n[tls]\ninsecure = true\n[sampling]\nmax_new_tokens = 8\n[[evaluation]]\nname = "sums"\n'
+        f'task = {{name = "jsonl:{tmp_path}/missing.jsonl"}}\n'
+    )
+
+    with pytest.raises(ConfigError, match=r"evaluation\.sums\.task\.name: .*missing\.jsonl"):
+        CliRunner().invoke(app, ["check-config", "sampler", "--config", str(path)], catch_exceptions=False)

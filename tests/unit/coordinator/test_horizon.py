@@ -123,8 +123,9 @@ async def test_learner_that_does_not_say_its_step_is_leased_by_the_head_alone(tm
     await core.close()
 
 
-async def test_group_that_is_abandoned_for_its_age_is_counted_and_handed_out_again(tmp_path):
-    core, run = await _begin(tmp_path, groups_per_version=0, bound=1)
+@pytest.mark.parametrize("mask_stale", [False, True])
+async def test_group_that_is_abandoned_for_its_age_is_counted_and_handed_out_again(tmp_path, mask_stale):
+    core, run = await _begin(tmp_path, groups_per_version=0, bound=1, mask_stale=mask_stale)
     work = await run.lease(2)
     groups = [run.group(entry, version=0) for entry in work]
     await core.push_groups(groups)
@@ -134,7 +135,8 @@ async def test_group_that_is_abandoned_for_its_age_is_counted_and_handed_out_aga
     await run.publish()
     await run.publish()
 
-    await core.abandon_groups(epoch=run.epoch, ids=[groups[0].id], reason="2 versions old")
+    ids, why = [groups[0].id], "2 versions old"
+    await core.abandon_groups(epoch=run.epoch, ids=ids, reason=why, counted_as=DropReason.STALE_AT_COMMIT)
 
     ledger = (await core.get_status()).ledger
     assert ledger.dropped == {DropReason.STALE_AT_COMMIT: 1}

@@ -266,3 +266,17 @@ def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
         subject.pull_version("127.0.0.1:1", 0, config, layout=None, spool=tmp_path)
 
     assert allowed == [True, False, False, False]
+
+
+def test_sources_of_a_set_inherit_as_in_a_run():
+    task = {
+        "name": "mixture", "match": "math_verify", "system_prompt": "Answer briefly.", "evaluation_size": 7,
+        "sources": [{"name": "jsonl:a.jsonl", "label": "a"}],
+    }  # fmt: skip
+    own = SamplerConfig.model_validate({"task": task})
+    listed = SamplerConfig.model_validate({"evaluation": [{"name": "a", "task": task}]})
+
+    for config in (own, listed):
+        (found,) = configured(config, names=(), num_prompts=3)
+        assert found.task.inherited() == own.task.inherited()
+        assert "reward_workers" not in found.task.model_fields_set

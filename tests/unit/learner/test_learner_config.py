@@ -32,6 +32,24 @@ def test_keys_that_contradict_each_other_are_refused(values, words):
         LearnerConfig.model_validate(values)
 
 
+def test_every_rank_has_the_configuration_of_the_first():
+    source = {"name": "seeds", "label": "a"}
+    config = LearnerConfig.model_validate(
+        {
+            "use_chat_template": True,
+            "task": {"name": "mixture", "environment": "games:Guess", "max_turns": 4, "sources": [source]},
+            "backend": {"kind": "fsdp2", "grad_clip": float("inf")},
+            "loss": {"kind": "tis", "cap": float("inf")},
+        }
+    )
+
+    other = LearnerConfig.of_text(config.to_text())
+
+    assert other == config
+    assert other.drawn_semantics() == config.drawn_semantics()
+    assert other.task.max_turns_of_all == 4
+
+
 def test_each_of_them_alone_is_taken():
     for values in (
         {"backend": {"kind": "fsdp2", "compile": True}},

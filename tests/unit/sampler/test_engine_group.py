@@ -332,6 +332,62 @@ def test_a_new_version_does_not_wait_for_an_engine_that_is_out(group, engines):
     assert group.is_whole
 
 
+def test_versions_do_not_wait_for_the_start_of_one_engine(engines):
+    begun, may_end, restarted = threading.Event(), threading.Event(), []
+
+    def restart(number):
+        begun.set()
+        may_end.wait()
+        restarted.append(number)
+
+    group = EngineGroup(engines, restart=restart)
+    group.load(None, 0)
+    group.submit(request(0))
+    engines[0].die()
+    assert group.collect() == [Lost(key=0)]
+
+    for version in (0, 1, 1, 2):
+        group.load(None, version)
+        assert (group.version, group.is_whole) == (version, False)
+    assert begun.wait(10)
+    starting = group._members[0].start
+    may_end.set()
+    starting.join()
+    assert engines[0].loads == [0], "a start is no load"
+
+    group.load(None, 3)
+    assert (group.version, group.is_whole, restarted) == (3, True, [0])
+    assert [engine.loads for engine in engines] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    group.close()
+
+
+def test_a_start_that_fails_is_tried_again_and_engines_that_are_all_out_wait_for_it(engines, caplog):
+    results = [EngineDied("no device"), None]
+
+    def restart(number):
+        if (result := results.pop(0)) is not None:
+            raise result
+
+    group = EngineGroup(engines, restart=restart)
+    group.load(None, 0)
+    engines[0].version = -1
+    group.submit(request(0))
+    for _ in range(2):
+        group.load(None, 0)
+        if (starting := group._members[0].start) is not None:
+            starting.join()
+    assert "engine 0 of 3 does not start: no device" in caplog.text
+    for engine in engines:
+        engine.version = -1
+    with pytest.raises(EngineError):
+        group.submit(request(1))
+
+    group.load(None, 1)
+
+    assert (group.version, group.is_whole, results) == (1, True, [])
+    group.close()
+
+
 def test_weights_that_cannot_be_written_for_one_engine_stop_that_one_alone(group, engines):
     engines[1].load_failure = OSError("no space left")
 

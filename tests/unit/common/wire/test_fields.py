@@ -63,9 +63,9 @@ def test_an_optional_field_is_none_only_where_it_is_unset():
     assert to_value(CanaryVerdict, run_pb2.ReportCanaryResponse(difference=0.0)).difference == 0.0
 
 
-def test_a_lease_says_bounds_at_first_and_orders_later():
+def test_a_lease_says_bounds_always_and_orders_later():
     first = dataclasses.replace(GRANT, max_message_bytes=5, most_groups_per_version=6)
-    ordered = dataclasses.replace(GRANT, rollback_to=2, rollback_id="one")
+    ordered = dataclasses.replace(first, rollback_to=2, rollback_id="one")
 
     assert grant_from_pb(grant_to_pb(first)) == first
     assert grant_from_pb(renewal_to_pb(ordered)) == ordered

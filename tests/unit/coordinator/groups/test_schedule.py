@@ -64,9 +64,11 @@ def test_work_that_would_be_too_stale_when_it_is_done_is_not_granted(lag, coming
     config = CoordinatorConfig(groups_per_version=9, max_staleness_versions=8, max_outstanding_groups=64)
     load = {"head_version": 10, "policy_version": 10 - lag, "outstanding": outstanding, "coming": coming}
 
-    number, reason = decide_grant(config, **load, wanted=5)
+    number, reason = decide_grant(config, **load, wanted=5, held=1)
+    probed, _ = decide_grant(config, **load, wanted=5)
 
     assert number == granted
+    assert probed == (granted or 1), "a site without work shows by one group whether it is faster now"
     assert granted or reason.startswith(f"paced: {coming} versions come while the site makes a group, at {lag} behind")
 
 

@@ -360,6 +360,7 @@ async def test_a_site_whose_groups_come_too_late_gets_work_when_versions_come_le
     for site in ("third", "fourth"):
         await world.core.register(world.run.registration(site=site))
         near += await world.lease(site, 4)
+    assert len((await world.ask("far", 4)).assignments) == 1, "its next group may be faster"
     grant = await world.ask("far", 4)
     assert (grant.assignments, grant.reason) == (
         (), "paced: 119 versions come while the site makes a group, at 0 behind; max_staleness_versions is 20",
@@ -367,6 +368,29 @@ async def test_a_site_whose_groups_come_too_late_gets_work_when_versions_come_le
     # A run that stands still makes no group stale.
     await world.pass_time(30.0, "far", "near")
     assert len(await world.lease("far", 4)) == 4
+
+
+async def test_a_site_that_became_faster_gets_its_work_again(begin):
+    world = await long_world(begin, max_staleness_versions=8)
+    far = await world.lease("far", 4)
+    await rounds(world, 600.0, "far", "near")
+    # The first groups also waited for a download.
+    await world.push("far", far, version=0, generation_s=600.0)
+    for site in ("third", "fourth"):
+        await world.core.register(world.run.registration(site=site))
+        await world.lease(site, 4)
+    await world.lease("near", 4)
+    granted = []
+    while not granted or (granted[-1] < 4 and len(granted) < 60):
+        work = (await world.ask("far", 4)).assignments
+        granted.append(len(work))
+        await world.push("far", work, generation_s=5.0)
+        world.clock.advance(5.0)
+        await world.beat("far", "near", "third", "fourth")
+        taken = world.run.api.stream_groups(epoch=world.run.epoch, held=[], credits=credits_of(8))
+        await world.run.publish(consumed=[queued.group.id async for queued in taken])
+    assert granted[0] == 1
+    assert granted[-1] == 4
 
 
 async def test_a_site_alone_is_not_paced_by_its_own_versions(begin):

@@ -51,6 +51,25 @@ def straight(request, tmp_path_factory, model_dir):
     return request.param, asyncio.run(uninterrupted())
 
 
+@pytest.mark.parametrize(("before", "after"), [(2.0, 0.0), (2.0, 0.75), (0.0, 0.75)])
+async def test_another_dead_band_goes_on_with_masters_and_optimizer(tmp_path, model_dir, before, after, caplog):
+    contract = make_contract(_backend(model_dir, before).layout)
+    core = await open_coordinator(tmp_path)
+
+    def life(band, **changes):
+        config = learner_config(tmp_path, backend={"dead_band_ulp": band}, **changes)
+        return learn(config, core, _backend(model_dir, band), contract=contract)
+
+    await asyncio.gather(life(before, max_steps=2), fill(core, 6, contract=contract))
+    caplog.set_level("INFO")
+
+    result = await life(after, max_steps=3)
+
+    assert (result.is_finished, result.version) == (True, 3)
+    assert f"backend.dead_band_ulp was {before:g} at version 2" in caplog.text
+    await core.close()
+
+
 @pytest.mark.parametrize(
     "kills",
     [

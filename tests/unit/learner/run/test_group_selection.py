@@ -104,7 +104,7 @@ async def test_group_that_is_too_old_counts_as_that_whatever_its_rewards(tmp_pat
     ]
 
     assert numbers(await selection.take(1, head=3, weights=None)) == [2]
-    assert [(told[0], told[1]) for told in selection.api.told] == [([1], DropReason.LEARNER_ABANDONED)]
+    assert [(told[0], told[1]) for told in selection.api.told] == [([1], DropReason.STALE_AT_COMMIT)]
     assert selection.num_replaced == 0
 
 

@@ -1,6 +1,7 @@
 """The whole learner against a real coordinator in this process."""
 
 import asyncio
+import dataclasses
 import math
 import shutil
 import threading
@@ -602,3 +603,24 @@ async def test_steps_that_are_not_finite_are_counted_in_a_row(coordinator, tmp_p
     result, _ = await asyncio.gather(learn(config, coordinator, backend), fill(coordinator, 8))
 
     assert result.is_finished
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"most_groups_per_version": 1}, "a version needs 2 groups, and the coordinator hands out at most 1 at once"),
+        ({"max_message_bytes": 1 << 40}, "max_message_bytes: .* is below the coordinator's, 1099511627776"),
+    ],
+)
+async def test_a_coordinator_that_starts_again_with_limits_of_no_version_ends_the_learner(tmp_path, limits, problem):
+    core = await open_coordinator(tmp_path, learner_lease_s=0.3)
+
+    class Restarted(FragileApi):
+        async def renew_lease(self, **asked):
+            return dataclasses.replace(await core.renew_lease(**asked), **limits)
+
+    with pytest.raises(ConfigError, match=problem):
+        await learn(learner_config(tmp_path), Restarted(core))
+
+    assert (await core.get_status()).learner == "", "its lease is free"
+    await core.close()

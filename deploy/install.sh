@@ -50,7 +50,11 @@ while (($#)); do
       ;;
     --with)
       (($# > 1)) || fail "--with needs a requirement"
-      with+=("$2")
+      # pip and the digest run in other directories.
+      extra=$2 option=
+      if [[ $extra == -r?* ]]; then option=-r extra=${extra#-r}; fi
+      if [[ -e $extra ]]; then extra=$(realpath "$extra"); fi
+      with+=("$option$extra")
       shift
       ;;
     --nproc)

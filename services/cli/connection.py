@@ -20,7 +20,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
-    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.calls import Calls
 
 ResultT = TypeVar("ResultT")
 BUDGET_S = 5.0
@@ -102,8 +102,11 @@ class Link:
             raise ConfigError(f"tls.{missing}", "is not set, and the link needs certificates", action=action)
         return TlsConfig(**files, insecure=self.insecure)
 
-    def ask(self, call: Callable[[CoordinatorClient], Awaitable[ResultT]]) -> ResultT:
-        """Connect and make one call; raises the coordinator's refusal, or Unreachable."""
+    def ask(self, call: Callable[[Any], Awaitable[ResultT]], *, client: type[Calls] | None = None) -> ResultT:
+        """Connect and make one call, of a CoordinatorClient or another one.
+
+        Raises the coordinator's refusal, or Unreachable.
+        """
         address, tls = self.find()
         silence_grpc()
         from heterorl.common.errors import Unreachable
@@ -111,8 +114,8 @@ class Link:
         from heterorl.common.rpc.client import CoordinatorClient
 
         async def run() -> ResultT:
-            async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as client:
-                return await call(client)
+            async with (client or CoordinatorClient)(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as made:
+                return await call(made)
 
         try:
             return asyncio.run(run())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.process.config_file import quoted
 from heterorl.common.types.common import strict_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def env_try(
     """
     if model and by_hand:
         raise ConfigError("--model", "--by-hand is given too", action="remove one of them")
-    chosen = [f"model_dir={json.dumps(model)}"] if model else []
+    chosen = [f"model_dir={quoted(model)}"] if model else []
     loaded = load_service("learner", config, [*(set_ or ()), *chosen])
     if not loaded.task.has_environment:
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")

@@ -48,11 +48,15 @@ def launch(
     from heterorl.launch.run_file import RunFile
 
     loaded = load(RunFile, run)
-    if part and not (loaded.tls.insecure or Path(loaded.tls.directory).expanduser().is_absolute()):
+    try:
+        authority = Path(loaded.tls.directory).expanduser()
+    except RuntimeError as error:
+        raise ConfigError("tls.directory", str(error), action="name a directory") from error
+    if part and not (loaded.tls.insecure or authority.is_absolute()):
         problem = f"{loaded.tls.directory} is relative, so each launcher would create its own authority"
         raise ConfigError("tls.directory", problem, action="set an absolute directory, which all certs.sh share")
     # certs.sh is called from any directory, and the run may be rendered again into another one.
-    directory = str((run.parent / Path(loaded.tls.directory).expanduser()).absolute())
+    directory = str((run.parent / authority).absolute())
     loaded = loaded.model_copy(update={"tls": loaded.tls.model_copy(update={"directory": directory})})
     check_nodes(nodes_of(loaded), _problems)
     tree = render(launcher, loaded, part or ())

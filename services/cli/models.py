@@ -114,18 +114,20 @@ def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
     from heterorl.common.errors import ConfigError
     from heterorl.evaluation.evaluate_sets import as_json, tables
 
-    # First: hours of drawing must not be lost to a full disk.
-    if is_json:
-        typer.echo(strict_json(as_json(rows, with_texts=False), indent=2))
-    else:
-        console = console_of()
-        console.print(*tables(rows, width=console.width))
-    if out is not None:
-        try:
-            out.write_text(strict_json(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
-        except OSError as error:
-            action = "name a directory with room that this user can write"
-            raise ConfigError("--out", f"cannot write: {error}", action=action) from error
+    # Hours of drawing must be lost neither to a full disk nor to a closed terminal.
+    try:
+        if is_json:
+            typer.echo(strict_json(as_json(rows, with_texts=False), indent=2))
+        else:
+            console = console_of()
+            console.print(*tables(rows, width=console.width))
+    finally:
+        if out is not None:
+            try:
+                out.write_text(strict_json(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
+            except OSError as error:
+                action = "name a directory with room that this user can write"
+                raise ConfigError("--out", f"cannot write: {error}", action=action) from error
 
 
 def _in_place_of_the_files(task: str) -> list[str]:

@@ -5,11 +5,10 @@ A person gives the consent (`accept-rewind`) at the sampler's site: no coordinat
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,10 +17,6 @@ from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
 from heterorl.common.types.common import amount
 from heterorl.common.types.policy import version_words
-
-if TYPE_CHECKING:
-    from heterorl.common.identity.tls import TlsConfig
-    from heterorl.common.rpc.maintenance import Backup
 
 NEWEST = 20
 """Versions that `rollback --list` shows by default."""
@@ -169,22 +164,16 @@ def backup(
 
     A coordinator can start from the directory that it writes.
     """
-    address, tls = link.find()
-    made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
+    from heterorl.common.rpc.maintenance import BackupClient
+
+    name = name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    made = link.ask(lambda client: client.backup(name=name), client=BackupClient)
     typer.echo(
         f"{made.path} on the coordinator's machine: {version_words(made.head_version)},"
         f" {amount(made.num_payloads, 'payload')}, {made.num_bytes} bytes,"
         f" newest audit row {made.audit_digest or 'none'}"
     )
     typer.echo("copy it to another disk, then delete it there: its payloads are hard links to the run's")
-
-
-async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
-    from heterorl.common.rpc.calls import RetryPolicy
-    from heterorl.common.rpc.maintenance import BackupClient
-
-    async with BackupClient(address, tls=tls, policy=RetryPolicy(budget_s=30.0)) as client:
-        return await client.backup(name=name)
 
 
 def restore(

@@ -16,6 +16,7 @@ from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups import queue, validation
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.learner_lease import LearnerLease
+from heterorl.coordinator.offline.history import BACKUPS
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.delta_merger import DeltaMerger
@@ -210,7 +211,7 @@ async def open_context(
         collector=collector,
         disk=disk,
         backups=Backups(
-            directory=config.backup_dir or config.data_dir / "backups",
+            directory=config.backup_dir or config.data_dir / BACKUPS,
             run_id=config.run_id,
             database=database,
             blobs=blobs,

@@ -10,13 +10,20 @@ from collections.abc import Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, ReturnReason
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, PushStatus, ReturnReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, quarantined_sites
 from heterorl.common.types.sample import SampleKind
 from heterorl.coordinator import sample_ring
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage
+
+_PUSH_DROPS = (
+    DropReason.STALE_AT_INGEST, DropReason.CONFLICT, DropReason.INVALID, DropReason.UNKNOWN_VERSION,
+    DropReason.WRONG_DIGEST, DropReason.SURPLUS, DropReason.LINEAGE_ABANDONED, DropReason.QUARANTINED,
+    DropReason.LOST_MEMBERS,
+)  # fmt: skip
+"""Reasons of a push that is dropped."""
 
 SILENCE_LIMIT_S = 86_400.0
 """Silence after which a site's gauges are no longer shown."""
@@ -81,6 +88,8 @@ async def observe_run(core: Coordinator) -> None:
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
             # A counter must exist before its first increase, or rate() misses it.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
+        for reason in _PUSH_DROPS:
+            metrics.PUSHED_GROUPS.labels(metrics.SITES.of(site), PushStatus.DROPPED.value, reason.value)
     await core.run.note_refusals()
     await core.evaluation.observe()
 

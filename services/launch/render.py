@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -120,7 +120,38 @@ POD_NAME = 52
 """Kubernetes puts a StatefulSet's name, a dash and ten characters into one label of 63."""
 
 
+_HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+"""Places that services of systemd do not see: ProtectHome and PrivateTmp of their units."""
+
+
+def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
+    """Keys and paths of files that learner and samplers read."""
+    yield "run.model_dir", run.run.model_dir
+    for path in run.run.data_dirs:
+        yield "run.data_dirs", path
+    for key in ("name", "evaluation_path", "reward_path", "environment_path"):
+        value = str(run.run.task.get(key, ""))
+        yield f"run.task.{key}", value.partition(":")[2].partition("[")[0] if key == "name" else value
+
+
+def _check_paths(launcher: Launcher, run: RunFile) -> None:
+    """Refuse paths that a node cannot read."""
+    mounted = data_dirs(run)
+    for key, path in _stated_paths(run):
+        if key == "run.model_dir" and path.startswith((".", "~")):
+            raise ConfigError(key, f"{path} is relative", action="give an absolute directory or a hub id")
+        if not path.startswith("/"):
+            continue
+        if launcher == "systemd" and any(Path(path).is_relative_to(place) for place in _HIDDEN):
+            problem = f"units of systemd cannot read {path}: they see no {', '.join(_HIDDEN)}"
+            raise ConfigError(key, problem, action="put it elsewhere, such as under /srv")
+        if launcher in ("compose", "k8s") and not any(Path(path).is_relative_to(place) for place in mounted):
+            problem = f"containers do not have {path}: it is in none of {', '.join(mounted) or 'them'}"
+            raise ConfigError("run.data_dirs", problem, action=f"add the directory that {key} names")
+
+
 def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
+    _check_paths(launcher, run)
     for node in nodes:
         if "tls" in node.config:
             raise ConfigError(key_in_run(node.kind, "tls"), "the launcher sets this table", action="remove it")
@@ -163,6 +194,13 @@ def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
         for host in dict.fromkeys((node.host or run.coordinator.host, *others)):
             placed.setdefault(host, []).append(node)
     return placed
+
+
+def _quoted(text: str) -> str:
+    """A text in double quotes of YAML."""
+    # YAML has no pairs of surrogates.
+    written = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
@@ -307,9 +345,9 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 _TEMPLATES.filters |= {
-    "quoted": json.dumps,
+    "quoted": _quoted,
     # Compose puts a variable of the environment in place of $NAME.
-    "literal": lambda text: json.dumps(text).replace("$", "$$"),
+    "literal": lambda text: _quoted(text).replace("$", "$$"),
     "shell": shlex.quote,
     "job": lambda name: f"${{{name.replace('-', '_')}%%;*}}",
     "memory": memory_limit,

@@ -55,7 +55,7 @@ def drawings(
             )
         if promised is not None:
             axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
-        _unit_or_wider(axes, rewards)
+        _unit_or_wider(axes, [*rewards, *(value for _, value in evaluated)])
         axes.set_ylabel("mean reward")
         # Above the axes, because held-out points lie at the top and at the bottom.
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)

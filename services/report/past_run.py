@@ -19,7 +19,7 @@ from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
 from heterorl.coordinator.evaluation_jobs import listed
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
+from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status_report import FACTS, list_steps
 
 
@@ -80,11 +80,15 @@ class InUse(OperatorError):
 
 
 def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
-    """A directory and its subdirectories to DEPTH, without hidden ones and links."""
+    """A directory and its subdirectories to DEPTH.
+    Hidden ones, links and a run's own backups are left out."""
     yield directory
     if depth < DEPTH:
+        has_run = (directory / STORE_FILE).is_file()
         for path in sorted(directory.iterdir()):
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                if has_run and path.name == BACKUPS:
+                    continue
                 with contextlib.suppress(PermissionError):
                     yield from _places(path, depth + 1)
 
@@ -229,7 +233,6 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     if not any(report.is_applied for report in reports):
         raise OperatorError(f"{address}: the run took no step yet", action="run the report after the first step")
     known = await every_evaluation(api)
-    by_step = {report.step: report for report in reports}
     sites = tuple(
         SiteTotals(
             site=site.newest.site,
@@ -243,7 +246,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     run = PastRun(
         run_id=status.run_id,
         sources=(Path(address),),
-        reports=tuple(by_step[step] for step in sorted(by_step)),
+        reports=_newest(sorted(reports, key=lambda report: report.version)),
         versions=(),
         ledger=status.ledger,
         sites=sites,

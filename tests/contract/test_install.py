@@ -1,5 +1,6 @@
 """The installer: prints before it does, does nothing twice, and never overwrites what an operator wrote."""
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -111,8 +112,10 @@ def test_own_packages_are_part_of_the_environment_and_of_its_name(tmp_path):
 
     lines = plan("--with", str(own), "--with", "-rrequirements/coordinator.txt")
     (line,) = [line for line in lines if str(own) in line]
-    assert line.endswith(f"{own} -rrequirements/coordinator.txt")
+    assert line.endswith(f"{own} -r{Path('requirements/coordinator.txt').resolve()}")
     before, after = place(plan()), place(lines)
+    relative = os.path.relpath(own)
+    assert place(plan("--with", relative)) == place(plan("--with", str(own)))
     (own / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
     # Another content is another directory: running services keep theirs.
     assert len({before, after, place(plan("--with", str(own), "--with", "-rrequirements/coordinator.txt"))}) == 3

@@ -173,7 +173,8 @@ def _store(status: RunStatus) -> str:
 
 def _rounded(num_bytes: float) -> str:
     for unit in ("bytes", "KB", "MB", "GB"):
-        if num_bytes < 1000:
+        # 999.5 and more is shown as 1e+03.
+        if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"
@@ -198,7 +199,7 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
     for work, state in rows:
         narrow[0].add_row(*work)
         narrow[1].add_row(work[0], *state)
-    return tuple(narrow)
+    return tuple(map(_uncut, narrow))
 
 
 def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
@@ -280,7 +281,14 @@ def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:
     table = Table(*HEADS, title="evaluation")
     for row in rows:
         table.add_row(*map(Text, row))
-    return (table,)
+    return (_uncut(table),)
+
+
+def _uncut(table: Table) -> Table:
+    """Break cells of a wide table over lines instead of cutting them."""
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
 
 
 LEARNER = "held out, by the learner"

@@ -101,6 +101,8 @@ def health(
 
 CALL_S = 5.0
 STEPS_A_CALL = 1000
+MOST_STEPS = 2000
+"""Newest steps that are read; all of a long run take longer than a call may."""
 WINDOW = 60
 """Polls that rates are computed over."""
 RATE_S = 10.0
@@ -137,7 +139,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     try:
         async with asyncio.timeout(CALL_S):
             status = await api.get_status()
-            if view.status is None or view.status.run_id != status.run_id:
+            if view.status is not None and view.status.run_id != status.run_id:
                 view.reports.clear()
                 view.marks.clear()
                 view.evaluations.clear()
@@ -162,8 +164,8 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
     # A learner that lost its last versions repeats their steps under the same numbers.
     for step in [step for step in view.reports if step > newest]:
         del view.reports[step]
-    while max(view.reports, default=0) < newest:
-        reports = await api.list_steps(after_step=max(view.reports, default=0), limit=STEPS_A_CALL)
+    while (known := max(view.reports, default=0)) < newest:
+        reports = await api.list_steps(after_step=max(known, newest - MOST_STEPS), limit=STEPS_A_CALL)
         view.reports.update((report.step, report) for report in reports)
         if not reports:
             return

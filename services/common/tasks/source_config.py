@@ -33,11 +33,11 @@ class DataConfig(Config):
     evaluation_split: str = ""
     """hf: split of held-out prompts; empty: some of task.name's prompts."""
     where: dict[str, Value | tuple[Value, ...]] = Field(default_factory=dict)
-    """hf, parquet: rows to keep, by column: a value or a list of values."""
+    """Rows to keep, by column: a value or a list of values."""
     at_least: dict[str, float] = Field(default_factory=dict)
-    """hf, parquet: rows to keep, by column: smallest number."""
+    """Rows to keep, by column: smallest number."""
     at_most: dict[str, float] = Field(default_factory=dict)
-    """hf, parquet: rows to keep, by column: largest number."""
+    """Rows to keep, by column: largest number."""
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Longest prompt with its template; longer ones are dropped and logged. 0: no bound."""
     cache_dir: str = ""

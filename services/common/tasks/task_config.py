@@ -134,6 +134,9 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
         from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
 
         if kind == "hf":
+            if config.evaluation_path:
+                problem = "hf: takes held-out prompts from a split"
+                raise ConfigError("task.evaluation_path", problem, action="name task.data.evaluation_split")
             opened = open_repository(argument, config.data, notes=notes)
         else:
             opened = open_parquet(argument, config.evaluation_path, config.data)

@@ -319,6 +319,10 @@ _FACTS = (
 )
 
 
+_USER, _QUERY = re.compile(r"(://)[^/@\s]+@"), re.compile(r"(://[^?\s]*\?)\S+")
+"""Parts of an address that may be secret."""
+
+
 def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
     """Facts in a learner's run.json; empty values are left out."""
     facts = {}
@@ -327,7 +331,8 @@ def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         if value not in (None, "", 0, False):
-            facts[name] = "".join(c for c in str(value) if c.isprintable())[:MAX_CHARACTERS]
+            shown = _QUERY.sub(r"\1***", _USER.sub(r"\1***@", str(value)))
+            facts[name] = "".join(c for c in shown if c.isprintable())[:MAX_CHARACTERS]
     if facts:
         digest = hashlib.sha256(json.dumps(run.get("config"), sort_keys=True).encode()).hexdigest()
         facts[_DIGEST] = f"{digest[:12]} (SHA-256 of its keys and values)"

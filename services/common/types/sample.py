@@ -319,7 +319,7 @@ def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> di
         "reward": None if rollout.is_lost else _number(rollout.reward),
         "reward_parts": {part.name: _number(part.value) for part in rollout.reward_parts},
         "finish_reason": rollout.finish_reason.value,
-        "num_tokens": rollout.num_drawn,
+        "num_tokens": rollout.num_drawn if rollout.token_ids.size or rollout.is_lost else None,
         "spans": [_span_json(span) for span in rollout.spans],
         "log_ratio_mean": _number(rollout.log_ratio_mean),
         "kept_because": summary.kept_because,

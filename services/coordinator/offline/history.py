@@ -27,6 +27,8 @@ from heterorl.coordinator.versions.chain import PAYLOAD_ROW, payload_of
 
 ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"
+BACKUPS = "backups"
+"""Directory of backups in data_dir."""
 _SHARED_LOCK_BYTE = 0x40000002
 _SHARED_LOCK_BYTES = 510
 """The bytes of a database file that SQLite locks; see "File Locking" of its file format."""

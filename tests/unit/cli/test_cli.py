@@ -25,15 +25,17 @@ from heterorl.certs.join_tokens import Token
 from heterorl.cli import main as cli
 from heterorl.cli.certs import first_lines
 from heterorl.cli.connection import Link
-from heterorl.cli.live.run_tables import site_tables, status_json, status_tables
+from heterorl.cli.live.run_tables import evaluation_tables, site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.cli.models import _in_place_of_the_files
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config_file import load, parse_override
 from heterorl.common.rpc import channel
+from heterorl.common.types.evaluation import Estimate
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, VariantStatus, fold_incarnations
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from tests.support.evaluations import evaluation
 from tests.support.run import REPORT
 
 COMMANDS = [
@@ -375,6 +377,23 @@ def test_status_is_shown_to_people_and_programs():
     assert "4, signed" in console.export_text()
 
 
+def test_long_names_and_numbers_are_broken_and_not_cut_on_a_narrow_screen():
+    names = [f"eu-central-1.frankfurt-gpu-{number}" for number in (11, 12)]
+    sites = [
+        SiteStatus(
+            site=name, incarnation="i", policy_version=1234, state_root="", last_seen_s=1.0, groups_accepted=123456,
+            groups_dropped=17, tokens_per_s=7276.0, work_leased=5,
+        )
+        for name in names
+    ]  # fmt: skip
+    console = Console(width=60, record=True, file=io.StringIO())
+    average = Estimate(mean=0.421, low=0.381, high=0.461, num_prompts=500)
+    console.print(*site_tables(sites, head_version=1240, width=60))
+    console.print(*evaluation_tables([evaluation(1, task_set="competition-math-2026", average=average)]))
+
+    assert "\u2026" not in console.export_text()
+
+
 def test_sites_are_readable_at_eighty_columns():
     site = SiteStatus(
         site="frankfurt-12", incarnation="i", policy_version=1234, state_root="", last_seen_s=-0.2,
@@ -478,15 +497,16 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     assert "given together with --key" in problem("127.0.0.1:1", "--credentials", str(tmp_path), "--key", "k")
 
 
-def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
+@pytest.mark.parametrize("command", ["status", "backup"])
+def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch, command):
     monkeypatch.setattr("heterorl.cli.connection.BUDGET_S", 0.0)
 
-    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
+    problem = str(invoke(command, "127.0.0.1:1", "--insecure").exception)
 
     assert "127.0.0.1:1 refuses (start the coordinator, or set the port" in problem
     assert "goes on trying" not in problem
     monkeypatch.setattr("heterorl.cli.connection.explain_link", _nothing)
-    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
+    problem = str(invoke(command, "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem
     assert "goes on trying" not in problem

@@ -54,6 +54,14 @@ async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_app
     assert shown("coordinator_site_apply_seconds", site=SITE) == 0.25
 
 
+async def test_drops_of_a_site_are_counted_from_0(core, run):
+    """A series that begins with its first burst has no rate, and no alert."""
+    await run_metrics.observe_run(core)
+
+    for reason in (DropReason.INVALID, DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS):
+        assert shown("coordinator_pushed_groups_total", site=SITE, status="dropped", reason=reason.value) is not None
+
+
 async def test_sites_and_bytes_are_shown_by_variant_and_no_longer_than_they_are_there(core, run):
     delta = (await core.get_status()).snapshot_bytes
     await core.register(run.registration(variant=""))

@@ -280,3 +280,16 @@ def test_sources_of_a_set_inherit_as_in_a_run():
         (found,) = configured(config, names=(), num_prompts=3)
         assert found.task.inherited() == own.task.inherited()
         assert "reward_workers" not in found.task.model_fields_set
+
+
+@pytest.mark.process
+def test_a_closed_output_costs_no_result(model_dir, sets, tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("heterorl.cli.models.typer.echo", lambda text, err=False: None if err else closed())
+    out = tmp_path / "all.json"
+
+    CliRunner().invoke(app, ["evaluate", str(model_dir), "-c", sets, "--only", "greedy", "--json", "--out", str(out)])
+
+    assert len(json.loads(out.read_text())["evaluations"]) == 1

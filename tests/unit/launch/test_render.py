@@ -14,7 +14,7 @@ import yaml
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import check_tls
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.render import render, write_tree
+from heterorl.launch.render import _quoted, render, write_tree
 from tests.support.launches import NODES, SCHEMAS, run_file, run_table
 from tests.support.tools import check, tool
 
@@ -568,3 +568,8 @@ def test_names_are_as_long_as_kubernetes_takes_them():
     with pytest.raises(ConfigError, match=r"samplers\.site: the name sampler-a+-b+ has 53 characters"):
         tree(longest + "b")
     assert "README.md" in tree(longest + "b", "systemd")
+
+
+@pytest.mark.parametrize("text", ["a \N{GRINNING FACE} b", "a\N{LINE SEPARATOR}b", 'a"b\\c', "a$b\x7f"])
+def test_a_text_of_the_run_is_the_same_text_in_yaml(text):
+    assert yaml.safe_load(f"key: {_quoted(text)}") == {"key": text}

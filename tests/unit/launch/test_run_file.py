@@ -12,6 +12,7 @@ from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.process.config_file import load
 from heterorl.launch.nodes import InvalidNodes, check_nodes, nodes_of
+from heterorl.launch.render import render
 from heterorl.launch.run_file import RunFile
 from tests.support.launches import NODES, RUN, run_file, run_table
 
@@ -308,3 +309,26 @@ def test_directory_that_a_unit_would_read_otherwise_is_refused(path):
         run_file(coordinator={"host": "a.example", "data_dir": path})
     with pytest.raises(ValueError, match="data_dirs"):
         run_file(run={"id": "r", "model_dir": "/srv/model", "data_dirs": [path]})
+
+
+@pytest.mark.parametrize(
+    ("launcher", "changes", "said"),
+    [
+        ("systemd", {"/models/start": "/home/anna/start"}, "run.model_dir: units of systemd cannot read /home/anna/start"),
+        ("systemd", {"/data": "/tmp/data"}, "run.data_dirs: units of systemd cannot read /tmp/data"),
+        ("compose", {"/models/start": "./start"}, "run.model_dir: ./start is relative"),
+        ("k8s", {"jsonl:/data/": "jsonl:/srv/"}, "run.data_dirs: containers do not have /srv/train.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_path_that_a_node_cannot_read_is_refused(launcher, changes, said, tmp_path):
+    text = RUN
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as caught:
+        render(launcher, load(RunFile, path))
+
+    assert str(caught.value).startswith(said)

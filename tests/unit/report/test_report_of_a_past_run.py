@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -300,6 +301,35 @@ async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation
             await ask_run(Api(), address="a:1")
 
 
+async def test_steps_that_a_running_learner_took_back_are_not_counted():
+    abandoned = [dataclasses.replace(REPORT, step=step, version=step) for step in range(1, 11)]
+    again = [dataclasses.replace(REPORT, step=step, version=step + 10) for step in range(5, 8)]
+
+    class Api:
+        async def get_status(self):
+            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={})
+
+        async def list_steps(self, *, after_step, limit):
+            rows = sorted([*abandoned, *again], key=lambda report: (report.step, report.version))
+            return tuple(row for row in rows if row.step > after_step)
+
+        async def list_evaluations(self, *, after_version, limit):
+            return ()
+
+    run = await ask_run(Api(), address="a:1")
+
+    assert [report.version for report in run.reports] == [1, 2, 3, 4, 15, 16, 17]
+
+
+async def test_a_runs_own_backups_are_no_other_run(tmp_path):
+    await past(tmp_path / "data")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    shutil.move(tmp_path / "copy", tmp_path / "data" / "backups" / "monday")
+
+    assert read_run(tmp_path / "data").sources == (tmp_path / "data",)
+    assert read_run(tmp_path / "data" / "backups").sources == (tmp_path / "data" / "backups" / "monday",)
+
+
 def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):
     deep = tmp_path / "runs" / "2026" / "may"
     deep.mkdir(parents=True)
@@ -388,6 +418,15 @@ def test_rewards_of_another_scale_are_not_cut_at_1():
     assert low <= -2.0
     assert high >= 5.0
     assert axes[0].get_ylabel() == "mean reward"
+
+
+def test_held_out_rewards_of_another_scale_are_not_cut_at_1():
+    axes = []
+    reports = [dataclasses.replace(REPORT, step=step, reward_mean=0.5, evaluation_accuracy=3.0) for step in (1, 2)]
+    draw = figures.drawings(reports, [], None)["accuracy"]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    assert axes[0].get_ylim()[1] >= 3.0
 
 
 def test_the_legend_hides_no_held_out_point():

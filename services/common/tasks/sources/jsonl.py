@@ -51,6 +51,8 @@ class JsonlTask(MatchedTask):
         """
         super().__init__(config)
         data = config.data
+        if data.evaluation_split:
+            raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
 
         def read(key: str, path: Path) -> list[Prompt]:
             return _short(key, path, _read(key, path, data, config.needs_answers), data.max_prompt_tokens, measure)
@@ -128,7 +130,7 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
     # Rewards without answers allow rows without any; some rows without one, or a configured column, are an error.
     has_answers = needs_answers or data.answer != ANSWER
     rows: list[Prompt] = []
-    lacking = ""
+    num_read, lacking = 0, ""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
@@ -140,7 +142,11 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
                     )
                 if line.strip():
                     place = f"{path}, line {number}"
-                    row = _row(key, place, line, data)
+                    entry = _entry(key, place, line, data)
+                    num_read += 1
+                    if not _is_kept(place, entry, data):
+                        continue
+                    row = _row(key, place, entry, data)
                     lacking = lacking or ("" if row.answer else place)
                     has_answers = has_answers or bool(row.answer)
                     if lacking and has_answers and data.answer:
@@ -152,10 +158,46 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
         raise ConfigError(
             key, f"cannot read {path}: {error.strerror}", action="check the path, and that this user can read the file"
         ) from error
+    if num_read and not rows:
+        problem = f"no row of {path} is left of {num_read}"
+        raise ConfigError(key, problem, action="check task.data.where, at_least and at_most")
     return rows
 
 
-def _row(key: str, place: str, line: bytes, data: DataConfig) -> Prompt:
+def _is_kept(place: str, entry: Mapping[str, Any], data: DataConfig) -> bool:
+    """Whether `where`, `at_least` and `at_most` keep a row.
+    Raises ConfigError for wrong columns."""
+
+    def cell(kind: str, name: str) -> Any:
+        value = cell_of(entry, name)
+        if value is ABSENT:
+            problem = f"{place}: there is no {name}; there are {', '.join(map(str, entry)) or 'no fields'}"
+            raise ConfigError(f"task.data.{kind}.{name}", problem[:500])
+        return value
+
+    for name, wanted in data.where.items():
+        value = cell("where", name)
+        # True is no 1.
+        if not any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in _listed(wanted)):
+            return False
+    for kind, bounds in (("at_least", data.at_least), ("at_most", data.at_most)):
+        for name, bound in bounds.items():
+            value = cell(kind, name)
+            if value is None:
+                return False
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                problem = f"{place}: {name} is {value!r}"[:300]
+                raise ConfigError(f"task.data.{kind}.{name}", problem, action="name a column of numbers, or use where")
+            if not (value >= bound if kind == "at_least" else value <= bound):
+                return False
+    return True
+
+
+def _listed(wanted: Any) -> tuple[Any, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def _entry(key: str, place: str, line: bytes, data: DataConfig) -> dict[str, Any]:
     action = f"write {_example(data)}, or name the columns in [task.data]"
     try:
         entry = json.loads(line)
@@ -163,6 +205,11 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Prompt:
         raise ConfigError(key, f"{place} is not JSON: {error}"[:300], action=action) from error
     if not isinstance(entry, dict):
         raise ConfigError(key, f"{place} is JSON, but no object", action=action)
+    return entry
+
+
+def _row(key: str, place: str, entry: dict[str, Any], data: DataConfig) -> Prompt:
+    action = f"write {_example(data)}, or name the columns in [task.data]"
     name, needs_messages = data.messages or data.prompt, bool(data.messages)
     if name == PROMPT not in entry and MESSAGES in entry:
         name, needs_messages = MESSAGES, True

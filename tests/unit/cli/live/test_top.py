@@ -167,6 +167,16 @@ async def test_steps_that_were_abandoned_and_another_run_are_forgotten():
     assert sorted(view.reports) == [1]
 
 
+async def test_of_a_long_run_only_the_newest_steps_are_read():
+    view, api = View(address="c:1"), Scripted()
+    api.status = dataclasses.replace(STATUS, last_report=dataclasses.replace(REPORT, step=30_000))
+
+    await poll(view, api, wall=0.0, monotonic=0.0)
+
+    assert api.asked == [28_000]
+    assert (min(view.reports), max(view.reports)) == (28_001, 30_000)
+
+
 async def test_certificate_that_is_no_operators_ends_the_view():
     with pytest.raises(PermissionDenied):
         await poll(View(address="c:1"), Scripted(PermissionDenied("a sampler may not")), wall=0.0, monotonic=0.0)

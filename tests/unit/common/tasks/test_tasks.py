@@ -143,6 +143,46 @@ def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path, caplog):
     assert caplog.messages == ["task.evaluation_size is 12, but 6 of 12 different prompts are held out, at most half"]
 
 
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        ({"where": {"level": 3}}, [3]),
+        ({"where": {"level": [1, 2], "kind": "sum"}}, [1]),
+        ({"at_least": {"level": 3}}, [3, 4]),
+        ({"at_least": {"level": 2}, "at_most": {"level": 3}}, [2, 3]),
+        ({"where": {"done": True}}, [4]),
+    ],
+)
+def test_jsonl_keeps_the_rows_that_the_columns_say(tmp_path, data, kept):
+    rows = [
+        {"prompt": f"q{n}", "answer": "1", "level": n, "kind": "sum" if n % 2 else "product", "done": n == 4 or n}
+        for n in (1, 2, 3, 4)
+    ]
+    rows.append({"prompt": "q5", "answer": "1", "level": None, "kind": "none", "done": None})
+    name = f"jsonl:{lines(tmp_path, *rows)}"
+    held_out = {"evaluation_path": str(lines(tmp_path, {**rows[0], **rows[kept[0] - 1], "prompt": "other"}, name="b"))}
+
+    task = build_task(TaskConfig(name=name, data=data, **held_out))
+
+    assert sorted(task.prompt(index).text for index in range(task.num_prompts)) == [f"q{n}" for n in kept]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"where": {"levle": 3}}, r"task\.data\.where\.levle: .*line 1: there is no levle; there are .*level"),
+        ({"at_least": {"kind": 3}}, r"task\.data\.at_least\.kind: .*line 1: kind is 'sum'"),
+        ({"where": {"level": 9}}, "no row of .* is left of 2"),
+        ({"evaluation_split": "test"}, r"task\.data\.evaluation_split: files have no splits"),
+    ],
+)
+def test_jsonl_names_a_filter_that_keeps_nothing_or_has_no_column(tmp_path, data, problem):
+    rows = [{"prompt": f"q{n}", "answer": "1", "level": n, "kind": "sum"} for n in (1, 2)]
+
+    with pytest.raises(ConfigError, match=problem):
+        build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows)}", data=data))
+
+
 def test_jsonl_gives_a_reward_lists_and_objects_as_json(tmp_path):
     answers = [{"tests": ["f", "assert f(2) == 4"]}, ["f"], 3]
     path = lines(tmp_path, *({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))

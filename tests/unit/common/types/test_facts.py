@@ -119,3 +119,15 @@ async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
     assert "the run goes on" in caplog.text
     with pytest.raises(StaleEpoch):
         await describe_run(None, config, epoch=1, backoff=Old(StaleEpoch("another")))
+
+
+@pytest.mark.parametrize(
+    ("reward", "shown"),
+    [
+        ("https://judge:s3cr3t@rewards.example/score?token=abc", "https://***@rewards.example/score?***"),
+        ("https://rewards.example:8000/score", "https://rewards.example:8000/score"),
+        ("mytask.rewards:score", "mytask.rewards:score"),
+    ],
+)
+def test_a_secret_in_an_address_is_no_fact(reward, shown):
+    assert facts_of({"config": {"task": {"reward": reward}}})["reward"] == shown

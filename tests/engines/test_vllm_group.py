@@ -70,13 +70,17 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
             expected = truth.logprobs(states[1], request(one.key).prompt, one.completion, SAMPLING)
             assert abs(expected - one.completion.logprobs).max() < 1e-4
 
-        # The version again: a new process for the dead one, from the same file; the other one is left as it is.
+        # The version again: a new process for the dead one; the other one is left as it is, and takes versions meanwhile.
         running = next(engine for engine in engines if engine.version == 1)
-        process = running._process
+        process, (dead,) = running._process, [member for member in group._members if member.is_out]
         group.load(states[1], 1)
-        assert group.is_whole
-        assert running._process is process
+        starting = dead.start
         group.load(states[2], 2)
+        assert (running.version, running._process) == (2, process)
+        starting.join()
+        group.load(states[2], 2)
+        assert group.is_whole
+        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
         groups = generate_all(group, PROMPTS * 2, seeds=range(8), num_per_prompt=2)
         assert truth.difference(states[2], groups[:4], SAMPLING) < 1e-5
         assert truth.difference(states[2], groups[4:], SAMPLING) < 1e-5

@@ -50,10 +50,12 @@ while (($#)); do
       ;;
     --with)
       (($# > 1)) || fail "--with needs a requirement"
-      # pip and the digest run in other directories.
-      extra=$2 option=
-      if [[ $extra == -r?* ]]; then option=-r extra=${extra#-r}; fi
-      if [[ -e $extra ]]; then extra=$(realpath "$extra"); fi
+      # pip and the digest run in other directories. As for pip, a package's path has a slash or begins with a dot.
+      extra=$2 option="" is_path=false
+      if [[ $extra == -r?* ]]; then option=-r extra=${extra#-r} is_path=true; fi
+      place=${extra%%\[*}
+      if [[ $place == */* || $place == .* ]]; then is_path=true; fi
+      if $is_path && [[ -e $place ]]; then extra=$(realpath "$place")${extra#"$place"}; fi
       with+=("$option$extra")
       shift
       ;;
@@ -125,8 +127,8 @@ digest_of_sources() {
 digest_of_extras() {
   local extra
   for extra in "${with[@]}"; do
-    extra=${extra#-r}
-    if [[ -e $extra ]]; then find "$extra" -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum; fi
+    extra=${extra#-r} extra=${extra%%\[*}
+    if [[ $extra == /* && -e $extra ]]; then find "$extra" -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum; fi
   done
 }
 

@@ -207,14 +207,15 @@ def _try_set(config: Any, prompter: Any) -> None:
     """Open a set of [[evaluation]] as the sampler's start does."""
     from heterorl.common.tasks.task import close_task
     from heterorl.common.text.conversation import try_reward
-    from heterorl.sampler.prompt_evaluator import open_set
+    from heterorl.sampler.prompt_evaluator import naming_set, open_set
 
-    opened = open_set(config, measure=prompter.num_tokens, notes=None)
-    try:
-        opened.played(prompter)
-        try_reward(opened.task, prompter)
-    finally:
-        close_task(opened.task)
+    with naming_set(config.name):
+        opened = open_set(config, measure=prompter.num_tokens, notes=None)
+        try:
+            opened.played(prompter)
+            try_reward(opened.task, prompter)
+        finally:
+            close_task(opened.task)
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:

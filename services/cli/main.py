@@ -335,10 +335,9 @@ add_lab(app)
 def main() -> None:
     """Run the command line; typed errors become one line and exit code.
     So do files that a command cannot use. SIGTERM and SIGHUP end a command as Ctrl-C does."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # In an encoding without a character a question mark is better than no output.
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # In an encoding without a character a question mark is better than no output.
+        sys.stdout.reconfigure(errors="replace")
     is_service = sys.argv[1:2] in ([service] for service in get_args(Service))
     for number in () if is_service else (signal.SIGTERM, signal.SIGHUP):
         # Under nohup a command outlives its terminal.

@@ -132,7 +132,8 @@ def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
 
 def _in_place_of_the_files(task: str) -> list[str]:
     """Overrides for a named task in place of a sampler file's own."""
-    keys = [f"task.name={quoted(task)}", 'task.evaluation_path=""', 'task.data.evaluation_split=""']
+    rows = ["task.data.where={}", "task.data.at_least={}", "task.data.at_most={}"]
+    keys = [f"task.name={quoted(task)}", 'task.evaluation_path=""', 'task.data.evaluation_split=""', *rows]
     return keys if task == "mixture" else [*keys, "task.sources=[]"]
 
 
@@ -260,7 +261,7 @@ def export(
     with ExitStack() as stack:
         source: Path | VersionSource
         if version is not None:
-            model, source = stack.enter_context(_version_source(version, config, model_dir))
+            model, source = stack.enter_context(_version_source(version, config, model_dir, out))
         elif model_dir is None or checkpoint is None:
             raise ConfigError(
                 "--model-dir", "a checkpoint has no configuration or tokenizer", action="name the run's model_dir"
@@ -283,13 +284,18 @@ def export(
 
 
 @contextmanager
-def _version_source(version: int, config: Path | None, model_dir: Path | None) -> Iterator[tuple[str, VersionSource]]:
+def _version_source(
+    version: int, config: Path | None, model_dir: Path | None, out: Path
+) -> Iterator[tuple[str, VersionSource]]:
     """Start model and version of the run that a sampler's file names."""
     from tempfile import TemporaryDirectory
 
     from heterorl.cli.check_config import load_service
     from heterorl.cli.connection import silence_grpc
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.model.model_directory import check_model_dir
     from heterorl.common.process import logs
+    from heterorl.common.types.common import Digest
     from heterorl.evaluation.subject import pull_version, stated_contract
     from heterorl.learner.export import VersionSource
 
@@ -298,8 +304,13 @@ def _version_source(version: int, config: Path | None, model_dir: Path | None) -
     # A variant is rounded.
     overrides = ['variant=""', *([] if model_dir is None else [f"model_dir={quoted(str(model_dir))}"])]
     loaded: SamplerConfig = load_service("sampler", config, overrides)
+    check_model_dir(loaded.model_dir)
     contract = stated_contract(loaded)
-    with TemporaryDirectory(prefix="heterorl-export-") as spool:
+    if loaded.lora.is_on and loaded.lora.settings(Digest(contract.lora.base_digest)) != contract.lora:
+        raise ConfigError("lora", "the run has other adapters", action="copy [lora] from a file of the run")
+    place = next(parent for parent in out.resolve().parents if parent.is_dir())
+    # A snapshot may be larger than the directory of temporary files.
+    with TemporaryDirectory(prefix=".heterorl-export-", dir=place) as spool:
 
         def pull(layout: Layout) -> Arena:
             _say(f"pulling {'the newest version' if version < 0 else f'version {version}'} from {loaded.coordinator}")

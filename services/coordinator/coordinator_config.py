@@ -18,8 +18,8 @@ class BucketConfig(Config):
     """Payloads in an S3-compatible bucket instead of data_dir."""
 
     bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
-    """Existing S3-compatible bucket; empty: data_dir. Fixed when a run begins. Credentials: AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, the machine's role, or credentials_file."""
+    """Existing S3-compatible bucket; empty: data_dir. A run that has begun needs its payloads copied. Credentials:
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the machine's role, or credentials_file."""
     prefix: str = Field(default="", pattern=r"^([A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*)?$", max_length=256)
     """Prefix of this run's objects only; empty: run_id."""
     endpoint: str = Field(default="", max_length=512)

@@ -74,9 +74,9 @@ def configured(
     stated = {key: value for key, value in changes.items() if value is not None}
     chosen = [known[name] for name in names] or list(sets)
     try:
-        return tuple(
-            EvaluationSetConfig.model_validate({**one.model_dump(exclude_unset=True), **stated}) for one in chosen
-        )
+        # Sections as they are: a dump loses which keys are set, and the configuration's directory.
+        kept = [{key: getattr(one, key) for key in one.model_fields_set} for one in chosen]
+        return tuple(EvaluationSetConfig.model_validate({**keys, **stated}) for keys in kept)
     except ValidationError as error:
         raise InvalidConfig(problems_of(EvaluationSetConfig, error), source="the set") from error
 

@@ -7,6 +7,7 @@ a template is an error.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -129,15 +130,21 @@ def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
     yield "run.model_dir", run.run.model_dir
     for path in run.run.data_dirs:
         yield "run.data_dirs", path
-    for key in ("name", "evaluation_path", "reward_path", "environment_path"):
-        value = str(run.run.task.get(key, ""))
-        yield f"run.task.{key}", value.partition(":")[2].partition("[")[0] if key == "name" else value
+    sources = run.run.task.get("sources", ())
+    tasks = [("run.task", run.run.task), *((f"run.task.sources[{place}]", each) for place, each in enumerate(sources))]
+    for where, task in tasks:
+        for key in ("name", "evaluation_path", "reward_path", "environment_path"):
+            value = str(task.get(key, ""))
+            yield f"{where}.{key}", value.partition(":")[2].partition("[")[0] if key == "name" else value
 
 
-def _check_paths(launcher: Launcher, run: RunFile) -> None:
-    """Refuse paths that a node cannot read."""
+def _check_paths(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
+    """Refuse paths that a learner or sampler of these nodes cannot read."""
+    if not any(node.kind in ("learner", "sampler") for node in nodes):
+        return
     mounted = data_dirs(run)
-    for key, path in _stated_paths(run):
+    for key, stated in _stated_paths(run):
+        path = os.path.normpath(stated) if stated.startswith("/") else stated
         if key == "run.model_dir" and path.startswith((".", "~")):
             raise ConfigError(key, f"{path} is relative", action="give an absolute directory or a hub id")
         if not path.startswith("/"):
@@ -145,13 +152,19 @@ def _check_paths(launcher: Launcher, run: RunFile) -> None:
         if launcher == "systemd" and any(Path(path).is_relative_to(place) for place in _HIDDEN):
             problem = f"units of systemd cannot read {path}: they see no {', '.join(_HIDDEN)}"
             raise ConfigError(key, problem, action="put it elsewhere, such as under /srv")
-        if launcher in ("compose", "k8s") and not any(Path(path).is_relative_to(place) for place in mounted):
+        # An image, or the directory of configurations, may hold code.
+        is_code = key.endswith(("reward_path", "environment_path"))
+        if (
+            launcher in ("compose", "k8s")
+            and not is_code
+            and not any(Path(path).is_relative_to(place) for place in mounted)
+        ):
             problem = f"containers do not have {path}: it is in none of {', '.join(mounted) or 'them'}"
             raise ConfigError("run.data_dirs", problem, action=f"add the directory that {key} names")
 
 
 def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
-    _check_paths(launcher, run)
+    _check_paths(launcher, run, nodes)
     for node in nodes:
         if "tls" in node.config:
             raise ConfigError(key_in_run(node.kind, "tls"), "the launcher sets this table", action="remove it")

@@ -128,8 +128,8 @@ class LearnerConfig(ContractConfig):
         return self
 
     def to_text(self) -> str:
-        """The keys that are set: sources of a mixture inherit the others."""
-        return self.model_dump_json(exclude_unset=True)
+        """The stated keys as JSON: sources of a mixture inherit the others."""
+        return json.dumps(self.stated())
 
     @classmethod
     def of_text(cls, text: str) -> LearnerConfig:

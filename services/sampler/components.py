@@ -18,7 +18,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.engines import build_engines, take_variant
-from heterorl.sampler.prompt_evaluator import SiteSet, open_set, with_workers
+from heterorl.sampler.prompt_evaluator import SiteSet, naming_set, open_set, with_workers
 from heterorl.sampler.sampler_config import SamplerConfig
 
 
@@ -58,12 +58,12 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
     task = task if scores_here else score_in_workers(task, settings)
     # Before the model is loaded and before the coordinator counts on this site.
     conversations = try_task(config, task, prompter)
-    sets = tuple(
-        open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter)
-        for each in config.evaluation
-    )
-    for each in sets:
-        try_reward(each.task, prompter)
+    opened = []
+    for each in config.evaluation:
+        with naming_set(each.name):
+            opened.append(open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter))
+            try_reward(opened[-1].task, prompter)
+    sets = tuple(opened)
     sampling = config.sampling.semantics()
     engines = build_engines(config, sampling, end_token_ids=prompter.end_token_ids)
     # The contract states the trained weights; a variant is another form of them.

@@ -36,6 +36,8 @@ from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 _LOG = logging.getLogger(__name__)
+CLOSE_S = 10.0
+"""Wait of a stop for an engine that starts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,10 +116,9 @@ class EngineGroup:
             is_out = [member for member in is_out if member.is_started]
         elif living and version != self.version:
             is_out = []
-        for start in [member.start for member in is_out]:
-            if start is not None:
-                start.join()
         wanted = is_out if version == self.version else [*living, *is_out]
+        if not wanted:
+            return
         with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
             failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
         with self._news:
@@ -179,12 +180,16 @@ class EngineGroup:
             self._drop()
 
     def close(self) -> None:
-        """End the threads; the owner closes the engines."""
+        """End the threads; the owner closes the engines.
+        A start that goes on after CLOSE_S ends with the process."""
         with self._news:
             self._is_closed = True
             self._drop()
         for thread in self._threads:
             thread.join()
+        for start in [member.start for member in self._members]:
+            if start is not None:
+                start.join(CLOSE_S)
 
     def _living(self) -> list[_Member]:
         return [member for member in self._members if not member.is_out]
@@ -207,6 +212,8 @@ class EngineGroup:
             member.start.start()
 
     def _loaded(self, member: _Member, arena: Arena, version: int) -> EngineError | None:
+        if (start := member.start) is not None:
+            start.join()
         try:
             member.engine.load(arena, version)
         except (EngineError, OSError) as error:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -69,6 +70,16 @@ def with_workers(config: TaskConfig) -> TaskConfig:
     return config.model_copy(update={"reward_workers": REWARD_WORKERS})
 
 
+@contextmanager
+def naming_set(name: str) -> Iterator[None]:
+    """Name the set in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error.args[0]).removeprefix(f"{error.key}: ")
+        raise ConfigError(f"evaluation.{name}.{error.key}", problem, action=error.action) from error
+
+
 def open_set(
     config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False
 ) -> SiteSet:
@@ -78,15 +89,10 @@ def open_set(
     held-out prompts.
     """
     settings = with_workers(config.task)
-    try:
-        task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
-    except ConfigError as error:
-        # The node has a task of its own.
-        problem = str(error.args[0]).removeprefix(f"{error.key}: ")
-        raise ConfigError(f"evaluation.{config.name}.{error.key}", problem, action=error.action) from error
+    task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
     if not task.num_evaluation_prompts:
         raise ConfigError(
-            f"evaluation.{config.name}.task",
+            "task",
             "has no held-out prompts",
             action="set evaluation_size, evaluation_path or evaluation_split in its data",
         )

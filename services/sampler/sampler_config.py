@@ -187,8 +187,8 @@ class SamplerConfig(ContractConfig):
     """Take new weights `in_flight`, between two tokens (rollouts span versions, old keys and values stay), or after a
     `drain` of the engine."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
-    """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0: one fill of the
-    engine after all is spooled, for experiments."""
+    """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for
+    experiments: one engine's worth, and more only when all of it is spooled."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()

@@ -90,7 +90,7 @@ class _Row(BaseModel):
     reward: float | None = None
     reward_parts: Annotated[dict[str, float | None], BeforeValidator(_pairs)] = {}
     finish_reason: FinishReason
-    num_tokens: Count = 0
+    num_tokens: Count | None = None
     spans: Annotated[list[_Span], _EMPTY] = []
     log_ratio_mean: float | None = None
     kept_because: Annotated[str, AfterValidator(_known)]

@@ -101,7 +101,8 @@ PROMISES = [
     ("docs/environments.md", f"after {WORDS[turn_store.MAX_RESUMED]} starts without"),
     (
         "docs/machines.md",
-        f"{rank_group.MEETING_S / 60:g} minutes; {rank_group.CONNECT.total_seconds() / 60:g} at rank 0",
+        f"rank 0 after {rank_group.CONNECT.total_seconds() / 60:g} minutes, the others after"
+        f" {rank_group.MEETING_S / 60:g}",
     ),
     ("docs/machines.md", f"`backend.rank_timeout_s` is {DIVIDED.backend.rank_timeout_s:g} s"),
     ("docs/operate.md", f"ended by its watchdog after {notify.HUNG_S:g} to 90 s"),
@@ -140,7 +141,7 @@ PROMISES = [
     # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
         "docs/untrusted.md",
-        f"At a floor of 5 % a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
+        f"at a floor of 5 % a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
     ),
     (
         "README.md",

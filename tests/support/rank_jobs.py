@@ -245,7 +245,7 @@ def main() -> None:
     for line in sys.stdin:
         number, table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
-        rank_group.rendezvous.say(config.model_dump_json())
+        rank_group.rendezvous.say(config.to_text())
         try:
             backend = build_divided(config, rank_group.join(config))
         except HeterorlError as error:

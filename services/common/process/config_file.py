@@ -241,6 +241,11 @@ class Config(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
     )
 
+    def stated(self) -> dict[str, Any]:
+        """Plain values of kinds, keys that are set, and paths."""
+        # Validators fill paths.
+        return _stated(self, self.model_dump(mode="json"))
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_others_as_numbers(cls, table: object) -> object:
@@ -254,6 +259,22 @@ class Config(BaseModel):
             else each
             for name, each in table.items()
         }
+
+
+def _stated(section: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            inner = _stated(value, dumped[name])
+            if inner or name in section.model_fields_set:
+                found[name] = inner
+        elif (
+            name == "kind" or name in section.model_fields_set or value != field.get_default(call_default_factory=True)
+        ):
+            is_list = isinstance(value, tuple) and value and all(isinstance(each, BaseModel) for each in value)
+            found[name] = [*map(_stated, value, dumped[name])] if is_list else dumped[name]
+    return found
 
 
 def _plain_kinds(wanted: object) -> tuple[object, ...]:

@@ -38,7 +38,7 @@ class WeightedSource(SourceConfig):
 
 
 class TaskConfig(SourceConfig):
-    """Prompts and reward; the same on every node of a run."""
+    """Prompts and reward; equal on every node, except limits, workers and sandbox."""
 
     sources: tuple[WeightedSource, ...] = ()
     """Sources of a `mixture`. A key of [task] that a source does not set comes from [task]."""

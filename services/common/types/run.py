@@ -319,7 +319,7 @@ _FACTS = (
 )
 
 
-_USER, _QUERY = re.compile(r"(://)[^/@\s]+@"), re.compile(r"(://[^?\s]*\?)\S+")
+_USER, _QUERY = re.compile(r"(://)\S*@"), re.compile(r"(://[^?\s]*\?)\S+")
 """Parts of an address that may be secret."""
 
 

@@ -47,7 +47,7 @@ def decide_grant(
     nothing still gets one assignment, because only its groups can show that it has become faster. `held` are the site's
     assignments, `held_limit` is how many it may hold (0: no bound), `held_by` the bound's name for messages.
     """
-    bound, limit = config.max_staleness_versions, config.outstanding_limit
+    bound, limit, as_wanted = config.max_staleness_versions, config.outstanding_limit, "as wanted"
     lag = head_version - policy_version
     if lag > bound:
         needed = head_version - bound
@@ -59,13 +59,13 @@ def decide_grant(
                 f"paced: {coming} versions come while the site makes a group, at {lag} behind;"
                 f" max_staleness_versions is {bound}"
             )
-        wanted = min(wanted, 1)
+        wanted, as_wanted = min(wanted, 1), "one group, to time the site again"
     by_staleness = (bound - lag + 1) * config.groups_per_version - outstanding
     by_limit = limit - outstanding
     by_site = held_limit - held if held_limit else wanted
     granted = max(0, min(wanted, by_staleness, by_limit, by_site))
     if granted == wanted:
-        return granted, "as wanted"
+        return granted, as_wanted
     if by_site < min(by_limit, by_staleness):
         return granted, f"quota: the site holds {held} assignments, {held_by} is {held_limit}"
     if by_limit <= by_staleness:

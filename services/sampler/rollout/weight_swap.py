@@ -105,6 +105,7 @@ class WeightSwap:
 
     async def _load(self, pulled: PulledVersion) -> bool:
         started, is_mend = self._clock.monotonic(), pulled.version == self.version
+        rows = self.engine.max_running
         # Before the load: completions in flight may end with the new version at once.
         self.state_roots[pulled.version] = pulled.manifest.state_root
         try:
@@ -122,9 +123,10 @@ class WeightSwap:
             )
             return False
         if is_mend and not self.engine.is_whole:
-            # An engine starts, or failed again.
             self._mend_at = self._clock.monotonic() + self._mending.delay_s()
-            return False
+            if self.engine.max_running == rows:
+                # No engine is back: it starts, or failed again.
+                return False
         swap_s, puller = self._clock.monotonic() - started, self.policy.puller
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",

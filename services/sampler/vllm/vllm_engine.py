@@ -126,6 +126,8 @@ class VllmEngine:
         """Start a new process with the source's model, for the next `load`.
         Raises EngineDied: vLLM does not start."""
         self._end_process()
+        if self._is_closed:
+            return
         process = self._start(self.source.model_dir)
         with self._news:
             is_late = self._is_closed
@@ -233,9 +235,10 @@ class VllmEngine:
         self._end_process()
 
     def _end_process(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        with self._news:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
     def _start(self, model_dir: str) -> VllmProcess:
         return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)

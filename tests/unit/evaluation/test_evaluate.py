@@ -268,6 +268,16 @@ def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
     assert allowed == [True, False, False, False]
 
 
+def test_a_reward_next_to_the_file_is_found_from_anywhere(tmp_path, monkeypatch):
+    path = tmp_path / "sampler.toml"
+    path.write_text('[task]\nreward = "mine:score"\n')
+    monkeypatch.chdir(path.parent.parent)
+
+    (found,) = configured(load(SamplerConfig, path), names=(), num_prompts=3)
+
+    assert found.task.reward_path == str(tmp_path)
+
+
 def test_sources_of_a_set_inherit_as_in_a_run():
     task = {
         "name": "mixture", "match": "math_verify", "system_prompt": "Answer briefly.", "evaluation_size": 7,

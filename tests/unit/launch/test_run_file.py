@@ -332,3 +332,14 @@ def test_a_path_that_a_node_cannot_read_is_refused(launcher, changes, said, tmp_
         render(launcher, load(RunFile, path))
 
     assert str(caught.value).startswith(said)
+
+
+def test_a_part_without_learner_and_samplers_needs_none_of_their_files(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace("/models/start", "/home/anna/start").replace("jsonl:/data/", "jsonl:/srv/"))
+    run = load(RunFile, path)
+
+    for launcher in ("systemd", "compose"):
+        assert render(launcher, run, ["coordinator"])
+        with pytest.raises(ConfigError):
+            render(launcher, run)

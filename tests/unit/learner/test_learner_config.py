@@ -3,8 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from heterorl.common.process.config_file import load
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.train.backend_config import Fsdp2BackendConfig
 
 GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "games:Guess"}}
 
@@ -32,7 +34,7 @@ def test_keys_that_contradict_each_other_are_refused(values, words):
         LearnerConfig.model_validate(values)
 
 
-def test_every_rank_has_the_configuration_of_the_first():
+def test_every_rank_has_the_configuration_of_the_first(tmp_path, monkeypatch):
     source = {"name": "seeds", "label": "a"}
     config = LearnerConfig.model_validate(
         {
@@ -42,7 +44,14 @@ def test_every_rank_has_the_configuration_of_the_first():
             "loss": {"kind": "tis", "cap": float("inf")},
         }
     )
+    path = tmp_path / "learner.toml"
+    path.write_text('[backend]\nkind = "fsdp2"\n[loss]\nkind = "custom"\nfunction = "mine:loss"\n')
+    own = load(LearnerConfig, path)
+    monkeypatch.chdir(path.parent.parent)
 
+    assert LearnerConfig.of_text(own.to_text()).loss.directory == str(tmp_path)
+    made = LearnerConfig(backend=Fsdp2BackendConfig(lr=0.5))
+    assert LearnerConfig.of_text(made.to_text()).backend == made.backend
     other = LearnerConfig.of_text(config.to_text())
 
     assert other == config

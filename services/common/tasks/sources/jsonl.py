@@ -52,7 +52,8 @@ class JsonlTask(MatchedTask):
         super().__init__(config)
         data = config.data
         if data.evaluation_split:
-            raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
+            action = "name task.evaluation_path, or give the source its own [task.data]"
+            raise ConfigError("task.data.evaluation_split", "files have no splits", action=action)
 
         def read(key: str, path: Path) -> list[Prompt]:
             return _short(key, path, _read(key, path, data, config.needs_answers), data.max_prompt_tokens, measure)
@@ -172,7 +173,8 @@ def _is_kept(place: str, entry: Mapping[str, Any], data: DataConfig) -> bool:
         value = cell_of(entry, name)
         if value is ABSENT:
             problem = f"{place}: there is no {name}; there are {', '.join(map(str, entry)) or 'no fields'}"
-            raise ConfigError(f"task.data.{kind}.{name}", problem[:500])
+            action = "name another column, or give the source its own [task.data]"
+            raise ConfigError(f"task.data.{kind}.{name}", problem[:500], action=action)
         return value
 
     for name, wanted in data.where.items():

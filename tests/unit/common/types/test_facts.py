@@ -125,6 +125,7 @@ async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
     ("reward", "shown"),
     [
         ("https://judge:s3cr3t@rewards.example/score?token=abc", "https://***@rewards.example/score?***"),
+        ("https://me:p@ss/word@rewards.example/score", "https://***@rewards.example/score"),
         ("https://rewards.example:8000/score", "https://rewards.example:8000/score"),
         ("mytask.rewards:score", "mytask.rewards:score"),
     ],

@@ -49,10 +49,10 @@ $(SETUP): requirements/lock.txt requirements/environment.sh pyproject.toml
 demo: $(SETUP)  ## Train a small model by GEPO, with samplers 64 versions behind; ends with a report
 	$(BIN)/heterorl demo
 
-test: $(SETUP)  ## Run the tests that a change must pass; 10 minutes on two cores. T=tests/unit/sampler runs one part
+test: $(SETUP)  ## Run the tests that a change must pass; 12 minutes on two cores. T=tests/unit/sampler runs one part
 	$(if $(T),OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not image and not compiler and not nodes" $(T),$(RUN) landing)
 
-test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP) $(VERIFIERS_SETUP)  ## Run all tests with coverage, engines, trackers, verifiers and small campaigns; writes tests/all.json; 90 minutes. STAGES=NAMES for some
+test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP) $(VERIFIERS_SETUP)  ## Run all tests with coverage, engines, trackers, verifiers and small campaigns; writes tests/all.json; two hours. STAGES=NAMES for some
 	$(RUN) all $(STAGES)
 
 test-fast: $(SETUP)  ## Run the tests that start no process; 4 minutes

@@ -190,7 +190,7 @@ class EvaluationLoop:
         others = [each for each in grant.assignments if not failures[of.name, each.prompt_index]]
         letting_in = asyncio.ensure_future(self._let_in(spec.version))
         try:
-            # Prompts that the engine failed at are drawn alone, so that only the one at fault fails again.
+            # Prompts that the engine failed at are drawn one by one, so that only the one at fault fails again.
             for drawn in (others, *suspects):
                 await self._note(of, drawn)
                 if self._is_late(spec.version):

@@ -94,7 +94,7 @@ def _problems(
     messages: Sequence[GroupMessage], contract: Contract, max_prompt_tokens: int
 ) -> Sequence[str | MalformedPayload]:
     """Each group's problem, or empty, for groups of one shape.
-    They are judged as one, and alone if that finds a problem."""
+    They are judged as one, and one by one if that finds a problem."""
     problem: str | MalformedPayload
     try:
         problem = content_problem(columns_of(*messages), contract, max_prompt_tokens=max_prompt_tokens)

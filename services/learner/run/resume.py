@@ -256,7 +256,7 @@ class Resumption:
         if variants is not None:
             variants.offer_scales(await in_thread(read_all_scales, path, variants.layouts))
         # On top of the published weights: a dead band would look like damage. Under another band the masters may round
-        # to other weights, and the published ones are checked alone.
+        # to other weights, and only the published ones are checked.
         if cursor.dead_band_ulp != self.publisher.dead_band_ulp:
             _LOG.info("backend.dead_band_ulp was %g at version %d", cursor.dead_band_ulp, cursor.version)
         elif isinstance(published, Arena):

@@ -1,6 +1,6 @@
 """Units of answers: one closed table, and whether two units differ.
 
-Only two known units can differ. An unknown word, such as apples, is no unit here; the number alone decides then.
+Only two known units can differ. An unknown word, such as apples, is no unit here; only the number counts then.
 """
 
 from __future__ import annotations

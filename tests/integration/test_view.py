@@ -31,10 +31,9 @@ async def viewing(*words):
     """The command, and a function that asks its page."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "BROWSER": "true"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "heterorl", "view", *words,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
         # A shell that runs the tests beside other work has SIGINT ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        "env", "--default-signal=INT", sys.executable, "-m", "heterorl", "view", *words,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
     )  # fmt: skip
     line = (await process.stdout.readline()).decode()
     found = re.match(r"(http://127\.0\.0\.1:\d+)/\?key=\S+", line)

@@ -44,8 +44,6 @@ class LiveSamples:
         self._task: asyncio.Task[None] | None = None
         self._api: SamplesApi | None = None
         self._is_closed = False
-        self._remark = ""
-        """A remark for the reader about the coordinator's answers."""
         self._after = 0
         """All summaries up to this id were read."""
 
@@ -97,7 +95,7 @@ class LiveSamples:
             await self._read_lines(api)
             missing = await asyncio.to_thread(self._index.unread, BATCH)
             if not missing:
-                self._say(problem=self._remark, is_done=True)
+                self._say(problem="", is_done=True)
                 return
             await self._read_samples(api, missing)
 
@@ -114,8 +112,8 @@ class LiveSamples:
 
     def _add(self, found: SampleList) -> None:
         self._index.add_summaries(found.samples)
-        self._remark = "" if found.limit_bytes else "The coordinator keeps no samples: its samples_bytes is 0."
-        self._say(problem=self._remark, total=found.num_kept)
+        remark = "" if found.limit_bytes else "The coordinator keeps no samples: its samples_bytes is 0."
+        self._say(problem="", remark=remark, total=found.num_kept)
 
     async def _read_samples(self, api: SamplesApi, ids: Sequence[int]) -> None:
         room = asyncio.Semaphore(AT_ONCE)

@@ -133,8 +133,6 @@ class Pages:
             words = problem or "It was never kept, or newer samples replaced it."
             return self._refuse(HTTPStatus.NOT_FOUND, f"There is no sample {sample_id}", words)
         sample = found if isinstance(found, Sample) else Sample(summary=found, rollouts=())
-        older = self._index.find(query.at(before=sample_id), limit=1, is_counted=False).summaries
-        newer = self._index.find(query.at(after=sample_id), limit=1, is_counted=False).summaries
         share = MAX_TOKENS // max(1, len(sample.rollouts))
         completions = [(rollout, *tokens_of(rollout, limit=share)) for rollout in sample.rollouts]
         has_ratios = any(len(rollout.log_ratios) and len(rollout.token_ids) for rollout in sample.rollouts)
@@ -153,9 +151,17 @@ class Pages:
             probability_legend=probability_legend(),
             share=share,
             list_url=query.at(before=sample_id + 1).url(),
-            next_url=query.url(f"/sample/{older[0].id}") if older else "",
-            previous_url=query.url(f"/sample/{newer[0].id}") if newer else "",
+            next_url=self._next_url(query, query.at(before=sample_id)),
+            previous_url=self._next_url(query, query.at(after=sample_id)),
         )
+
+    def _next_url(self, query: Query, place: Query) -> str:
+        """URL of the sample next to a place, of the list where the search reached its time limit, or empty."""
+        found = self._index.find(place, limit=1, is_counted=False)
+        if found.summaries:
+            return query.url(f"/sample/{found.summaries[0].id}")
+        end = found.looked_up_to
+        return "" if end is None else (query.at(after=end) if place.after else query.at(before=end)).url()
 
     def _state(self) -> Answer:
         held = self._index.held()

@@ -50,6 +50,8 @@ class SourceProgress:
     """Whether the index has all samples of the last poll."""
     is_live: bool = False
     """Whether more may come later."""
+    remark: str = ""
+    """A fact about a source that works, as text for the page, or empty."""
     problem: str = ""
     """Why no samples come, as text for the page, or empty."""
 

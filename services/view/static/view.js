@@ -178,8 +178,8 @@ async function look() {
     const count = (value) => value.toLocaleString("en");
     const total = Math.max(found.total, found.samples);
     state.className = `state ${found.problem ? "off" : found.is_live ? "live" : ""}`;
-    state.title = found.problem;
-    if (found.problem && (found.is_live || found.is_done)) state.textContent = found.is_live ? "not reachable" : "incomplete";
+    state.title = found.problem || found.remark;
+    if (found.problem && (found.is_live || found.is_done)) state.textContent = found.is_live ? "interrupted" : "incomplete";
     else if (!found.is_done || found.read < found.samples) { state.textContent = total ? `${count(found.read)} of ${count(total)} read` : "reading"; wait = 1000; }
     else state.textContent = `${count(found.samples)} samples`;
     const first = page === "list" && document.body.dataset.first === "yes";

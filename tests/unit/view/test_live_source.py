@@ -219,7 +219,9 @@ async def test_a_ring_of_no_size_is_said(tmp_path):
 
     async with world:
         await world.turn()
-        assert "samples_bytes" in world.source.progress.problem
+        said = world.source.progress
+        assert "samples_bytes" in said.remark
+        assert (said.problem, said.is_done) == ("", True)
 
 
 async def test_one_sample_is_asked_for_ahead_of_its_turn(world):

@@ -10,6 +10,7 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
+from heterorl.view import sample_query
 from heterorl.view.pages import PAGE, Pages, number
 from heterorl.view.sample_index import SampleIndex, SourceProgress
 from tests.support.samples import TURNS, make_sample, make_turns
@@ -124,6 +125,16 @@ def test_a_sample_has_its_neighbours_of_the_same_query(pages, index):
     assert found == {"next": "/sample/7?fate=dropped", "prev": "/sample/21?fate=dropped"}
 
 
+def test_neighbours_beyond_the_time_of_a_search_are_looked_for_in_the_list(pages, index, monkeypatch):
+    index.add_samples([make_sample(n, completions=("qz" if n == 5 else "no",)) for n in range(1, 20)])
+    monkeypatch.setattr(sample_query, "SEARCH_S", -1.0)
+
+    page = text(pages, "/sample/14", "text=qz")
+
+    links = {attrs["rel"]: attrs["href"] for tag, attrs in Elements(page).tags if tag == "a" and attrs.get("rel")}
+    assert links == {"next": "/?text=qz&before=13", "prev": "/?text=qz&after=15"}
+
+
 def test_tokens_hold_all_of_a_completion(pages, index):
     sample = make_sample(3)
     index.add_samples([sample])
@@ -217,13 +228,15 @@ def test_the_state_is_json(pages, index, source):
     answer = pages.respond("/state.json", "")
 
     assert json.loads(answer.body) == {
-        "total": 9, "is_done": False, "is_live": True, "problem": "gone", "samples": 1, "read": 1, "newest": 1
+        "total": 9, "is_done": False, "is_live": True, "problem": "gone", "remark": "", "samples": 1, "read": 1, "newest": 1
     }  # fmt: skip
 
 
 def test_an_empty_list_says_why(pages, index, source):
     source.progress = SourceProgress(is_live=True, is_done=True)
     assert "Nothing was kept yet" in text(pages, "/")
+    source.progress = SourceProgress(is_live=True, is_done=True, remark="It keeps none.")
+    assert "It keeps none." in text(pages, "/")
     source.progress = SourceProgress()
     assert "Reading run.jsonl&lt;b&gt;" in text(pages, "/")
     index.add_samples([make_sample(1)])

@@ -27,7 +27,7 @@ class EvaluationConfig(Config):
     """Versions between evaluations, which delay the publication; 0: off."""
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts, from the first on."""
-    num_per_prompt: int = Field(default=1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     """Completions of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Softmax temperature; 0 is greedy."""

@@ -274,7 +274,7 @@ def _build_evaluator(
         engine=engine,
         prompter=prompter,
         num_prompts=options.num_prompts,
-        num_per_prompt=options.num_per_prompt,
+        num_per_prompt=options.samples_per_prompt,
         seed=options.seed,
         conversations=conversations,
     )

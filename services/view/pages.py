@@ -156,7 +156,7 @@ class Pages:
         )
 
     def _next_url(self, query: Query, place: Query) -> str:
-        """URL of the sample next to a place, of the list where the search reached its time limit, or empty."""
+        """URL of the next sample, or of the list."""
         found = self._index.find(place, limit=1, is_counted=False)
         if found.summaries:
             return query.url(f"/sample/{found.summaries[0].id}")

@@ -136,17 +136,17 @@ PROMISES = [
     ),
     (
         "docs/untrusted.md",
-        f"can be chance: of these it takes {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures}.",
+        f"can happen by chance: {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures} of them, not three,",
     ),
     # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
         "docs/untrusted.md",
-        f"at a floor of 5 % a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
+        f"at a floor of 5 %, a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
     ),
     (
         "README.md",
         f"Above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
-        " parameters a killed learner drops up to nine versions and their groups: checkpoints come every tenth version.",
+        " parameters checkpoints come every tenth version: a learner that stops between them drops up to nine versions",
     ),
     ("ARCHITECTURE.md", f"a stop waits {completion_collector.HAND_BACK_S:g} s for the coordinator"),
     ("ARCHITECTURE.md", f"a reserve of assignments below {WORDS[prefetch.FULL_ENOUGH]}"),
@@ -159,15 +159,15 @@ PROMISES = [
     (
         "ARCHITECTURE.md",
         f"`messages_in_flight_bytes` ({COORDINATOR.messages_in_flight_bytes // GIB} GiB) for all samplers,"
-        f" {WORDS[1 / server_limits.SHORT_PART]} of it for requests up to {server_limits.SHORT_BYTES >> 10} KiB;"
-        f" a sampler {server_limits.OF_CALLER} of the largest, a site {WORDS[server_limits.OF_SITE]},"
-        f" the learner {server_limits.OF_PRIVILEGED}",
+        f" {WORDS[1 / server_limits.SHORT_PART]} of it for requests up to {server_limits.SHORT_BYTES >> 10} KiB."
+        f" A site has at most {WORDS[server_limits.OF_SITE]};"
+        f" a sampler {server_limits.OF_CALLER} of the largest messages, the learner {server_limits.OF_PRIVILEGED}",
     ),
     ("ARCHITECTURE.md", f"`max_concurrent_rpcs` ({COORDINATOR.max_concurrent_rpcs}, or what descriptors allow)"),
     ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
     ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
-    ("docs/evaluation.md", f"delays newer weights, by at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
+    ("docs/evaluation.md", f"postpone newer weights by at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
     ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
     (
@@ -216,11 +216,14 @@ PROMISES = [
         "docs/relay.md",
         f"{(2 * cached_weights.MANIFEST_BYTES + cached_weights.PLAN_BYTES) // MIB} MiB for plans and manifests",
     ),
-    ("docs/rewards.md", f"worker processes ({prompt_evaluator.REWARD_WORKERS} unless set)"),
     (
         "docs/rewards.md",
-        f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) of processor time, so slow and busy machines score"
-        f" alike. By the clock it has {WORDS[worker_pool.PATIENCE]} times as much",
+        f"processes (sampler {prompt_evaluator.REWARD_WORKERS}, learner {LEARNER.task.reward_workers} unless set)",
+    ),
+    (
+        "docs/rewards.md",
+        f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) of processor time, so the load of a machine"
+        f" does not change its score. By the clock it has {WORDS[worker_pool.PATIENCE]} times as much",
     ),
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (

@@ -54,6 +54,7 @@ FORMER = {
     "share_dir": "use a relay for several samplers of one place (docs/relay.md), or engine.devices in one sampler",
     "share_bytes": "use a relay with cache_bytes (docs/relay.md)",
     "publish_interval": "set steps_per_version",
+    "evaluation.num_per_prompt": "it is `samples_per_prompt`",
     "evaluation_lease_s": "held-out prompts are leased for work_lease_s; see evaluation_hold_s of the sampler",
     "evaluation_wait_s": "a sampler keeps the evaluated version for its evaluation_hold_s",
     "loss.baseline": _MOVED.format("vcpo"),

@@ -286,7 +286,7 @@ def _config(directory, **changes):
         "task": {"digits": 2},
         "sampling": {"max_new_tokens": 4},
         "group_size": 2,
-        "evaluation": {"every_versions": 1, "num_prompts": 4, "num_per_prompt": 2},
+        "evaluation": {"every_versions": 1, "num_prompts": 4, "samples_per_prompt": 2},
     }
     return LearnerConfig(**{**values, **changes})
 
@@ -308,7 +308,7 @@ def test_learner_is_assembled_from_its_configuration(tmp_path):
 @pytest.mark.process
 def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     directory = _write_model(tmp_path / "model")
-    parts = assemble(_config(directory, evaluation={"every_versions": 1, "num_prompts": 1, "num_per_prompt": 3}))
+    parts = assemble(_config(directory, evaluation={"every_versions": 1, "num_prompts": 1, "samples_per_prompt": 3}))
     arena = Arena(parts.backend.layout)
     parts.backend.store(arena)
     engine, prompter = parts.evaluator._engine, parts.evaluator._prompter

@@ -50,7 +50,7 @@ class LearnerConfig(ContractConfig):
     """Private key file (`heterorl keys new`), mode 0600, that signs versions; none: unsigned."""
     trusted_keys: tuple[PublicKey, ...] = ()
     """Public keys of the run's earlier learners, accepted on resume."""
-    group_size: int = Field(default=8, ge=1, le=4096)
+    group_size: int = Field(default=8, ge=2, le=4096)
     """Rollouts of one prompt; equal on every node."""
     groups_per_step: int = Field(default=32, ge=1)
     """Groups of one optimizer step; times steps_per_version: the coordinator's groups_per_version."""
@@ -142,8 +142,6 @@ class LearnerConfig(ContractConfig):
             raise ValueError(
                 "trusted_keys without signing_key: the learner would refuse its own versions on resume; set signing_key"
             )
-        if self.dynamic_sampling.max_replaced_per_step and self.group_size < 2:
-            raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
         if len(set(self.variants)) != len(self.variants):
             raise ValueError("variants names one twice: remove it")
         if self.variants and self.lora.is_on:

@@ -111,7 +111,7 @@ class ContractConfig(NodeConfig):
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node."""
+    """Prompts and reward; equal on every node, except paths, workers, memory, time limits and sandbox."""
     sampling: SamplingConfig = SamplingConfig()
     """How samplers draw tokens; equal on every node."""
     lora: LoraConfig = LoraConfig()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, PromptRefused, RewardError
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.model.model_loading import TokenLimits, token_limits_at
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
@@ -108,25 +108,43 @@ class Conversations:
         return environment_at(self._task, index)
 
     def try_episodes(self) -> None:
-        """Step and score an episode of each environment; raise ConfigError for failures."""
+        """Play an episode of each environment, of a deterministic one two; raise ConfigError for failures."""
         turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):
+            # Each prompt may begin an episode.
+            if not untried:
+                return
             found = None if prompt.refusal else self.of(prompt)
             if found is None or found.spec.episodes not in untried:
                 continue
             del untried[found.spec.episodes]
+            where = f"an episode of prompt {prompt.index} in which the policy says {TRIED_TURN}"
             try:
-                with found.spec.open() as episode:
-                    found.step(episode, turn)
-                    total_reward(episode.score())
+                played = [_played(found, turn) for _ in range(1 + found.spec.is_deterministic)]
             except (EpisodeError, RewardError) as error:
-                where = f"an episode of prompt {prompt.index} in which the policy says {TRIED_TURN}"
                 raise environment_problem(where, error) from error
+            if played[0] != played[-1]:
+                raise environment_problem(
+                    where,
+                    EnvironmentFailed(
+                        f"{found.spec.episodes.name} differs from itself with equal row, seed and turn: keep no state"
+                        " between episodes and draw from random or numpy.random, or set is_deterministic = False"
+                    ),
+                )
 
     def encode(self, prompt: Prompt) -> Int32Array:
         found = self.of(prompt)
         return self._prompter.encode_prompt(prompt) if found is None else found.encode(prompt)
+
+
+def _played(found: Conversation, turn: Int32Array) -> Any:
+    """First messages, given ids and score of an episode with one turn."""
+    with found.spec.open() as episode:
+        ids = found.step(episode, turn)
+        parts = episode.score()
+        total_reward(parts)
+        return episode.first, None if ids is None else ids.tolist(), parts
 
 
 def open_conversations(

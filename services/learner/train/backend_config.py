@@ -59,7 +59,8 @@ class _Training(Config):
     """`sdpa` (torch's fused kernels), `eager` (plain products) or `flash_attention_2` (package flash-attn, bf16 on a
     GPU)."""
     compile: bool = False
-    """Compile the model's blocks at the first step; needs a C++ compiler (CPU) or Triton (GPU). Not in ZeRO stage 3."""
+    """Compile the model's blocks at the first step; needs a C++ compiler (CPU) or Triton (GPU). Not in ZeRO stage 3 or
+    with sequence_parallel."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
     """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device; divides ranks and
     attention heads. micro_batch_tokens count for all. fsdp2 only; 1: off."""

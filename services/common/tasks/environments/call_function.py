@@ -2,7 +2,7 @@
 
 A row comes as JSON on standard input.
 
-Calls `NAME(row, base_url, api_key)`, which may be async, and prints the reward or its named parts as the last line.
+Calls `NAME(row, base_url, api_key)`, which may be async, and writes the reward or its named parts to HETERORL_REWARD.
 It does not import heterorl.
 """
 
@@ -37,13 +37,11 @@ def main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    returned = getattr(module, name)(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    returned = getattr(module, name)(row, os.environ["HETERORL_BASE_URL"], os.environ["HETERORL_API_KEY"])
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
-    if isinstance(returned, bool):
-        returned = float(returned)
     # numpy's numbers are none of JSON.
-    sys.stdout.write(f"\n{json.dumps(returned, default=float)}\n")
+    Path(os.environ["HETERORL_REWARD"]).write_text(json.dumps(returned, default=float), encoding="ascii")
 
 
 if __name__ == "__main__":

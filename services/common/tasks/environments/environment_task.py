@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError, ToolLost
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task
@@ -91,7 +91,11 @@ def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
 
 def environment_problem(where: str, error: Exception) -> ConfigError:
     """The error that ended an episode, for the environment's author."""
-    action = "correct the environment; raise task.step_timeout_s if it only needs longer"
+    action = "correct the environment"
+    if "MemoryError" in str(error):
+        action += "; raise task.environment_memory_bytes if it only needs more"
+    elif isinstance(error, ToolLost):
+        action += "; raise task.step_timeout_s if it only needs longer"
     return ConfigError(_KEY, f"{where}: {error}", action=action)
 
 
@@ -170,16 +174,18 @@ class EnvironmentTask(TaskWrapper):
         close_task(self.inner)
 
     def _check_columns(self, prompt: Prompt) -> None:
-        row = _row(prompt)
-        if missing := [name for name in self._episodes.needs if name not in row]:
-            problem = (
-                f"the score of {self._episodes.name} asks for {', '.join(missing)}; the rows have {', '.join(row)}"
-            )
+        if problem := self._lacks(_row(prompt)):
             raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
 
+    def _lacks(self, row: Mapping[str, Any]) -> str:
+        missing = [name for name in self._episodes.needs if name not in row]
+        words = f"the score of {self._episodes.name} asks for {', '.join(missing)}; the row has {', '.join(row)}"
+        return words if missing else ""
+
     def _asked(self, prompt: Prompt, *, is_held_out: bool) -> EnvironmentPrompt:
-        first, refusal = None, ""
-        if not self._episodes.keeps_prompts:
+        row, first = _row(prompt), None
+        refusal = self._lacks(row)
+        if not (refusal or self._episodes.keeps_prompts):
             try:
                 first = self._first(prompt.index, is_held_out)
             except EpisodeError as error:
@@ -194,7 +200,7 @@ class EnvironmentTask(TaskWrapper):
             refusal = f"prompt {prompt.index} has no text, and reset of {self._episodes.name} returned no message"
         return EnvironmentPrompt(
             index=prompt.index, text=text, answer=prompt.answer, messages=messages, columns=prompt.columns,
-            refusal=refusal, row=_row(prompt), seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
+            refusal=refusal, row=row, seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
             first=said,
         )  # fmt: skip
 
@@ -206,8 +212,8 @@ class EnvironmentTask(TaskWrapper):
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """Row for an environment: columns, with prompt and answer as texts."""
-    row = dict(prompt.columns)
+    """Row for an environment: columns, with prompt and answer as texts; `messages` are the prompt's only."""
+    row = {name: value for name, value in prompt.columns.items() if name != "messages"}
     if prompt.messages and prompt.text:
         row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]
     return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}

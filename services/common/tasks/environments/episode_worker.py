@@ -13,12 +13,13 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heterorl.common.tasks.environments.environment import Action, Observation, Reset, Step, ToolCall
+from heterorl.common.tasks.environments.environment import Action, Environment, Observation, Reset, Step, ToolCall
 from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schemas_of
 from heterorl.common.tasks.task import ROLES
 
@@ -26,6 +27,8 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 OBSERVED = ("user", "tool", "system")
 """Roles of an observation."""
 _NEEDED = ("reset", "step", "score")
+FIRST_CHARS = 131_072
+"""Least bound on first messages, which are a prompt; as JSON they fit into a reply."""
 _DEFAULTS: dict[str, Any] = {"is_deterministic": True, "shares_process": False, "tools": [], "needs": []}
 """Facts of an environment that states none; see `Environment`."""
 
@@ -43,15 +46,17 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
     make: Callable[[], Any]
     facts: dict[str, Any]
     if job["what"] == "class":
-        if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:
+        if missing := [name for name in _NEEDED if getattr(found, name, None) in (None, getattr(Environment, name))]:
             raise ValueError(f"{job['name']} has no {', '.join(missing)}; an environment needs reset, step and score")
-        make = found
-        facts = {flag: bool(getattr(found, flag, _DEFAULTS[flag])) for flag in ("is_deterministic", "shares_process")}
+        make = functools.partial(_made, found)
+        facts = {flag: _flag(found, flag) for flag in ("is_deterministic", "shares_process")}
         facts["tools"] = schemas_of(getattr(found, "tools", ()))
     elif job["what"] == "function":
-        functions = functions_of(sys.modules[job["module"]])
+        file = sys.modules[job["module"]]
+        functions = functions_of(file)
         make = functools.partial(ToolEnvironment, functions, found, most=most)
         facts = {"needs": column_names(found), "tools": schemas_of(functions)}
+        facts["is_deterministic"] = _flag(file, "is_deterministic")
     else:
         module: Any = importlib.import_module(f"heterorl.common.tasks.environments.{job['what']}")
         make, facts = module.load(job["name"], job["directory"])
@@ -60,6 +65,25 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
             build(int(job["num_rows"]))
     _bound_memory(int(job["memory_bytes"]))
     return LiveEpisodes(make, most).answer, {**_DEFAULTS, **facts}
+
+
+def _flag(found: Any, name: str) -> bool:
+    value = getattr(found, name, _DEFAULTS[name])
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.80}: write {name} = True or False into the class or file")
+    return value
+
+
+def _made(found: Callable[[], Any]) -> Any:
+    environment = found()
+    # They are read from the class, before an episode begins.
+    if set_late := [name for name in ("is_deterministic", "shares_process", "tools") if name in _own(environment)]:
+        raise ValueError(f"__init__ sets {', '.join(set_late)}: make each an attribute of the class")
+    return environment
+
+
+def _own(environment: Any) -> Mapping[str, Any]:
+    return getattr(environment, "__dict__", {})
 
 
 class LiveEpisodes:
@@ -78,7 +102,8 @@ class LiveEpisodes:
             observation = observation_of(environment.step(_action(request["action"])))
             if not (observation.messages or observation.done):
                 raise ValueError("step returned no message, and the episode is not done")
-            return {"messages": self._written(observation.messages, OBSERVED), "done": bool(observation.done)}
+            messages = self._written(observation.messages, OBSERVED, most=self._most)
+            return {"messages": messages, "done": bool(observation.done)}
         if what == "score":
             return {"parts": _parts(environment.score())}
         del self._live[number]
@@ -95,16 +120,17 @@ class LiveEpisodes:
         if first is None:
             return {"first": None}
         shown = {"tools": environment.shown_tools} if hasattr(environment, "shown_tools") else {}
-        messages = self._written(_messages(first), ROLES)
+        messages = self._written(_messages(first), ROLES, most=max(self._most, FIRST_CHARS))
         if not messages or messages[-1][0] == "assistant":
             raise ValueError("reset returned no messages, or the last one is the assistant's")
         return {"first": messages, **shown}
 
-    def _written(self, messages: Sequence[Any], roles: Sequence[str]) -> list[list[str]]:
+    @staticmethod
+    def _written(messages: Sequence[Any], roles: Sequence[str], *, most: int) -> list[list[str]]:
         written = [_message(each, roles) for each in messages]
         size = sum(len(content) for _, content, _ in written)
-        if size > self._most:
-            raise ValueError(f"an observation of {size} characters; task.max_observation_chars is {self._most}")
+        if size > most:
+            raise ValueError(f"{size} characters are more than {most} (task.max_observation_chars)")
         return written
 
 
@@ -120,6 +146,8 @@ def observation_of(said: Step) -> Observation:
 
 
 def _messages(first: Reset) -> Sequence[Any]:
+    if not isinstance(first, str | Sequence):
+        raise ValueError(f"reset returned {first!r:.80}, and neither a text nor messages")
     return [{"role": "user", "content": first}] if isinstance(first, str) else list(first or ())
 
 
@@ -137,9 +165,14 @@ def _message(entry: Any, roles: Sequence[str]) -> list[str]:
 
 def _parts(value: Any) -> dict[str, float]:
     parts = value if isinstance(value, Mapping) else {"reward": value}
-    if texts := [part for part in parts.values() if isinstance(part, str | bytes)]:
-        raise ValueError(f"score returned the text {texts[0]!r:.80}, and no number")
-    return {str(name): float(part) for name, part in parts.items()}
+    return {str(name): _number(part) for name, part in parts.items()}
+
+
+def _number(part: Any) -> float:
+    if not isinstance(part, str | bytes):
+        with suppress(TypeError):
+            return float(part)
+    raise ValueError(f"score returned {part!r:.80}, and no number")
 
 
 def _action(written: Mapping[str, Any]) -> Action:
@@ -150,7 +183,7 @@ def _action(written: Mapping[str, Any]) -> Action:
 
 
 def _bound_memory(most: int) -> None:
-    """Bound the address space to its current size and `most` bytes."""
+    """Bound the address space to its current size and `most` bytes; a program is bounded otherwise (program.py)."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     total = pages * resource.getpagesize() + most
-    resource.setrlimit(resource.RLIMIT_AS, (total, total))
+    resource.setrlimit(resource.RLIMIT_AS, (total, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -2,7 +2,7 @@
 
 The program talks to an OpenAI-compatible endpoint in this worker, which lives as long as the episode. Each request is
 one turn: its new messages are the observation, and the policy's turn is the answer. The episode ends with the program,
-whose last line is the reward. No process that an episode started outlives it.
+whose reward is in the file HETERORL_REWARD, or its last line. No process that an episode started outlives it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -37,6 +38,8 @@ MAX_TAIL_BYTES = 65_536
 _PIECE = 65_536
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+_ERROR = re.compile(r"(\w+\.)*\w*Error\b")
+_FULL = re.compile(r"out of memory|MemoryError|cannot allocate|can't start new thread", re.IGNORECASE)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 """A program's last words without a package."""
 
@@ -49,7 +52,10 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
     """
     path, _, function = name.rpartition(":")
     is_deterministic = False
-    if path.endswith(".py") and function.isidentifier():
+    if (name.endswith(".py") and not set(name) & set(" /")) or (path.endswith(".py") and not function.isidentifier()):
+        raise ValueError(f"{name} is no program: name a function, as agent.py:run, or a command, as python agent.py")
+    if path.endswith(".py"):
+        path = os.path.normpath(path)
         file = Path(directory, path)
         is_deterministic = _read(file, function)
         digest = _files_of(path, directory)
@@ -60,7 +66,9 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
             raise ValueError("the command is empty")
         digest = _named_files(command, directory)
     facts = {"is_deterministic": is_deterministic, "digest": digest, "learns_tools": True}
-    return lambda: ProgramEnvironment(command, directory), facts
+    # A function gets both as arguments, and keeps the variables of its own clients.
+    prefix = "HETERORL" if str(CALLED) in command else "OPENAI"
+    return lambda: ProgramEnvironment(command, directory, prefix=prefix), facts
 
 
 def _read(file: Path, function: str) -> bool:
@@ -115,19 +123,20 @@ class _Tail:
             with suppress(OSError):
                 os.write(2, piece)
 
-    def last_line(self) -> str:
-        """Last line that is not empty, after the end of the pipe."""
+    def lines(self) -> list[str]:
+        """Lines that are not empty, last ones first, after the end of the pipe."""
         self._thread.join()
         self._pipe.close()
         lines = self._kept.decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return [line.strip() for line in reversed(lines) if line.strip()]
 
 
 class ProgramEnvironment(EndpointEpisode):
     """One run of a program, in its own worker; implements Environment."""
 
-    def __init__(self, command: Sequence[str], directory: str) -> None:
-        self._command, self._directory = command, directory
+    def __init__(self, command: Sequence[str], directory: str, *, prefix: str) -> None:
+        self._command, self._directory, self._prefix = command, directory, prefix
+        self._reward = os.memfd_create("reward")
         self._events: queue.SimpleQueue[tuple[Message, ...] | int] = queue.SimpleQueue()
         """Messages of each request; last, the exit code."""
         self._endpoint = Endpoint(self._events.put)
@@ -141,7 +150,7 @@ class ProgramEnvironment(EndpointEpisode):
         return self._first("the program")
 
     def score(self) -> Any:
-        """Reward on the last line; 0 for a failure after a limit."""
+        """The reward; 0 for a failure after a limit."""
         if self._code is None:
             self._is_over = True
             self._endpoint.refuse_rest(over())
@@ -149,15 +158,18 @@ class ProgramEnvironment(EndpointEpisode):
                 pass
             if self._code:
                 return 0.0
-        line = self._out.last_line()
+        stated = os.pread(self._reward, MAX_TAIL_BYTES, 0).decode(errors="replace").strip()
+        text = stated or next(iter(self._out.lines()), "")
         try:
-            return _reward(line)
+            return _reward(text)
         except ValueError as error:
-            raise ValueError(f"the program's last line is {line[:80]!r}, and no reward: {error}") from None
+            place = "HETERORL_REWARD" if stated else "its last line"
+            raise ValueError(f"the program wrote {text[:80]!r} to {place}, and no reward: {error}") from None
 
     def close(self) -> None:
         kill_started(os.getpid())
         self._endpoint.close()
+        os.close(self._reward)
         if self._process is not None:
             self._process.wait()
         # What lost its parent became a child of this process.
@@ -175,9 +187,12 @@ class ProgramEnvironment(EndpointEpisode):
         kill_started(os.getpid())
         if event and not self._is_over:
             words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
-            last = peer_words(self._err.last_line(), most=200)
+            lines = self._err.lines()
+            last = peer_words(next((line for line in lines if _ERROR.match(line)), next(iter(lines), "")), most=200)
             missing = _MISSING.match(last)
             remedy = f": install {missing[1]} into the environment of heterorl" if missing else ""
+            if _FULL.search(last):
+                remedy = ": raise task.environment_memory_bytes"
             raise RuntimeError(f"the program failed: {words}; {last}{remedy}")
         return None
 
@@ -192,12 +207,12 @@ class ProgramEnvironment(EndpointEpisode):
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self._directory,
-                env=_variables(self._endpoint, seed),
+                env=self._variables(seed),
                 stdin=task,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # The program dies with its worker; no other thread runs here now.
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+                # No other thread runs here now.
+                preexec_fn=_prepare,
             )
         finally:
             os.close(task)
@@ -210,18 +225,29 @@ class ProgramEnvironment(EndpointEpisode):
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         self._events.put(process.wait())
 
+    def _variables(self, seed: int) -> dict[str, str]:
+        # No proxy for this machine.
+        here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+        own = {
+            f"{self._prefix}_BASE_URL": self._endpoint.base_url, f"{self._prefix}_API_KEY": self._endpoint.api_key,
+            "HETERORL_SEED": str(seed), "HETERORL_REWARD": f"/proc/{os.getpid()}/fd/{self._reward}",
+        }  # fmt: skip
+        return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
 
-def _variables(endpoint: Endpoint, seed: int) -> dict[str, str]:
-    """Environment variables of a program; no proxy for this machine."""
-    here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-    own = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "HETERORL_SEED": str(seed)}
-    return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
+
+def _prepare() -> None:
+    """Let the program die with its worker, and bound its data in place of its addresses.
+    Node and Go reserve far more addresses than they use."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    total, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (total, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _reward(line: str) -> Any:
     """A number, or an object of named numbers."""
     value = json.loads(line)
     parts = value.values() if isinstance(value, dict) else [value]
-    if any(isinstance(part, bool) or not isinstance(part, int | float) for part in parts):
+    if not all(isinstance(part, int | float) for part in parts):
         raise ValueError("it is neither a number nor an object of numbers")
     return value

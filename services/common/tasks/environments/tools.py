@@ -27,7 +27,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,6 +190,8 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
         value = validate_call(_as_function(tool))(**call.arguments)
         if inspect.isawaitable(value):
             value = _runner().run(_awaited(value))
+        if isinstance(value, AsyncIterator):
+            value = _runner().run(_collected(value))
         return value if isinstance(value, str) else to_json(value, fallback=_plain).decode()
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
@@ -207,11 +209,15 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
+async def _collected(values: AsyncIterator[Any]) -> list[Any]:
+    return [value async for value in values]
+
+
 def column_names(score: Callable[..., Any]) -> list[str]:
     """Columns that a score function needs."""
     parameters = inspect.signature(score).parameters.values()
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    return [each.name for each in named if each.default is each.empty and each.name not in ("messages", "answer")]
+    return [each.name for each in named if each.default is each.empty and each.name != "messages"]
 
 
 class ToolEnvironment:
@@ -242,7 +248,7 @@ class ToolEnvironment:
         return Observation(answers)
 
     def score(self) -> Any:
-        given = {**self._row, "messages": json.loads(json.dumps(self._messages)), "answer": self._row.get("answer", "")}
+        given = {**self._row, "messages": json.loads(json.dumps(self._messages))}
         parameters = inspect.signature(self._score).parameters
         if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}

@@ -40,6 +40,8 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 MAX_WORDS = 300
 """Longest error text, characters."""
+_SERVICES = f"{Path(__file__).parents[3]}{os.sep}"
+"""Directory of heterorl's code, which is never the line that raised."""
 _MODULES = {
     "math_verify": "rewards.math_expressions", "exact": "answer_extraction", "task": "task_config",
     "http": "rewards.http_reward", "judge": "rewards.judge_reward", "code": "rewards.sandbox.code_reward",
@@ -104,6 +106,13 @@ def _write_line(out: Any, text: str) -> None:
 
 def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """Function that answers a job's requests, and its facts; raises LoadError."""
+    if "directory" in job:
+        # Relative files of user code are the same wherever the service starts.
+        job["directory"] = os.path.realpath(job["directory"])
+        try:
+            os.chdir(job["directory"])
+        except OSError as error:
+            raise LoadError("place", str(error)) from error
     if job["kind"] == "function":
         return _function(job)
     try:
@@ -187,8 +196,8 @@ def imported(module: str, directory: str) -> ModuleType:
 
 def words_of(error: BaseException) -> str:
     """An error of user code, with the line that raised it."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in own if not frame.filename.startswith("<frozen")]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_SERVICES, "<frozen"))]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     # A long text must not push the place out.
     return f"{type(error).__name__}: {message_of(error)[:MAX_WORDS]}{place}"

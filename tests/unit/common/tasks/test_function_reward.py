@@ -137,6 +137,16 @@ def test_a_part_whose_name_is_as_long_as_a_coordinator_takes_is_one(place):
     assert bound_of("Rollout", "reward_parts").count >= MAX_REWARD_PARTS
 
 
+def test_relative_files_of_a_reward_are_those_of_its_directory(place, monkeypatch):
+    text = "def score(prompt, completion, answer):\n    return float(completion == open('mytask/words.txt').read())\n"
+    write(place, "mytask/rewards.py", text)
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    task = task_in(place)
+
+    assert task.score(task.prompt(0), "one")[0].value == 1.0
+
+
 def test_the_directory_is_that_of_the_configuration_file(place, tmp_path, monkeypatch):
     other = place / "elsewhere"
     other.mkdir()

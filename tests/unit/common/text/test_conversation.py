@@ -103,7 +103,7 @@ def test_call_that_cannot_be_made_is_something_that_the_policy_reads(task, promp
 class Named:
     """An environment that has a name and tools alone."""
 
-    name, max_live = "program:agent.py:run", 1
+    name, max_live, is_deterministic = "program:agent.py:run", 1, False
 
     def __init__(self, *tools):
         self.tools, self.num_opened = tools, 0
@@ -130,6 +130,45 @@ def test_environments_of_one_name_in_two_directories_have_their_own_tools(prompt
     with pytest.raises(ConfigError, match="it was opened"):
         made.try_episodes()
     assert without.num_opened == 1
+
+
+STATE = """
+class Grows:
+    seen = []
+
+    def reset(self, row, *, seed):
+        self.seen.append(seed)
+        return "Go."
+
+    def step(self, action):
+        return f"turn {len(self.seen)}"
+
+    def score(self):
+        return 0.5
+
+class Notes(Grows):
+    is_deterministic = False
+"""
+
+
+def test_environment_that_differs_from_itself_is_refused_and_each_is_tried_once(prompter, tmp_path):
+    (tmp_path / "state.py").write_text(STATE)
+    config = {"name": "seeds", "size": 64, "environment_path": str(tmp_path), "environment_workers": 1}
+    grows, notes = (build_task(TaskConfig(environment=f"state:{name}", **config)) for name in ("Grows", "Notes"))
+    asked = []
+
+    with pytest.raises(
+        ConfigError, match="state:Grows differs from itself with equal row, seed and turn: keep no state"
+    ):
+        conversations(grows, prompter).try_episodes()
+    told = SimpleNamespace(
+        environments=notes.environments, environment_of=notes.environment_of, num_prompts=64,
+        prompt=lambda index: (asked.append(index), notes.prompt(index))[1],
+    )  # fmt: skip
+    conversations(told, prompter).try_episodes()
+    assert len(asked) < 3
+    for each in (grows, notes):
+        close_task(each)
 
 
 def test_turn_that_was_cut_gets_its_end_token_first(task, prompter):

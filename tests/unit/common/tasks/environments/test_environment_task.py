@@ -231,8 +231,35 @@ def test_tools_are_shown_and_the_row_reaches_their_score(made, place):
         assert episode.step(Action("", (ToolCall("add", {"a": 1, "b": 2}),))).messages[0].content == "3"
         assert episode.step(Action(prompt.answer)).done
         assert episode.score()[0].value == 2.0
-    with pytest.raises(ConfigError, match="the score of tools.py asks for level; the rows have seed"):
+    with pytest.raises(ConfigError, match="the score of tools.py asks for answer, level; the row has seed"):
         made("tools.py")
+
+
+def test_a_column_of_messages_is_no_part_of_the_conversation(made, place):
+    told = [{"role": "user", "content": "0 + 1?"}, {"role": "assistant", "content": "1"}]
+    row = {"prompt": "0 + 1?", "answer": "1", "level": 2, "messages": told}
+    (place / "chats.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({**row, 'prompt': 'and 1 + 0?'})}\n")
+    any_turn = TOOLS.replace('messages[-1]["content"] == answer', '"1" in [each["content"] for each in messages]')
+    (place / "any_turn.py").write_text(any_turn)
+    task = made("any_turn.py", name=f"jsonl:{place}/chats.jsonl")
+
+    assert {part.value for part in task.score(task.prompt(0), "I do not know")} == {0.0}
+    assert {part.value for part in task.score(task.prompt(0), "1")} == {2.0}
+
+
+def test_a_row_without_a_column_that_the_score_asks_for_is_refused(made, place):
+    rows = [{"prompt": f"{n}?", "answer": "1", **({"level": 2} if n < 7 else {})} for n in range(8)]
+    (place / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "none.jsonl").write_text('{"prompt": "Go.", "level": 2}\n{"prompt": "Stop.", "level": 2}\n')
+    (place / "kind.py").write_text(TOOLS.replace("answer, level", 'answer="", level=1'))
+    task = made("tools.py", name=f"jsonl:{place}/some.jsonl", evaluation_size=1)
+    prompts = [*map(task.prompt, range(task.num_prompts)), task.evaluation_prompt(0)]
+
+    (refused,) = [prompt for prompt in prompts if prompt.refusal]
+    assert (refused.text, refused.refusal.partition(";")[0]) == ("7?", "the score of tools.py asks for level")
+    with pytest.raises(ConfigError, match="the score of tools.py asks for answer; the row has level, prompt"):
+        made("tools.py", name=f"jsonl:{place}/none.jsonl")
+    assert not made("kind.py", name=f"jsonl:{place}/none.jsonl").prompt(0).refusal
 
 
 @pytest.mark.parametrize(

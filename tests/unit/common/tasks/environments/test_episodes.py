@@ -14,6 +14,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
+from heterorl.common.tasks.environments.episode_worker import FIRST_CHARS
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
 from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
@@ -38,7 +39,7 @@ class Guess:
 PLAY = """
 import os, random, sys, time
 import numpy as np
-from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.environments.environment import Environment, Observation
 from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
 
@@ -107,6 +108,30 @@ class SharedHoard(Hoard):
 class Half:
     def reset(self, row, *, seed):
         pass
+
+class Heir(Environment):
+    def reset(self, row, *, seed):
+        pass
+    step = reset
+
+class Property(Play):
+    @property
+    def is_deterministic(self):
+        return False
+
+class Late(Play):
+    def __init__(self):
+        self.tools = []
+
+class Later(Play):
+    def reset(self, row, *, seed):
+        return 7
+    async def score(self):
+        return 1.0
+
+class Reader(Play):
+    def reset(self, row, *, seed):
+        return open("beside.txt").read()
 """
 
 
@@ -328,10 +353,12 @@ def test_an_observation_that_is_too_long_ends_the_episode(opened):
     episodes = opened()
     with episodes.open({}, seed=1) as episode:
         assert len(said(episode.step(Action("say 1000")))[0]) == 1000
-        with pytest.raises(EnvironmentFailed, match=r"1001 characters; task.max_observation_chars is 1000"):
+        with pytest.raises(EnvironmentFailed, match=r"1001 characters are more than 1000 \(task.max_observation_chars"):
             episode.step(Action("say 1001"))
     with pytest.raises(EnvironmentFailed, match=r"task.max_observation_chars"):
-        episodes.open({"first": "x" * 1001}, seed=1)
+        episodes.open({"first": "x" * (FIRST_CHARS + 1)}, seed=1)
+    with episodes.open({"first": "\u00fc" * FIRST_CHARS}, seed=1) as episode:
+        assert len(episode.first[0].content) == FIRST_CHARS
 
 
 def test_more_memory_than_allowed_is_an_error_and_no_full_machine(opened):
@@ -493,6 +520,8 @@ def test_closed_episodes_end_what_runs_and_begin_nothing(opened, name):
     [
         ("play:Nothing", "has no class Nothing"),
         ("play:Half", "Half has no step, score"),
+        ("play:Heir", "Heir has no score"),
+        ("play:Property", "is_deterministic is <property object.*: write is_deterministic = True or False"),
         ("nowhere:Play", "there is no module nowhere.*task.environment_path"),
         ("play", "none of package.module:Class, file.py, textarena:ID"),
         ("play:Pl ay", "none of"),
@@ -502,6 +531,44 @@ def test_closed_episodes_end_what_runs_and_begin_nothing(opened, name):
 def test_what_is_no_environment_is_refused_at_the_start(opened, name, words):
     with pytest.raises(ConfigError, match=f"(?s)^task.environment: .*{words}"):
         opened(name)
+
+
+def test_what_a_class_states_too_late_is_refused(opened):
+    with pytest.raises(EnvironmentFailed, match="__init__ sets tools: make each an attribute of the class"):
+        opened("play:Late").open({}, seed=1)
+
+
+def test_a_wrong_value_names_no_line_of_heterorl(opened):
+    with pytest.raises(
+        EnvironmentFailed, match=r"open: ValueError: reset returned 7, and neither a text nor messages$"
+    ):
+        opened("play:Later").open({}, seed=1)
+    with opened().open({"score": None}, seed=1) as episode:
+        with pytest.raises(EnvironmentFailed, match="score: ValueError: score returned None, and no number$"):
+            episode.score()
+
+
+def test_relative_files_are_those_of_the_environments_directory(opened, tmp_path, monkeypatch):
+    (tmp_path / "beside.txt").write_text("a lamp")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    with opened("play:Reader").open({}, seed=1) as episode:
+        assert episode.first[0].content == "a lamp"
+
+
+def test_a_file_of_tools_may_say_that_it_is_not_deterministic(opened, tmp_path):
+    tools = "def look() -> str:\n    'Look.'\n    return 'x'\n\ndef score(messages):\n    return 1.0\n"
+    for name, line in (
+        ("same.py", ""),
+        ("other.py", "is_deterministic = False\n"),
+        ("odd.py", "is_deterministic = 0\n"),
+    ):
+        (tmp_path / name).write_text(line + tools)
+
+    assert [opened(name).is_deterministic for name in ("same.py", "other.py")] == [True, False]
+    with pytest.raises(ConfigError, match="is_deterministic is 0: write"):
+        opened("odd.py")
 
 
 def test_a_class_shows_its_tools_and_digests_are_of_its_files(opened, tmp_path):

@@ -1,4 +1,4 @@
-"""An agent program in a worker process: its requests are turns, its end is the episode's, its last line the reward."""
+"""An agent program in a worker process: its requests are turns, its end is the episode's."""
 
 import os
 import signal
@@ -83,6 +83,24 @@ def odd(row, base_url, api_key):
         return np.float32(0.5)
     return {"text": "x", "none": None, "true": True, "nan": float("nan")}.get(word, 0.5)
 
+def parts(row, base_url, api_key):
+    import atexit
+    atexit.register(print, "bye")
+    assert os.environ["OPENAI_API_KEY"] == "the judge's"
+    ask(base_url, api_key, [user("?")])
+    return {"solved": True, "speed": 0.5}
+
+def fills(row, base_url, api_key):
+    ask(base_url, api_key, [user("?")])
+    bytearray(1 << 31)
+
+def reserves(row, base_url, api_key):
+    import mmap
+    # As Node does: addresses without memory.
+    mmap.mmap(-1, 1 << 36, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    ask(base_url, api_key, [user("?")])
+    return 1.0
+
 def differs(row, base_url, api_key):
     ask(base_url, api_key, [user(str(os.getpid()))])
     return 1.0
@@ -104,10 +122,19 @@ print(json.dumps({"reward": reward}))
 """
 
 
+STREAM = """
+import os, sys
+from agent import ask, user
+print(ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [user("?")])["content"], end="")
+with open(os.environ["HETERORL_REWARD"], "w") as file:
+    file.write("0.25")
+"""
+
+
 @pytest.fixture
 def opened(tmp_path):
     """Makes environments of a directory with the programs above, and ends them."""
-    for name, text in (("agent.py", AGENT), ("same.py", SAME), ("command.py", COMMAND)):
+    for name, text in (("agent.py", AGENT), ("same.py", SAME), ("command.py", COMMAND), ("stream.py", STREAM)):
         (tmp_path / name).write_text(text)
     made = []
 
@@ -212,6 +239,26 @@ def test_numpy_is_seeded_and_its_numbers_and_truths_are_rewards(opened):
         assert values(episode) == {"reward": 1.0}
 
 
+def test_a_reward_in_the_named_file_is_no_text_of_the_policy(opened, monkeypatch):
+    with opened(f"{sys.executable} stream.py").open({}, seed=1) as episode:
+        assert episode.step(Action("my guess is\n42")).done
+        assert values(episode) == {"reward": 0.25}
+    monkeypatch.setenv("OPENAI_API_KEY", "the judge's")
+    with opened("./agent.py:parts").open({}, seed=1) as episode:
+        assert episode.step(Action("x")).done
+        assert values(episode) == {"solved": 1.0, "speed": 0.5}
+
+
+def test_a_program_is_bounded_by_its_data_and_not_by_its_addresses(opened):
+    with opened("agent.py:reserves").open({}, seed=1) as episode:
+        assert episode.step(Action("x")).done
+    with (
+        opened("agent.py:fills").open({}, seed=1) as episode,
+        pytest.raises(EnvironmentFailed, match="MemoryError: raise task.environment_memory_bytes"),
+    ):
+        episode.step(Action("x"))
+
+
 def test_an_error_of_the_program_ends_the_episode_in_its_words(opened):
     episodes = opened("agent.py:odd")
     with pytest.raises(EnvironmentFailed, match="before its first request"):
@@ -282,7 +329,14 @@ def test_a_file_may_say_that_it_is_deterministic_and_its_bytes_count(opened, tmp
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("agent.py:gues", "no function gues"), ("other.py:run", "cannot be read"), ("'", "quotation"), (" ", "is empty")],
+    [
+        ("agent.py:gues", "no function gues"),
+        ("other.py:run", "cannot be read"),
+        ("'", "quotation"),
+        (" ", "is empty"),
+        ("agent.py", "name a function, as agent.py:run"),
+        ("agent.py:A.run", "name a function, as agent.py:run"),
+    ],
 )
 def test_what_is_no_program_is_said_at_the_start(opened, name, words):
     with pytest.raises(ConfigError, match=words):

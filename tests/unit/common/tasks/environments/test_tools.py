@@ -115,6 +115,11 @@ def part() -> object:
 def half() -> list:
     "Give half a character."
     return [chr(0xD800)]
+
+async def count(a: int):
+    "Count, later."
+    for number in range(a):
+        yield number
 """
 
 
@@ -128,6 +133,7 @@ def half() -> list:
         ("thing", {}, "error: PydanticSerializationError: Error serializing to JSON: TypeError: a object has no text"),
         ("part", {}, '"1/3"'),
         ("half", {}, "error: PydanticSerializationError: "),
+        ("count", {"a": 3}, "[0,1,2]"),
     ],
 )
 def test_tools_that_are_async_or_return_no_json_are_answered_too(name, arguments, words):
@@ -401,7 +407,7 @@ def turn(text, *calls):
 def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(opened):
     episodes = opened()
     assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "halve", "hush"]
-    assert (episodes.needs, episodes.keeps_prompts, episodes.is_deterministic) == ((), True, True)
+    assert (episodes.needs, episodes.keeps_prompts, episodes.is_deterministic) == (("answer",), True, True)
 
     with episodes.open({"prompt": "1 + 2?", "answer": "3", "level": 2, "other": 1}, seed=1) as episode:
         assert episode.first is None
@@ -421,11 +427,11 @@ def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(open
 def test_a_score_says_which_columns_it_needs(opened):
     needing = TOOLS.replace("level=0", "level")
 
-    assert opened(needing).needs == ("level",)
-    with opened(needing).open({"prompt": "?"}, seed=1) as episode, pytest.raises(EnvironmentFailed, match="level"):
+    assert opened(needing).needs == ("answer", "level")
+    with opened(needing).open({"prompt": "?", "answer": ""}, seed=1) as episode, pytest.raises(EnvironmentFailed, match="level"):
         episode.score()
     everything = TOOLS.replace("level=0", "**columns").replace('"level": level', '"level": columns["deep"]')
-    with opened(everything).open({"deep": 7}, seed=1) as episode:
+    with opened(everything).open({"deep": 7, "answer": ""}, seed=1) as episode:
         assert {part.name: part.value for part in episode.score()}["level"] == 7.0
 
 

@@ -145,8 +145,8 @@ PROMISES = [
     ),
     (
         "README.md",
-        f"Above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
-        " parameters checkpoints come every tenth version: a learner that stops between them drops up to nine versions",
+        f"above about {round(checkpoint_store.LARGE_BYTES / checkpoint_store.STATE_BYTES / 1e6, -2):g} million"
+        " parameters checkpoints come every tenth version. A learner that stops between them drops up to nine versions",
     ),
     ("ARCHITECTURE.md", f"a stop waits {completion_collector.HAND_BACK_S:g} s for the coordinator"),
     ("ARCHITECTURE.md", f"a reserve of assignments below {WORDS[prefetch.FULL_ENOUGH]}"),

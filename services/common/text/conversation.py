@@ -108,7 +108,8 @@ class Conversations:
         return environment_at(self._task, index)
 
     def try_episodes(self) -> None:
-        """Play an episode of each environment, of a deterministic one two; raise ConfigError for failures."""
+        """Play an episode of each environment; raise ConfigError for failures.
+        A deterministic one plays two, which must be equal."""
         turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):

@@ -212,7 +212,8 @@ class EnvironmentTask(TaskWrapper):
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """Row for an environment: columns, with prompt and answer as texts; `messages` are the prompt's only."""
+    """Row for an environment: columns, with prompt and answer as texts.
+    `messages` are there only where they are the prompt."""
     row = {name: value for name, value in prompt.columns.items() if name != "messages"}
     if prompt.messages and prompt.text:
         row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]

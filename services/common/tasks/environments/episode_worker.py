@@ -183,7 +183,8 @@ def _action(written: Mapping[str, Any]) -> Action:
 
 
 def _bound_memory(most: int) -> None:
-    """Bound the address space to its current size and `most` bytes; a program is bounded otherwise (program.py)."""
+    """Bound the address space to its current size and `most` bytes.
+    A program has another bound (program.py)."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     total = pages * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (total, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -124,7 +124,7 @@ class _Tail:
                 os.write(2, piece)
 
     def lines(self) -> list[str]:
-        """Lines that are not empty, last ones first, after the end of the pipe."""
+        """Nonempty lines, last ones first, after the end of the pipe."""
         self._thread.join()
         self._pipe.close()
         lines = self._kept.decode(errors="replace").split("\n")
@@ -236,7 +236,7 @@ class ProgramEnvironment(EndpointEpisode):
 
 
 def _prepare() -> None:
-    """Let the program die with its worker, and bound its data in place of its addresses.
+    """Let a program die with its worker; bound data, not addresses.
     Node and Go reserve far more addresses than they use."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     total, most = resource.getrlimit(resource.RLIMIT_AS)

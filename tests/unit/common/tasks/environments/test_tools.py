@@ -428,7 +428,10 @@ def test_a_score_says_which_columns_it_needs(opened):
     needing = TOOLS.replace("level=0", "level")
 
     assert opened(needing).needs == ("answer", "level")
-    with opened(needing).open({"prompt": "?", "answer": ""}, seed=1) as episode, pytest.raises(EnvironmentFailed, match="level"):
+    with (
+        opened(needing).open({"prompt": "?", "answer": ""}, seed=1) as episode,
+        pytest.raises(EnvironmentFailed, match="level"),
+    ):
         episode.score()
     everything = TOOLS.replace("level=0", "**columns").replace('"level": level', '"level": columns["deep"]')
     with opened(everything).open({"deep": 7, "answer": ""}, seed=1) as episode:

@@ -114,9 +114,9 @@ class SourceConfig(Config):
     """Processor time of a start, step or score, or four times by the clock; then the episode is lost. Agent programs:
     four times by the clock between two requests."""
     max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
-    """Longest observation; a longer one ends the episode, a longer tool result is an error that the policy reads."""
+    """Longest observation; a longer one fails the episode, a longer tool result is an error that the policy reads."""
     environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
-    """Address space of an environment process after it is loaded."""
+    """Address space of an environment process after it is loaded; of an agent program: data of each process."""
     environment_workers: int = Field(default=64, ge=1, le=4096)
     """Environment processes, each with one episode, or 16 where the class shares them."""
 

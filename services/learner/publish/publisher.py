@@ -243,8 +243,9 @@ class Publisher:
         observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
         self.training_log.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
-            "version %d is published: step %d, %d of %d values changed, %d bytes",
+            "version %d is published%s: step %d, %d of %d values changed, %d bytes",
             draft.version,
+            "" if checkpoint is None else " with a checkpoint",
             draft.step,
             encoded.manifest.num_changed,
             encoded.manifest.num_elements,

@@ -1,12 +1,8 @@
-"""Which groups are replaced: pure; and which configurations it has no meaning for."""
+"""Which groups are replaced; pure."""
 
 import dataclasses
 
-import pytest
-from pydantic import ValidationError
-
 from heterorl.learner.checks.reward_signal import split_uniform
-from heterorl.learner.learner_config import LearnerConfig
 from tests.support.learner_world import queued
 
 
@@ -31,10 +27,3 @@ def test_a_difference_however_small_is_signal():
     group = with_rewards(1, 1.0, 1.0 - 1e-12)
 
     assert split_uniform([group], room=1) == ([group], [])
-
-
-@pytest.mark.parametrize(("changes", "words"), [({"group_size": 1}, "dynamic_sampling with group_size 1")])
-def test_configurations_in_which_equal_rewards_are_no_lack_are_refused(changes, words):
-    with pytest.raises(ValidationError, match=words):
-        LearnerConfig(dynamic_sampling={"max_replaced_per_step": 8}, **changes)
-    assert LearnerConfig(**changes).dynamic_sampling.max_replaced_per_step == 0

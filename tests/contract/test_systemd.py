@@ -223,8 +223,8 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     assert options.get("--nproc") == ("${HETERORL_NPROC}" if role == "learner" else None)
     if role == "learner":
         assert "HETERORL_NPROC=1" in found["Service.Environment"]
-    if role != "coordinator":
-        assert found["Service.EnvironmentFile"] == ["-/etc/heterorl/%i.env"]
+    name_of_unit = "coordinator" if role == "coordinator" else "%i"
+    assert found["Service.EnvironmentFile"] == [f"-/etc/heterorl/{name_of_unit}.env"]
     first = arguments.index("--set")
 
     result = CliRunner().invoke(app, ["check-config", role, "--keys-only", *arguments[:2], *arguments[first:]])

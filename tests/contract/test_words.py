@@ -47,7 +47,7 @@ BUDGETS = {
     "deploy/runbook.md": 1870,
     "docs/concepts.md": 1130,
     "docs/configuration.md": 6200,
-    "docs/environments.md": 2120,
+    "docs/environments.md": 2145,
     "docs/evaluation.md": 730,
     "docs/gpu.md": 710,
     "docs/index.md": 210,

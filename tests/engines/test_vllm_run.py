@@ -68,7 +68,7 @@ async def test_hf_and_vllm_samplers_train_together_over_twenty_swaps(tmp_path, m
         learner={
             "backend": {"kind": "deepspeed", "stage": 2, "lr": LR, "threads": 1},
             "groups_per_step": 24,
-            "evaluation": {"every_versions": 8, "num_prompts": 64, "num_per_prompt": 8, "temperature": 1.0},
+            "evaluation": {"every_versions": 8, "num_prompts": 64, "samples_per_prompt": 8, "temperature": 1.0},
         },
         options={"learner": ("--nproc", "2")},
     )

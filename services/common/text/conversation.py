@@ -113,9 +113,6 @@ class Conversations:
         turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):
-            # Each prompt may begin an episode.
-            if not untried:
-                return
             found = None if prompt.refusal else self.of(prompt)
             if found is None or found.spec.episodes not in untried:
                 continue
@@ -133,6 +130,9 @@ class Conversations:
                         " between episodes and draw from random or numpy.random, or set is_deterministic = False"
                     ),
                 )
+            # Each further prompt may begin an episode.
+            if not untried:
+                return
 
     def encode(self, prompt: Prompt) -> Int32Array:
         found = self.of(prompt)

@@ -22,6 +22,8 @@ from pathlib import Path
 def main() -> None:
     """Call the function once."""
     path, name = Path(sys.argv[1]), sys.argv[2]
+    # Before any code of the user: a process that the policy drives must not find it.
+    reward = os.open(os.environ.pop("HETERORL_REWARD"), os.O_WRONLY | os.O_CLOEXEC)
     row = json.load(sys.stdin)
     seed = int(os.environ["HETERORL_SEED"])
     random.seed(seed)
@@ -41,7 +43,7 @@ def main() -> None:
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
     # numpy's numbers are none of JSON.
-    Path(os.environ["HETERORL_REWARD"]).write_text(json.dumps(returned, default=float), encoding="ascii")
+    os.write(reward, json.dumps(returned, default=float).encode("ascii"))
 
 
 if __name__ == "__main__":

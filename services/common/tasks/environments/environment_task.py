@@ -212,11 +212,12 @@ class EnvironmentTask(TaskWrapper):
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """Row for an environment: columns, with prompt and answer as texts.
-    `messages` are there only where they are the prompt."""
+    """Row for an environment: columns, prompt and answer as texts.
+    `messages` are the prompt's, never a column's."""
     row = {name: value for name, value in prompt.columns.items() if name != "messages"}
-    if prompt.messages and prompt.text:
-        row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]
+    if prompt.text:
+        messages = prompt.messages or (Message(role="user", content=prompt.text),)
+        row["messages"] = [{"role": each.role, "content": each.content} for each in messages]
     return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}
 
 

@@ -28,7 +28,7 @@ OBSERVED = ("user", "tool", "system")
 """Roles of an observation."""
 _NEEDED = ("reset", "step", "score")
 FIRST_CHARS = 131_072
-"""Least bound on first messages, which are a prompt; as JSON they fit into a reply."""
+"""Bound on first messages, which are a prompt; as JSON they fit into a reply."""
 _DEFAULTS: dict[str, Any] = {"is_deterministic": True, "shares_process": False, "tools": [], "needs": []}
 """Facts of an environment that states none; see `Environment`."""
 
@@ -77,13 +77,12 @@ def _flag(found: Any, name: str) -> bool:
 def _made(found: Callable[[], Any]) -> Any:
     environment = found()
     # They are read from the class, before an episode begins.
-    if set_late := [name for name in ("is_deterministic", "shares_process", "tools") if name in _own(environment)]:
-        raise ValueError(f"__init__ sets {', '.join(set_late)}: make each an attribute of the class")
+    for name, value in getattr(environment, "__dict__", {}).items():
+        is_flag = name in ("is_deterministic", "shares_process")
+        is_tools = name == "tools" and isinstance(value, list | tuple) and any(map(callable, value))
+        if (is_flag or is_tools) and value != getattr(found, name, _DEFAULTS[name]):
+            raise ValueError(f"__init__ sets {name}: make it an attribute of the class")
     return environment
-
-
-def _own(environment: Any) -> Mapping[str, Any]:
-    return getattr(environment, "__dict__", {})
 
 
 class LiveEpisodes:
@@ -97,12 +96,16 @@ class LiveEpisodes:
         number, what = request["episode"], request["do"]
         if what == "open":
             return self._opened(number, request["row"], request["seed"])
-        environment = self._live[number]
+        environment = self._live.get(number)
+        if environment is None:
+            # It was not made.
+            return {}
         if what == "step":
             observation = observation_of(environment.step(_action(request["action"])))
             if not (observation.messages or observation.done):
                 raise ValueError("step returned no message, and the episode is not done")
-            messages = self._written(observation.messages, OBSERVED, most=self._most)
+            bound = f"task.max_observation_chars is {self._most}"
+            messages = self._written(observation.messages, OBSERVED, most=self._most, bound=bound)
             return {"messages": messages, "done": bool(observation.done)}
         if what == "score":
             return {"parts": _parts(environment.score())}
@@ -120,17 +123,18 @@ class LiveEpisodes:
         if first is None:
             return {"first": None}
         shown = {"tools": environment.shown_tools} if hasattr(environment, "shown_tools") else {}
-        messages = self._written(_messages(first), ROLES, most=max(self._most, FIRST_CHARS))
+        bound = f"first messages have at most {FIRST_CHARS}"
+        messages = self._written(_messages(first), ROLES, most=FIRST_CHARS, bound=bound)
         if not messages or messages[-1][0] == "assistant":
             raise ValueError("reset returned no messages, or the last one is the assistant's")
         return {"first": messages, **shown}
 
     @staticmethod
-    def _written(messages: Sequence[Any], roles: Sequence[str], *, most: int) -> list[list[str]]:
+    def _written(messages: Sequence[Any], roles: Sequence[str], *, most: int, bound: str) -> list[list[str]]:
         written = [_message(each, roles) for each in messages]
         size = sum(len(content) for _, content, _ in written)
         if size > most:
-            raise ValueError(f"{size} characters are more than {most} (task.max_observation_chars)")
+            raise ValueError(f"{size} characters; {bound}")
         return written
 
 

@@ -38,6 +38,8 @@ MAX_TAIL_BYTES = 65_536
 _PIECE = 65_536
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+_LAST = 50
+"""Lines of a program's end in which its error is looked for."""
 _ERROR = re.compile(r"(\w+\.)*\w*Error\b")
 _FULL = re.compile(r"out of memory|MemoryError|cannot allocate|can't start new thread", re.IGNORECASE)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
@@ -52,9 +54,10 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
     """
     path, _, function = name.rpartition(":")
     is_deterministic = False
-    if (name.endswith(".py") and not set(name) & set(" /")) or (path.endswith(".py") and not function.isidentifier()):
+    is_file = path.endswith(".py") and " " not in name
+    if (name.endswith(".py") and not set(name) & set(" /")) or (is_file and not function.isidentifier()):
         raise ValueError(f"{name} is no program: name a function, as agent.py:run, or a command, as python agent.py")
-    if path.endswith(".py"):
+    if is_file:
         path = os.path.normpath(path)
         file = Path(directory, path)
         is_deterministic = _read(file, function)
@@ -161,7 +164,7 @@ class ProgramEnvironment(EndpointEpisode):
         stated = os.pread(self._reward, MAX_TAIL_BYTES, 0).decode(errors="replace").strip()
         text = stated or next(iter(self._out.lines()), "")
         try:
-            return _reward(text)
+            return _reward(text, has_truths=bool(stated))
         except ValueError as error:
             place = "HETERORL_REWARD" if stated else "its last line"
             raise ValueError(f"the program wrote {text[:80]!r} to {place}, and no reward: {error}") from None
@@ -187,11 +190,14 @@ class ProgramEnvironment(EndpointEpisode):
         kill_started(os.getpid())
         if event and not self._is_over:
             words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
-            lines = self._err.lines()
-            last = peer_words(next((line for line in lines if _ERROR.match(line)), next(iter(lines), "")), most=200)
+            lines = self._err.lines()[:_LAST]
+            last = next(iter(lines), "")
+            # Node's last line is its version.
+            error = next((line for line in lines if _ERROR.match(line)), last)
+            last = peer_words(last if error == last else f"{error} ... {last}", most=200)
             missing = _MISSING.match(last)
             remedy = f": install {missing[1]} into the environment of heterorl" if missing else ""
-            if _FULL.search(last):
+            if any(map(_FULL.search, lines)):
                 remedy = ": raise task.environment_memory_bytes"
             raise RuntimeError(f"the program failed: {words}; {last}{remedy}")
         return None
@@ -241,13 +247,15 @@ def _prepare() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     total, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_DATA, (total, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (total if hard == resource.RLIM_INFINITY else min(total, hard), hard))
 
 
-def _reward(line: str) -> Any:
+def _reward(line: str, *, has_truths: bool) -> Any:
     """A number, or an object of named numbers."""
     value = json.loads(line)
     parts = value.values() if isinstance(value, dict) else [value]
-    if not all(isinstance(part, int | float) for part in parts):
+    # A last line may be the policy's text.
+    if not all(isinstance(part, int | float) and (has_truths or not isinstance(part, bool)) for part in parts):
         raise ValueError("it is neither a number nor an object of numbers")
     return value

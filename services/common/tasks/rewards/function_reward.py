@@ -114,7 +114,7 @@ class FunctionRewardTask(TaskWrapper):
     """A task with a user's reward function; implements Task."""
 
     def __init__(self, task: Task, reward: FunctionReward) -> None:
-        digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
+        digest = bytes_digest(f"{task.digest}\nreward 2 {reward.digest}".encode())
         super().__init__(task, digest=digest, num_workers=reward.num_workers)
         self._reward = reward
         self.score, self.close = reward.score, reward.close

@@ -106,13 +106,13 @@ def _write_line(out: Any, text: str) -> None:
 
 def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """Function that answers a job's requests, and its facts; raises LoadError."""
-    if "directory" in job:
+    if job.get("module"):
         # Relative files of user code are the same wherever the service starts.
         job["directory"] = os.path.realpath(job["directory"])
         try:
             os.chdir(job["directory"])
         except OSError as error:
-            raise LoadError("place", str(error)) from error
+            raise LoadError("place", f"there is no directory {job['directory']}") from error
     if job["kind"] == "function":
         return _function(job)
     try:

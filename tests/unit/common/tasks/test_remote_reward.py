@@ -143,7 +143,7 @@ def test_a_wait_beyond_the_time_limit_is_the_end(wait):
         ((200, {}, b"not json"), "the answer is not JSON"),
         ((200, {}, b"<p>" + KEY.encode()), r"not JSON: '<p>\*\*\*"),
         ((200, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"not JSON: '\.+\*\*\*'"),
-        ((403, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"status 403: \.+\*\*\* "),
+        ((403, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"status 403: \.+\*\*\*"),
         ((200, {}, b"[" * 100_000), "the answer is not JSON"),
         ((200, {}, b"[1]"), "not a JSON object"),
         ((200, {}, b" " * (MAX_REPLY_BYTES + 1)), "more than 1048576 bytes"),

@@ -189,7 +189,9 @@ def test_rows_with_prompts_keep_them_and_reach_the_environment(made, place):
     prompt = task.prompt(0)
 
     assert prompt.text.endswith(" + 1?")
-    assert environment_of(task, prompt).row == {"prompt": prompt.text, "answer": prompt.answer, "level": 2}
+    assert environment_of(task, prompt).row == {
+        "prompt": prompt.text, "answer": prompt.answer, "level": 2, "messages": [{"role": "user", "content": prompt.text}]
+    }  # fmt: skip
     assert {part.name: part.value for part in task.score(prompt, prompt.answer)} == {"right": 1.0, "length": 1.0}
     assert try_reward(task, None) == 2.0
 
@@ -198,7 +200,8 @@ def test_rows_need_no_answer_and_scores_stay_in_the_environments_processes(made,
     (place / "bare.jsonl").write_text('{"prompt": "Go."}\n{"prompt": "Stop."}\n')
     task = made(name=f"jsonl:{place}/bare.jsonl")
 
-    assert environment_of(task, task.prompt(0)).row == {"prompt": task.prompt(0).text}
+    row = environment_of(task, task.prompt(0)).row
+    assert row == {"prompt": task.prompt(0).text, "messages": [{"role": "user", "content": task.prompt(0).text}]}
     assert task.score(task.prompt(0), "abc")[1].value == 3.0
 
 
@@ -257,7 +260,7 @@ def test_a_row_without_a_column_that_the_score_asks_for_is_refused(made, place):
 
     (refused,) = [prompt for prompt in prompts if prompt.refusal]
     assert (refused.text, refused.refusal.partition(";")[0]) == ("7?", "the score of tools.py asks for level")
-    with pytest.raises(ConfigError, match="the score of tools.py asks for answer; the row has level, prompt"):
+    with pytest.raises(ConfigError, match="the score of tools.py asks for answer; the row has level, messages, prompt"):
         made("tools.py", name=f"jsonl:{place}/none.jsonl")
     assert not made("kind.py", name=f"jsonl:{place}/none.jsonl").prompt(0).refusal
 

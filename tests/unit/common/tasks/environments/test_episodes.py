@@ -121,7 +121,11 @@ class Property(Play):
 
 class Late(Play):
     def __init__(self):
-        self.tools = []
+        self.tools = [sorted]
+
+class Equal(Play):
+    def __init__(self):
+        self.is_deterministic, self.tools = True, ["axe"]
 
 class Later(Play):
     def reset(self, row, *, seed):
@@ -353,9 +357,9 @@ def test_an_observation_that_is_too_long_ends_the_episode(opened):
     episodes = opened()
     with episodes.open({}, seed=1) as episode:
         assert len(said(episode.step(Action("say 1000")))[0]) == 1000
-        with pytest.raises(EnvironmentFailed, match=r"1001 characters are more than 1000 \(task.max_observation_chars"):
+        with pytest.raises(EnvironmentFailed, match=r"1001 characters; task.max_observation_chars is 1000"):
             episode.step(Action("say 1001"))
-    with pytest.raises(EnvironmentFailed, match=r"task.max_observation_chars"):
+    with pytest.raises(EnvironmentFailed, match=f"first messages have at most {FIRST_CHARS}"):
         episodes.open({"first": "x" * (FIRST_CHARS + 1)}, seed=1)
     with episodes.open({"first": "\u00fc" * FIRST_CHARS}, seed=1) as episode:
         assert len(episode.first[0].content) == FIRST_CHARS
@@ -534,8 +538,10 @@ def test_what_is_no_environment_is_refused_at_the_start(opened, name, words):
 
 
 def test_what_a_class_states_too_late_is_refused(opened):
-    with pytest.raises(EnvironmentFailed, match="__init__ sets tools: make each an attribute of the class"):
+    with pytest.raises(EnvironmentFailed, match="__init__ sets tools: make it an attribute of the class"):
         opened("play:Late").open({}, seed=1)
+    with opened("play:Equal").open({}, seed=1) as episode:
+        assert episode.step(Action("x"))
 
 
 def test_a_wrong_value_names_no_line_of_heterorl(opened):

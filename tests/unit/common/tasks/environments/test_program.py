@@ -87,8 +87,18 @@ def parts(row, base_url, api_key):
     import atexit
     atexit.register(print, "bye")
     assert os.environ["OPENAI_API_KEY"] == "the judge's"
+    assert "HETERORL_REWARD" not in os.environ
     ask(base_url, api_key, [user("?")])
     return {"solved": True, "speed": 0.5}
+
+def truth():
+    print(ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [user("?")])["content"])
+
+def says(row, base_url, api_key):
+    ask(base_url, api_key, [user("?")])
+    print("ConnectionError: the cache is away", file=sys.stderr)
+    print("FATAL ERROR: heap out of memory", file=sys.stderr)
+    sys.exit("v8::Node")
 
 def fills(row, base_url, api_key):
     ask(base_url, api_key, [user("?")])
@@ -244,6 +254,12 @@ def test_a_reward_in_the_named_file_is_no_text_of_the_policy(opened, monkeypatch
         assert episode.step(Action("my guess is\n42")).done
         assert values(episode) == {"reward": 0.25}
     monkeypatch.setenv("OPENAI_API_KEY", "the judge's")
+    with opened(f"{sys.executable} -c 'from agent import truth; truth()' --url http://a.py:80").open(
+        {}, seed=1
+    ) as episode:
+        assert episode.step(Action("true")).done
+        with pytest.raises(EnvironmentFailed, match="wrote 'true' to its last line, and no reward"):
+            episode.score()
     with opened("./agent.py:parts").open({}, seed=1) as episode:
         assert episode.step(Action("x")).done
         assert values(episode) == {"solved": 1.0, "speed": 0.5}
@@ -256,6 +272,9 @@ def test_a_program_is_bounded_by_its_data_and_not_by_its_addresses(opened):
         opened("agent.py:fills").open({}, seed=1) as episode,
         pytest.raises(EnvironmentFailed, match="MemoryError: raise task.environment_memory_bytes"),
     ):
+        episode.step(Action("x"))
+    words = "ConnectionError: the cache is away ... v8::Node: raise task.environment_memory_bytes"
+    with opened("agent.py:says").open({}, seed=1) as episode, pytest.raises(EnvironmentFailed, match=words):
         episode.step(Action("x"))
 
 

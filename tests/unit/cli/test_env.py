@@ -40,6 +40,10 @@ class Guess:
 
     def score(self):
         return {"found": 1.0, "speed": 1 / self.tries} if self.tries else 0.0
+
+class Closed(Guess):
+    def reset(self, row, *, seed):
+        raise OSError("closed")
 """
 TOOLS = '''
 def add(a: int, b: int) -> int:
@@ -200,7 +204,7 @@ def test_a_model_without_room_for_another_turn_ends_an_episode_that_is_scored(mo
         (["--by-hand", "--set", "task.environment="], ConfigError, "task.environment: is not set"),
         (["--by-hand", "--prompt", "20"], ConfigError, "--prompt: must be from 0 to 19; got 20"),
         (["--by-hand", "--set", "task.environment=games:Gues"], ConfigError, "task.environment: "),
-        (["--by-hand", "--set", "task.max_observation_chars=5"], PromptRefused, "task.environment: no episode of "),
+        (["--by-hand", "--set", "task.environment=games:Closed"], PromptRefused, "task.environment: no episode of "),
         (["--by-hand"], ConfigError, "task.environment: turn 2: games:Guess, step: "),
         ([], ConfigError, "model_dir: is not set"),
     ],

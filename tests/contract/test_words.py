@@ -44,7 +44,7 @@ BUDGETS = {
     "SECURITY.md": 400,
     "benchmarks/README.md": 2500,
     "deploy/README.md": 1485,
-    "deploy/runbook.md": 1870,
+    "deploy/runbook.md": 1880,
     "docs/concepts.md": 1130,
     "docs/configuration.md": 6200,
     "docs/environments.md": 2145,

@@ -96,10 +96,12 @@ class LiveEpisodes:
         number, what = request["episode"], request["do"]
         if what == "open":
             return self._opened(number, request["row"], request["seed"])
-        environment = self._live.get(number)
-        if environment is None:
-            # It was not made.
+        if what == "close":
+            # Without an environment where its class raised.
+            if (close := getattr(self._live.pop(number, None), "close", None)) is not None:
+                close()
             return {}
+        environment = self._live[number]
         if what == "step":
             observation = observation_of(environment.step(_action(request["action"])))
             if not (observation.messages or observation.done):
@@ -107,12 +109,7 @@ class LiveEpisodes:
             bound = f"task.max_observation_chars is {self._most}"
             messages = self._written(observation.messages, OBSERVED, most=self._most, bound=bound)
             return {"messages": messages, "done": bool(observation.done)}
-        if what == "score":
-            return {"parts": _parts(environment.score())}
-        del self._live[number]
-        if (close := getattr(environment, "close", None)) is not None:
-            close()
-        return {}
+        return {"parts": _parts(environment.score())}
 
     def _opened(self, number: int, row: Any, seed: int) -> dict[str, Any]:
         random.seed(seed)

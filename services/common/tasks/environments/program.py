@@ -70,7 +70,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
         digest = _named_files(command, directory)
     facts = {"is_deterministic": is_deterministic, "digest": digest, "learns_tools": True}
     # A function gets both as arguments, and keeps the variables of its own clients.
-    prefix = "HETERORL" if str(CALLED) in command else "OPENAI"
+    prefix = "HETERORL" if is_file else "OPENAI"
     return lambda: ProgramEnvironment(command, directory, prefix=prefix), facts
 
 

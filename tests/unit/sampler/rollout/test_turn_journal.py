@@ -211,6 +211,8 @@ async def test_turns_that_a_stop_writes_do_not_outlive_their_group(play, monkeyp
     monkeypatch.setattr(world.outbox, "put", lambda groups, **how: (real_put(groups, **how), put.append(len(groups))))
     (draft, *_) = collector.drafts
     (member, *_) = [each for (key, _), each in collector._runner._members.items() if key == draft.key]
+    async with collector.journal.lock:
+        pass  # The loop's own write has returned, not only its transaction.
     # A stop writes it before the loop that writes turns wakes.
     monkeypatch.setattr(collector.journal, "news", Bell())
     collector.journal.note(draft, 0, 2, member.given[-1], member.turns[-1])

@@ -25,6 +25,7 @@ from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
 
 OURS = sorted(name for name in METHODS if name not in NOT_SERVED)
+LEASE = "/heterorl.v1.RolloutService/LeaseWork"
 ROLE_OF = {name: min(RULES[name].roles, key=lambda role: (role is not Role.SAMPLER, role)) for name in OURS}
 
 
@@ -125,6 +126,22 @@ async def test_too_much_in_one_field_is_refused_at_every_rpc_by_the_fields_name(
 
     assert len(names) >= 28
     assert wrong == {}
+
+
+async def test_compressed_message_is_measured_decompressed(secure):
+    small, bomb = (
+        bytes_field(METHODS[LEASE].input_type.fields_by_name["site"], bytes(size)) for size in (8192, 64 << 20)
+    )
+    refused = {}
+    for name, data in (("small", small), ("bomb", bomb)):
+        async with _channel(secure, "sampler", own=True) as channel:
+            call = channel.unary_unary(LEASE)(data, compression=grpc.Compression.Gzip, timeout=WAIT_S)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+        refused[name] = error.value.code()
+        await _settled(secure)
+
+    assert refused == {"small": grpc.StatusCode.INVALID_ARGUMENT, "bomb": grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 async def test_malformed_group_ends_the_stream_after_those_before_it(secure):

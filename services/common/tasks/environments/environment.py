@@ -86,8 +86,8 @@ class Environment(Protocol):
     is_deterministic: ClassVar[bool] = True
     """Whether row, seed and actions decide all observations and the score. A learner replays such episodes."""
     shares_process: ClassVar[bool] = False
-    """Whether episodes may share a process (16 at most). Then none may draw from `random` or `numpy.random`, and one
-    that hangs ends the others."""
+    """Whether episodes may share a process (16 at most). Each has its own state of `random` and `numpy.random`; an
+    episode that hangs ends the others."""
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
     """Functions that the policy is shown as tools (see tools.py); `step` gets their calls and answers them."""
 

@@ -91,10 +91,23 @@ class LiveEpisodes:
     def __init__(self, make: Callable[[], Any], most: int) -> None:
         self._make, self._most = make, most
         self._live: dict[int, Any] = {}
+        self._states: dict[int, tuple[Any, Any]] = {}
+        """State of `random` and `numpy.random` of each episode."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        number, what = request["episode"], request["do"]
-        if what == "open":
+        number = request["episode"]
+        if (states := self._states.get(number)) is not None:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        try:
+            return self._answered(number, request)
+        finally:
+            self._states[number] = random.getstate(), np.random.get_state()
+            if request["do"] == "close":
+                del self._states[number]
+
+    def _answered(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        if (what := request["do"]) == "open":
             return self._opened(number, request["row"], request["seed"])
         if what == "close":
             # Without an environment where its class raised.
@@ -113,7 +126,6 @@ class LiveEpisodes:
 
     def _opened(self, number: int, row: Any, seed: int) -> dict[str, Any]:
         random.seed(seed)
-        # Games draw from it.
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
         self._live[number] = environment = self._make()
         first = environment.reset(row, seed=seed)

@@ -1,7 +1,7 @@
 """Single-player games of textarena as environments: `task.environment = "textarena:GuessTheNumber-v0"`.
 
 The rules are the first message, and the game's final reward is the score. A game that a limit ended gets its completed
-share if the game counts one, else 0. Games draw from `random`, so a process holds one episode.
+share if the game counts one, else 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load(name: str, _directory: str) -> tuple[Callable[[], TextArenaGame], dict[
         problem = f"the game {name} cannot be played here by one player: {type(error).__name__}: {error}"
         raise ValueError(problem[:500]) from error
     # The version decides what the games write.
-    return lambda: TextArenaGame(name), {"digest": version("textarena")}
+    return lambda: TextArenaGame(name), {"digest": version("textarena"), "shares_process": True}
 
 
 class TextArenaGame:

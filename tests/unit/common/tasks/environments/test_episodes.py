@@ -414,6 +414,20 @@ def test_the_same_seed_and_actions_give_the_same_observations_in_any_process(ope
         episode.close()
 
 
+def test_each_episode_of_a_shared_process_draws_as_if_it_were_alone(opened):
+    episodes, alone = opened("play:Shared", num_processes=1), opened()
+    live = [episodes.open({}, seed=seed) for seed in (1, 2)]
+    drawn = {1: [], 2: []}
+    for _ in range(3):
+        for seed, episode in zip(drawn, live, strict=True):
+            drawn[seed] += said(episode.step(Action("draw")))
+    for seed, own in drawn.items():
+        with alone.open({}, seed=seed) as episode:
+            assert own == [text for _ in range(3) for text in said(episode.step(Action("draw")))]
+    for episode in live:
+        episode.close()
+
+
 def test_a_class_may_say_that_episodes_share_a_process(opened):
     episodes = opened("play:Shared", num_processes=2)
     live = [episodes.open({}, seed=1) for _ in range(EPISODES_A_PROCESS + 1)]
@@ -535,6 +549,12 @@ def test_closed_episodes_end_what_runs_and_begin_nothing(opened, name):
 def test_what_is_no_environment_is_refused_at_the_start(opened, name, words):
     with pytest.raises(ConfigError, match=f"(?s)^task.environment: .*{words}"):
         opened(name)
+
+
+def test_without_textarena_its_extra_is_named(opened):
+    said = r"textarena is not installed \(in a clone of heterorl: pip install '\.\[games\]'\)"
+    with pytest.raises(DependencyMissing, match=said):
+        opened("textarena:GuessTheNumber-v0")
 
 
 def test_what_a_class_states_too_late_is_refused(opened):

@@ -1,16 +1,20 @@
 """Games of textarena: rules, moves and rewards, the same for the same seed and moves in any process."""
 
-from importlib.util import find_spec
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError, DependencyMissing
+from benchmarks.curves.records import GOAL
+from benchmarks.curves.textarena_games import GuessTheNumber, Secretary
+from benchmarks.curves.warm_start import TEMPLATE, Demonstrator, build_tokenizer, words_of
+from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episodes
+from tests.support.conversations import prompter_of
 
 pytestmark = pytest.mark.process
-NEEDS_GAMES = pytest.mark.skipif(find_spec("textarena") is None, reason="the extra games is not installed")
 MOVES = {
     "GuessTheNumber-v0": [f"[{number}]" for number in (10, 5, 15, 3, 18, 7, 12, 1, 20, 9)],
     "Mastermind-v0": [
@@ -40,19 +44,20 @@ def played(episodes, name, seed):
         return said, episode.score()
 
 
-@NEEDS_GAMES
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", MOVES)
 def test_a_game_repeats_for_the_same_seed_and_moves_in_two_processes(name):
-    episodes = episodes_of(name)
+    episodes, elsewhere = episodes_of(name), episodes_of(name)
     try:
-        first = played(episodes, name, seed=7)
+        first = played(elsewhere, name, seed=7)
+        # The same process plays another game meanwhile.
         held = episodes.open({}, seed=1)
+        held.step(Action(MOVES[name][0]))
         second = played(episodes, name, seed=7)
         others = [played(episodes, name, seed=seed) for seed in range(8, 13)]
 
         assert first == second
-        assert len({worker.process.pid for worker in episodes._pool.workers if worker.process}) == 2
+        assert len([worker for worker in episodes._pool.workers if worker.process]) == 1
         assert any(other[0] != first[0] for other in others), "seeds are different games"
         assert all(0 <= parts[0].value <= 1 for _, parts in (first, *others))
         assert any(said[-1].done for said, _ in (first, *others))
@@ -61,9 +66,9 @@ def test_a_game_repeats_for_the_same_seed_and_moves_in_two_processes(name):
         held.close()
     finally:
         episodes.close()
+        elsewhere.close()
 
 
-@NEEDS_GAMES
 @pytest.mark.timeout(240)
 def test_each_observation_says_what_is_new_and_a_game_cut_short_counts_so_far():
     episodes = episodes_of("GuessTheNumber-v0")
@@ -78,7 +83,6 @@ def test_each_observation_says_what_is_new_and_a_game_cut_short_counts_so_far():
         episodes.close()
 
 
-@NEEDS_GAMES
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -89,8 +93,34 @@ def test_what_is_no_game_of_one_player_is_refused(name, words):
         episodes_of(name)
 
 
-@pytest.mark.skipif(find_spec("textarena") is not None, reason="textarena is installed")
-def test_without_the_package_the_extra_is_named():
-    said = r"textarena is not installed \(in a clone of heterorl: pip install '\.\[games\]'\)"
-    with pytest.raises(DependencyMissing, match=said):
-        episodes_of("GuessTheNumber-v0")
+@pytest.mark.parametrize("game", [GuessTheNumber, Secretary])
+def test_a_demonstration_of_the_benchmark_is_a_trajectory_of_the_game(game, tmp_path):
+    words = words_of(game)
+    prompter = prompter_of(tmp_path, TEMPLATE, build_tokenizer(words))
+    demonstrator = Demonstrator(game, prompter)
+    rows = [demonstrator.play(random.Random(seed)) for seed in range(20)]
+    turns = [
+        prompter.decode(np.array(row.token_ids)[np.array(row.is_drawn)], keeps_special=True).split("<|end|>")[:-1]
+        for row in rows
+    ]
+
+    assert max(len(row.token_ids) for row in rows) <= 160
+    assert {len(own) for own in turns} <= set(range(1, game.max_turns + 1))
+    assert max(len(prompter.tokens(turn)) + 1 for own in turns for turn in own) <= game.max_new_tokens
+
+
+def mean_score(game, skill):
+    total = 0.0
+    for seed in range(200):
+        episode, chooser = type("Skilled", (game,), {"skill": skill})(), random.Random(seed)
+        episode.reset({}, seed=seed)
+        for _ in range(game.max_turns):
+            if episode.step(Action(episode.demonstrate(chooser))) is None:
+                break
+        total += episode.score()
+    return total / 200
+
+
+def test_skill_earns_more_than_demonstrations_by_the_benchmarks_goal():
+    assert mean_score(GuessTheNumber, 1.0) - mean_score(GuessTheNumber, GuessTheNumber.skill) > GOAL
+    assert mean_score(Secretary, 1.0) - mean_score(Secretary, Secretary.skill) > GOAL

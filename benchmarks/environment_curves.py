@@ -6,6 +6,10 @@ demonstrations, so its reward begins at .2 to .5. Then it trains on trajectories
     calculator   one call of a tool, whose answer is given tokens, then the product; reward 1 for the product
     guess        a number from 1 to 15, four turns of "higher" and "lower"; reward 1 for the number
     mastermind   two of four colours, four turns; reward 1 for the code
+    textarena-guess      GuessTheNumber-v0 of textarena, four turns; reward 1, or the nearness of the last guess
+    textarena-secretary  Secretary-v0 of textarena; reward 1 for accepting the largest of five values
+
+The last two need the extra games.
 
     python -m benchmarks.environment_curves --minutes 7.5 --seeds 0 1 2 --json benchmarks/results/environments.json
 
@@ -32,8 +36,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves.games import GAMES
 from benchmarks.curves.records import GOAL, Arm, Limits, limits, summary_of, verdicts
+from benchmarks.curves.textarena_games import ALL_GAMES
 
 SAVE_S = 30.0
 GRACE_S = 12.0
@@ -154,7 +158,7 @@ def main() -> None:
     """Run all arms until the time is over; the exit code is 0 whether or not they learned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=7.5)
-    parser.add_argument("--environments", nargs="+", choices=list(GAMES), default=list(GAMES))
+    parser.add_argument("--environments", nargs="+", choices=list(ALL_GAMES), default=list(ALL_GAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lags", nargs="+", type=int, default=[64])
     parser.add_argument("--jobs", type=int, default=1000, help="runs at once; default: all")

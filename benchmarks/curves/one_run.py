@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves.games import GAMES
 from benchmarks.curves.records import curve_of, held_out_of, versions_to_evaluate
+from benchmarks.curves.textarena_games import ALL_GAMES
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process.threads import own_command
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
@@ -136,7 +136,7 @@ class Run:
         torch.set_num_threads(1)
         left_s = self.spec.train_until - time.time()
         self.result["warm_start"] = warm_start(
-            GAMES[self.spec.environment], self.model_dir, seed=self.spec.seed, max_steps=self.spec.warm_steps,
+            ALL_GAMES[self.spec.environment], self.model_dir, seed=self.spec.seed, max_steps=self.spec.warm_steps,
             max_s=min(self.spec.warm_s, left_s / 3),
         )  # fmt: skip
 
@@ -162,14 +162,14 @@ class Run:
 
     def _common(self) -> dict[str, Any]:
         """Keys that all nodes share."""
-        game = GAMES[self.spec.environment]
+        game = ALL_GAMES[self.spec.environment]
         live = self.spec.groups_per_step // len(SITES) * self.spec.group_size
         task = {
             "name": "seeds",
             "size": 100_000,
             "evaluation_size": NUM_HELD_OUT,
             "seed": self.spec.seed,
-            "environment": f"games:{game.__name__}",
+            "environment": getattr(game, "environment", f"games:{game.__name__}"),
             "environment_path": str(Path(__file__).resolve().parent),
             "max_turns": game.max_turns,
             "environment_workers": max(1, -(-live // EPISODES_A_PROCESS)),

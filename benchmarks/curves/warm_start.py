@@ -53,6 +53,12 @@ def build_tokenizer(words: Sequence[str]) -> Any:
     return tokenizer
 
 
+def words_of(game: Any) -> tuple[str, ...]:
+    """Texts that are one token: the game's words, and lines with which each episode begins."""
+    first, second = (game().reset({}, seed=seed).splitlines() for seed in (0, 1))
+    return (*game.words, *(line for line in first if len(line) > 1 and line in second))
+
+
 class Demonstration(NamedTuple):
     """Token ids of a trajectory, and whether the policy drew each."""
 
@@ -117,7 +123,7 @@ def warm_start(
 ) -> dict[str, float]:
     """Write a model that imitates the demonstrations, for `max_steps` steps or `max_s` seconds; returns its numbers."""
     begun = time.monotonic()
-    write_tiny_model(directory, seed=seed, tokenizer=build_tokenizer(game.words))
+    write_tiny_model(directory, seed=seed, tokenizer=build_tokenizer(words_of(game)))
     prompter = Prompter(str(directory), use_chat_template=True)
     model = load_pretrained(str(directory), dtype=torch.float32)
     demonstrator, chooser = Demonstrator(game, prompter), random.Random(seed)

@@ -249,7 +249,7 @@ def _nodes() -> str:
     for r in _benchmark("nodes")["faults"]:
         rows[r["fault"]].append(r)
     return table(
-        ["fault", "times", "longest until no rank ran", "no agent either", "from there to a new version"],
+        ["fault", "times", "longest until all ranks ended", "until all agents ended", "from then to the next version"],
         [
             [
                 _FAULTS[fault],

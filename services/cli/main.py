@@ -146,7 +146,7 @@ def learner(
 ) -> None:
     """Run the learner: it trains on groups and publishes policy versions.
 
-    On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Only
+    On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m -- heterorl learner --config learner.toml`. Only
     rank 0 reads the configuration and connects to the coordinator.
     """
     from heterorl.learner.backends.ranks.rank_env import end_with_agent, rank_env_of

@@ -144,8 +144,9 @@ class CoordinatorConfig(Config):
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
     """Largest share of a version's groups from one site while others have groups; 1: no bound."""
     lease_order: Literal["oldest", "fair", "newest"] = "oldest"
-    """Order of groups to the learner: `oldest` policy first, `fair` one of each site in turn, or `newest`: new versions
-    first, others by arrival, and every fourth group older than half of max_staleness_versions."""
+    """Order of groups to the learner: `oldest` policy first, `fair` one of each site in turn, or `newest`: newest
+    policy first, others within half of max_staleness_versions by arrival; every fourth group is older than
+    that half."""
     quarantine_failures: int = Field(default=3, ge=0)
     """Failed checks that quarantine a site until an operator releases it; 0: never. Ten failures of code rewards count
     as one."""
@@ -191,8 +192,8 @@ class CoordinatorConfig(Config):
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease."""
     work_lease_s: float = Field(default=120.0, gt=0)
-    """How long a silent sampler keeps assignments, besides its work_ahead_s, its delay and task.trajectory_s; more than
-    generation and transfer take."""
+    """Time that a site has for an assignment, besides its work_ahead_s, its delay and task.trajectory_s. Set it above
+    generation plus transfer."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
     """Bound on a site's work_ahead_s: how far ahead it may hold assignments. 0: work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()

@@ -212,11 +212,11 @@ def _disk_trouble(place: Path, error: OSError) -> Failure:
 SYNC_WARN_S = 0.05
 """Each end acknowledges a group after one durable write."""
 LEAST_FREE_BYTES = 1 << 30
-HOST_TIMES = {(Role.LEARNER, False): 10, (Role.LEARNER, True): 4, (Role.SAMPLER, False): 4, (Role.SAMPLER, True): 3}
-"""Host memory in units of the published bf16 state, by role and whether the weights live on a GPU. A learner on the CPU
-holds weights, gradient and two moments in fp32 (8) and two published states (2). A sampler holds fp32 weights (2),
-the current state and the next one."""
-DEVICE_TIMES = {Role.LEARNER: 9, Role.SAMPLER: 2}
+HOST_TIMES = {(Role.LEARNER, False): 16, (Role.LEARNER, True): 8, (Role.SAMPLER, False): 4, (Role.SAMPLER, True): 3}
+"""Host memory in units of the published bf16 state, by role and whether the weights live on a GPU. A learner holds
+two published states (2) and a checkpoint's copy (6); on the CPU also weights, gradient and two moments in fp32 (8). A
+sampler holds fp32 weights (2), the current state and the next one."""
+DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
 """GPU memory in the same units, with a little for activations or keys and values."""
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",

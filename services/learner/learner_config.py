@@ -82,8 +82,8 @@ class LearnerConfig(ContractConfig):
     overlap_publication: bool = True
     """Whether the next step computes during a publication, from encoding to commit."""
     checkpoint_every_versions: int = Field(default=0, ge=0)
-    """Versions between checkpoints, k; 0: 1 below 4 GiB (14 bytes a parameter), else 10. A crash or signal abandons
-    up to k - 1 published versions."""
+    """Versions between checkpoints, k; 0: every version if a checkpoint is below 4 GiB (14 bytes a parameter),
+    else 10. A crash or signal abandons up to k - 1 published versions."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)

@@ -188,7 +188,7 @@ class SamplerConfig(ContractConfig):
     `drain` of the engine."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
     """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for
-    experiments: one engine's worth, and more only when all of it is spooled."""
+    experiments: it leases what fills its engine, and again when all those groups are in the outbox."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()

@@ -98,7 +98,7 @@ PROMISES = [
         f" manifests, a wait {MAX_ASKED_S:g} s",
     ),
     ("docs/environments.md", f"Turns beyond {turn_store.MAX_BYTES // MIB} MiB are drawn again"),
-    ("docs/environments.md", f"after {WORDS[turn_store.MAX_RESUMED]} starts without"),
+    ("docs/environments.md", f"made no progress in {WORDS[turn_store.MAX_RESUMED]} starts"),
     (
         "docs/machines.md",
         f"rank 0 after {rank_group.CONNECT.total_seconds() / 60:g} minutes, the others after"
@@ -132,7 +132,8 @@ PROMISES = [
     ("docs/trackers.md", f"waits {WORDS[follow.LINGER_S / 60]} minutes at most"),
     (
         "docs/untrusted.md",
-        f"{WORDS[COORDINATOR.quarantine_failures].capitalize()} failed groups quarantine a site by default.",
+        f"`quarantine_failures` ({COORDINATOR.quarantine_failures}) within `quarantine_window_groups` "
+        f"({COORDINATOR.quarantine_window_groups:,}) groups",
     ),
     (
         "docs/untrusted.md",
@@ -141,7 +142,7 @@ PROMISES = [
     # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
         "docs/untrusted.md",
-        f"at a floor of 5 %, a site that always cheats is found within {math.ceil(math.log(0.05, 0.95))} groups with 95 %",
+        f"it finds a site that always cheats within {math.ceil(math.log(0.05, 0.95))} groups with 95 % probability",
     ),
     (
         "README.md",
@@ -252,7 +253,7 @@ PROMISES = [
     # A check finds only groups that are cheated in.
     (
         "docs/untrusted.md",
-        f"one that cheats in every tenth group within {math.ceil(math.log(0.05) / math.log1p(-0.05 / 10))}.",
+        f"A site that cheats in every tenth group is found within {math.ceil(math.log(0.05) / math.log1p(-0.05 / 10))}.",
     ),
     # As a comment of the constant says: 2.7 times as much disk.
     ("docs/view.md", f"about {2.7 * pages.LIMIT_BYTES / 1e9:.0f} GB"),

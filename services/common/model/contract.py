@@ -111,7 +111,8 @@ class ContractConfig(NodeConfig):
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node, except paths, workers, memory, time limits and sandbox."""
+    """Prompts and reward; equal on every node, except paths, workers, memory, sandbox and time limits
+    (`reward_timeout_s` counts with `code`)."""
     sampling: SamplingConfig = SamplingConfig()
     """How samplers draw tokens; equal on every node."""
     lora: LoraConfig = LoraConfig()

@@ -22,7 +22,7 @@ class NodeConfig(Config):
     """Bucket addresses that this node uses: `https` on other machines, `any` (http and loopback too) or `none`."""
     payload_hosts: tuple[Host, ...] = ()
     """Hosts of such addresses, `*.amazonaws.com` for all below it, through HTTPS_PROXY if set. Empty: every host
-    outside this machine and its network, without proxy."""
+    except this machine and link-local addresses, without proxy."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps on received and sent bytes."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)

@@ -246,8 +246,8 @@ class DecoupledPpoConfig(RatioLossConfig):
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     aggregation: Aggregation = "token_mean"
     proximal: Literal["step_start", "loglinear"] = "step_start"
-    """Clip around the policy at the step's start (`step_start`; never left with one step a batch), or an estimate of
-    the policy one version ago (`loglinear`)."""
+    """Clip around the policy at the step's start (`step_start`; never acts with one optimizer step a batch), or an
+    estimate of the policy one version ago (`loglinear`)."""
     behaviour_cap: float = Field(default=5.0, gt=0.0)
     """Largest proximal-over-sampler weight."""
 
@@ -350,9 +350,9 @@ class ImpalaConfig(LossOptions):
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
     rho_cap: float = Field(default=1.0, gt=0.0)
-    """Largest ratio of a token at which the policy is corrected."""
+    """Upper bound of a token's own ratio in V-trace (rho)."""
     c_cap: float = Field(default=1.0, gt=0.0)
-    """Largest ratio of a later token through which the reward comes back."""
+    """Upper bound of the ratios of later tokens in V-trace's product (c)."""
 
 
 class CustomLossConfig(LossOptions):

@@ -23,8 +23,8 @@ class _Training(Config):
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
     """Step size after warm-up, before decay."""
     optimizer: OptimizerName = "adamw"
-    """`adamw`, or `adafactor` (torch only): 8 bytes a parameter less, and steps of lr times a tensor's root mean
-    square, at least 0.001; for weights of 0.02 take 50 times AdamW's lr."""
+    """`adamw`, or `adafactor` (torch only): 8 bytes a parameter less. It scales each tensor's step by its root
+    mean square, at least 0.001; for weights near 0.02 take 50 times AdamW's lr."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """AdamW's decay rates of first and second moments, in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -62,8 +62,8 @@ class _Training(Config):
     """Compile the model's blocks at the first step; needs a C++ compiler (CPU) or Triton (GPU). Not in ZeRO stage 3 or
     with sequence_parallel."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device; divides ranks and
-    attention heads. micro_batch_tokens count for all. fsdp2 only; 1: off."""
+    """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device. Ranks and attention
+    heads must be multiples of it; micro_batch_tokens is the total of those ranks. fsdp2 only; 1: off."""
     liger: bool = False
     """Liger's fused kernels: less memory and time. GPU only; needs the extra `gpu`."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -127,8 +127,8 @@ class _Ranks(_Training):
     """Keys of backends with several processes."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """Time without heartbeats that ends all processes, at most a quarter later. After an error other ranks wait as long
-    for rank 0 to meet it."""
+    """A rank without heartbeats for this time ends all processes, at most a quarter later. After an error, other ranks
+    give rank 0 this time."""
     overlap_checkpoint: bool = True
     """Write a checkpoint during the next step from a copy in host memory, 12 bytes a parameter of the share; false:
     between steps, without copy. Needs overlap_publication."""

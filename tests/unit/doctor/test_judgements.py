@@ -125,7 +125,7 @@ CASES = [
     (memory(4 * GIB), Level.OK, "needs about 4 GiB"),
     (memory(3 * GIB), Level.WARN, "larger machine"),
     (memory(GIB - 1), Level.FAIL, "more memory"),
-    (memory(9 * GIB, role=Role.LEARNER), Level.WARN, "needs about 10 GiB"),
+    (memory(9 * GIB, role=Role.LEARNER), Level.WARN, "needs about 16 GiB"),
     (memory(GIB, role=Role.COORDINATOR), Level.OK, "1 GiB available"),
     (memory(SLOW), Level.SKIP, "no answer"),
     (device(None), Level.OK, "not configured"),

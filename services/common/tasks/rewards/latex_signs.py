@@ -1,0 +1,41 @@
+"""Unicode signs of mathematics as LaTeX."""
+
+from __future__ import annotations
+
+import re
+
+_SIGNS = {
+    "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2013": "-", "\uff0b": "+",
+    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2217": "*", "\u00f7": r"\div ", "\u2215": "/",
+    "\u2044": "/", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2a7d": r"\le ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
+    "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u221e": r"\infty ", "\u2205": r"\emptyset ", "\u00f8": r"\emptyset ",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
+    "\u2115": r"\mathbb{N}", "\u211a": r"\mathbb{Q}", "\u00b0": r"^\circ ", "\u03c0": r"\pi ", "\u03b1": r"\alpha ",
+    "\u03b2": r"\beta ", "\u03b3": r"\gamma ", "\u03b4": r"\delta ", "\u03b8": r"\theta ", "\u03bb": r"\lambda ",
+    "\u03bc": r"\mu ", "\u03c1": r"\rho ", "\u03c3": r"\sigma ", "\u03c6": r"\phi ", "\u03c9": r"\omega ",
+    "\uff0c": ",", "\uff05": "%", "\uff08": "(", "\uff09": ")", "\uff1a": ":", "\uff1d": "=",
+    "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}",
+    "\u2154": r"\frac{2}{3}", "\u2155": r"\frac{1}{5}", "\u2159": r"\frac{1}{6}", "\u215b": r"\frac{1}{8}",
+    "\u3002": ".", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2002": " ", "\u2003": " ", "\u200b": "",
+    "\ufeff": "",
+    # Full-width digits and letters.
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF10, 0xFF5B) if chr(code).isalnum()},
+}  # fmt: skip
+_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
+_RAISED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a\u207f", "0123456789-+n"
+)
+_RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207a\u207f]+")
+_LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
+_LOWERED_RUN = re.compile("[\u2080-\u2089]+")
+_ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
+
+
+def signs_as_latex(text: str) -> str:
+    """Unicode signs as LaTeX."""
+    text = _ROOT.sub(
+        lambda root: f"\\sqrt{'[3]' if root[1] == chr(0x221B) else ''}{{{root[2] or root[3] or root[4]}}}", text
+    )
+    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
+    text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
+    return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)

@@ -6,7 +6,9 @@ machine. Any other failure is an error, never a zero reward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
@@ -77,8 +79,22 @@ class MathVerifier:
             raise RewardError(f"math-verify: {error}") from error
 
 
+def _texts_of(answer: str) -> list[str]:
+    """Texts of an answer column that is a list of them."""
+    if not answer.startswith('["'):
+        return []
+    with contextlib.suppress(ValueError):
+        found = json.loads(answer)
+        return found if all(isinstance(one, str) for one in found) else []
+    return []
+
+
+def _joined(answer: str) -> str:
+    return ", ".join(_texts_of(answer)) or answer
+
+
 _PART = "correct"
-_RULES = {"exact": 4, "math_verify": 5}
+_RULES = {"exact": 5, "math_verify": 6}
 """A number rises where equal completions get other scores."""
 
 
@@ -98,19 +114,19 @@ class MatchedTask:
         """1 for a matching answer, else 0."""
         given = answer_of(completion)
         if self._verifier is None:
-            is_right = given.strip() == prompt.answer.strip()
+            is_right = given.strip() in (prompt.answer.strip(), *map(str.strip, _texts_of(prompt.answer)))
         else:
-            is_right = self._verifier.verify(answer=prompt.answer, completion=given)
+            is_right = self._verifier.verify(answer=_joined(prompt.answer), completion=given)
         return (RewardPart(name=_PART, value=float(is_right)),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
         """Whether the comparison took more than a quarter of its time."""
         if self._verifier is None:
             return Doubts()
-        return Doubts(near=self._verifier.near.names(_PART, prompt.answer, answer_of(completion)))
+        return Doubts(near=self._verifier.near.names(_PART, _joined(prompt.answer), answer_of(completion)))
 
     def answer_problem(self, prompt: Prompt) -> str:
-        return "" if self._verifier is None else self._verifier.problem(prompt.answer)
+        return "" if self._verifier is None else self._verifier.problem(_joined(prompt.answer))
 
     def close(self) -> None:
         if self._verifier is not None:

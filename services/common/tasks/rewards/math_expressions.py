@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ from heterorl.common.tasks.rewards.latex_signs import signs_as_latex
 from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
+MAX_BARE = 200
+"""Most characters of a completion that is read as a value alone."""
 MAX_WORDS = 6
 """Most words of an answer in words, such as a name; more are prose."""
 _CLOSED = r"(?<!\\)\$\$?(?P<dollars>(?:[^$\\]|\\.)+)\$\$?|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]"
@@ -41,7 +43,17 @@ _BRACKETED = re.compile(r"[(\[{|]")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _MIXED = re.compile(r"(?<![\w.}/^])(\d+)(?:\s+|\s*\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\w./])")
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?!\d)")
-ENDED = re.compile(r"[\s.;,]+$")
+_SPACE = r"\\[ ,;:!]|~"
+ENDED = re.compile(rf"(?:{_SPACE}|[\s.;,]|\\$)+$")
+_BEGUN = re.compile(rf"^(?:{_SPACE}|\s|=|\\approx\b|\\therefore\b|\\text\s*\{{[^{{}}]*:\s*\}})+")
+_FONT = re.compile(
+    r"\\(?:boldsymbol|underline|bm|num|mathbf)\s*\{([^{}]*)\}|\\(?:bf|large|Large|displaystyle)(?![a-zA-Z])"
+)
+_UPRIGHT = re.compile(r"\\(?:mathrm|rm)\s*\{\s*([ei])\s*\}|(?<=.)\\text\s*\{\s*([ei])\s*\}")
+_NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc))\s*\}")
+_JOINED = re.compile(r"\\text\s*\{\s*(and|or)\s*\}")
+_EITHER_SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
+_LETTERS = re.compile(r"[A-H](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-H])+")
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|textnormal|textsf|operatorname)\s*\{([^{}]*)\}"
 )
@@ -50,6 +62,16 @@ _OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
 _OPTION_AND_VALUE = re.compile(
     r"(?:\\text(?:bf|rm)?\s*\{\s*)?(?:\(([A-J])\)|([A-J])\s*[).:])(?:[\s}]|\\[ ,;:])+(\S.*)", re.DOTALL
 )
+_OPTION_NAMED = re.compile(
+    r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|letter|answer)\s*:?\s*)(?=[(\[]?[A-J]\b)"
+)
+_TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
+_FACTORIAL = re.compile(r"(?<!!)!$")
+_CHANGED = re.compile(
+    r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+(?:dozen|squared|cubed|times|plus|minus)\b"
+)
+"""A number that words change; math-verify would find the number alone."""
+_SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
@@ -164,6 +186,7 @@ def words_of(text: str) -> Text | None:
 
 def latex_of(text: str) -> tuple[str, Unit] | None:
     """LaTeX of an expression, and its unit; None for other words."""
+    text = _JOINED.sub(r" \\text{ \1 } ", text)
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
     text, price = _without_price(text)
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
@@ -175,7 +198,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     text = _SCALED.sub(lambda scale: f" \\times 10^{{{_SCALES[scale[1].lower()]}}}", text)
     text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
-    text = text.replace("\\langle", "(").replace("\\rangle", ")")
+    text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("\\bigcup", "\\cup")
     text, angle = (_ANGLE.sub(r"\\frac{\1\\pi}{180}", text), Unit()) if _TURNS.search(text) else _without_circle(text)
     text, named = _without_unit(_ORDINAL.sub("", text))
     if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
@@ -251,8 +274,8 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         right = answer_of_row(request["answer"])
-        if "completion" not in request or right is None:
-            return {"readable": right is not None}
+        if "completion" not in request or not right:
+            return {"readable": bool(right)}
         correct = judged(right, request["completion"])
         # Too much memory counts like too much time: wrong, and uncertain.
         spent = {"used_s": request["cpu_s"]} if correct is None else {}
@@ -269,37 +292,63 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
     return answer, {}
 
 
-def answer_of_row(text: str) -> Any:
-    """A row's answer: sympy expression or Text; None where it is unreadable."""
-    return read_expression(text.rpartition(_HASHES)[2])
+def answer_of_row(text: str) -> list[Any]:
+    """Meanings of a row's answer, expressions or Text; empty where unreadable."""
+    text = text.rpartition(_HASHES)[2]
+    box = boxed(text)
+    found = _readings(text if box is None else box[0])
+    is_whole = len(found) == 1 or (isinstance(found[0], Text) and "(" not in text) if found else True
+    # A letter without a value behind it is part of a name: E. coli.
+    return [one for one in [read_expression(text)] if one is not None] if is_whole else found
 
 
-def is_right(answer: Any, completion: str) -> bool:
-    """Whether the last answer of a completion equals one from `answer_of_row`."""
-    given = answers_of(completion, wants_text=isinstance(answer, Text))
-    return any(_is_equal(answer, one) for one in given)
+def is_right(answers: Sequence[Any], completion: str) -> bool:
+    """Whether the last answer of a completion equals a meaning of `answer_of_row`."""
+    for wants_text in sorted({isinstance(one, Text) for one in answers}):
+        given = answers_of(completion, wants_text=wants_text)
+        wanted = [one for one in answers if isinstance(one, Text) == wants_text]
+        if any(_is_equal(answer, one) for answer in wanted for one in given):
+            return True
+    return False
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
-    """Answers of a completion: one reading, or math-verify's findings in prose."""
+    """Answers of a completion: its readings, or math-verify's findings in prose."""
     stated = statement_of(completion)
-    for one in stated.texts or (completion,) * wants_text:
-        given = _readings(one.strip().strip("*`"))
-        if given and (stated.is_marked or wants_text or not isinstance(given[0], Text)):
-            return given
-    if wants_text or stated.is_marked:
+    texts = stated.texts or (completion,) * (wants_text or _is_bare(completion))
+    found: list[Any] = []
+    if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
         return []
+    for one in texts:
+        plain = _TAGS.sub("", one).strip().strip("*`_").strip()
+        given = _readings(plain)
+        if stated.texts and not stated.is_marked and plain.endswith("!"):
+            # An exclamation, or a factorial.
+            given = _readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
+        given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
+        if given and not (stated.is_marked or wants_text):
+            return given
+        found += given
+    if wants_text or found or not stated.prose:
+        return found
     # The library's time limits use signals and turn errors into "wrong"; this process has its own.
-    found = parse(signs_as_latex(stated.prose), parsing_timeout=None)
-    return [one for one in found if not isinstance(one, str)]
+    return [one for one in parse(signs_as_latex(stated.prose), parsing_timeout=None) if not isinstance(one, str)]
+
+
+def _is_bare(completion: str) -> bool:
+    """Whether a completion is a value alone, such as (3,4)."""
+    words = _SHORT_WORD.findall(_COMMAND.sub(" ", completion))
+    return len(completion) <= MAX_BARE and all(word.lower() in _FUNCTIONS | {"am", "pm"} for word in words)
 
 
 def _readings(text: str) -> list[Any]:
     """Meanings of a stated answer: "(B) 12" is option B and 12."""
     inner = unwrap(signs_as_latex(text))
+    if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
+        inner = _OPTION_NAMED.sub("", plain)
     option = _OPTION_AND_VALUE.fullmatch(inner)
     if option is None:
-        found = [read_expression(text)]
+        found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
     else:
         found = [read_expression(option[3]), Text((option[1] or option[2]).casefold()), words_of(inner)]
     return [one for one in found if one is not None]
@@ -309,7 +358,10 @@ def read_expression(text: str) -> Any:
     """One expression, Text or Clock to the text's end, else None."""
     text = signs_as_latex(text)
     box = boxed(text)
-    text = ENDED.sub("", unwrap(text if box is None else box)).strip()
+    text = ENDED.sub("", _BEGUN.sub("", unwrap(text if box is None else box[0]))).strip()
+    text = _UPRIGHT.sub(r"\1\2", _NAMED_FUNCTION.sub(r"\\\1", _FONT.sub(r"\1", text)))
+    if (letters := _LETTERS.fullmatch(_TEXT.sub(r"\1", text))) is not None:
+        return Text(" ".join(sorted(re.findall("[A-H]", letters[0]))).casefold())
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
@@ -334,7 +386,12 @@ def _measured_in(text: str) -> Any:
     maths, unit = read
     if "," not in maths and (percent := _PERCENT.search(maths)) is not None:
         maths, unit = maths[: percent.start()], PERCENT
-    found = _parsed(_BARE_PERCENT.sub(r"\%", maths))
+    maths = _BARE_PERCENT.sub(r"\%", maths)
+    if _EITHER_SIGN.search(maths) is None:
+        found = _parsed(maths)
+    else:
+        both = [_parsed(_EITHER_SIGN.sub(lambda sign: signs[sign[1] == "mp"], maths)) for signs in ("+-", "-+")]  # noqa: B023
+        found = None if None in both else (sympy.Union if isinstance(both[0], sympy.Set) else sympy.FiniteSet)(*both)
     return Measured(found, unit) if found is not None and any(unit) else found
 
 
@@ -384,6 +441,9 @@ def _is_equal(answer: Any, given: Any) -> bool:
 def _measured(read: Any) -> Measured:
     if isinstance(read, Measured):
         return read
+    if isinstance(read, sympy.Eq) and isinstance(read.rhs, sympy.Set):
+        # Such as x in [0, 1].
+        read = read.rhs
     of_hundred = get_pct_val(read)
     return Measured(read, Unit()) if of_hundred is None else Measured(of_hundred, PERCENT)
 
@@ -409,12 +469,22 @@ def _is_same(answer: Any, given: Any) -> bool:
         return False
     if isinstance(answer, Text) and isinstance(given, sympy.Symbol):
         given = Text(str(given).casefold())
+    if isinstance(answer, Text) and isinstance(given, sympy.Mul) and all(one.is_Symbol for one in given.args):
+        given = Text(" ".join(sorted(str(one).casefold() for one in given.args)))
     if isinstance(answer, Text) or isinstance(given, Text):
         return bool(answer == given)
     if isinstance(answer, Clock) and isinstance(given, Clock) and (answer.is_time or given.is_time):
         return answer.is_at(given)
     answer, given = (one.number if isinstance(one, Clock) else one for one in (answer, given))
-    return bool(verify(answer, given, timeout_seconds=None)) and not _are_apart(answer, given)
+    answer, given = map(_with_one_i, (answer, given))
+    is_same = verify(answer, given, timeout_seconds=None, allow_set_relation_comp=True)
+    return bool(is_same) and not _are_apart(answer, given)
+
+
+def _with_one_i(read: Any) -> Any:
+    # The library reads i as a real symbol, another symbol, or I.
+    small = [one for one in getattr(read, "free_symbols", ()) if one.name == "i"]
+    return read.subs(dict.fromkeys(small, sympy.I)) if small else read
 
 
 def _are_apart(answer: Any, given: Any) -> bool:

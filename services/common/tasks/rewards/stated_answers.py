@@ -49,7 +49,16 @@ _ALTERNATIVES = re.compile(
 )
 _EACH = re.compile(_NUMBER)
 
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+_TAGGED = re.compile(r"(?i)<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+_BOXES = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
+_SIDE = r"[\s$*.]*(?:\\[()\[\]])?[\s$*]*"
+_BETWEEN = re.compile(
+    rf"(?P<blank>[ $]{{0,9}})|(?i:{_SIDE}(?:[,;&]|\band\b|\bor\b)[\s,]*(?:and\b|or\b)?{_SIDE}(?:[a-z]\s*=\s*)?)"
+)
+_HEADED = re.compile(r"(?m)(?<!#)####(?!#)[ \t]*([^#\n]*)$")
+_IS_CORRECT = re.compile(
+    r"(?:\b[Oo]ption\s+)?(?<!\w)(\([A-J]\)|[A-J])\**\s+is\s+(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)"
+)
 # The text behind is only looked at: it may hold the next statement.
 _SAID = re.compile(
     r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|\u7b54\u6848)"
@@ -68,7 +77,8 @@ _HEAD = re.compile(
 _CLAUSE_END = re.compile(
     r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,})|\s+\(|\s+(?:because|since|as|which|so|where|when|for)\b"
 )
-_HASHES = "####"
+_STATED = 2
+"""Weight of a statement with a value."""
 
 
 class Statement(NamedTuple):
@@ -84,21 +94,25 @@ class Statement(NamedTuple):
 
 def statement_of(completion: str) -> Statement:
     """The last answer that a completion states."""
-    if tagged := _TAGGED.findall(completion):
-        completion = tagged[-1]
-    completion = _DENIED.sub(_without, _REFUTED.sub(" ", completion))
-    marked = boxed(completion)
-    if marked is None and tagged:
-        marked = completion
-    if marked is not None:
-        return Statement(texts=(marked,), is_marked=True, prose="")
-    if _HASHES in completion:
-        line = completion.rpartition(_HASHES)[2].strip().partition("\n")[0]
-        return Statement(texts=(line,), is_marked=False, prose=completion)
-    completion = _ALTERNATIVES.sub(_as_formula, completion)
-    found = [one for one in _SAID.finditer(completion) if not _JUDGED.match(one["said"])]
-    if not found:
-        return Statement(texts=(), is_marked=False, prose=completion)
+    tagged = _TAGGED.findall(completion)
+    text = _DENIED.sub(_without, _REFUTED.sub(" ", tagged[-1] if tagged else completion))
+    if (marked := boxed(text)) is not None:
+        return Statement(texts=marked, is_marked=True, prose="")
+    said = _said_in(text)
+    # Forms inside a tag count only where the whole is no value.
+    return Statement(texts=(text, *said.texts), is_marked=True, prose=said.prose) if tagged else said
+
+
+def _said_in(completion: str) -> Statement:
+    headed = list(_HEADED.finditer(completion))
+    spoken = _ALTERNATIVES.sub(_as_formula, completion[headed[-1].end() :] if headed else completion)
+    found = [one for one in _SAID.finditer(spoken) if not _JUDGED.match(one["said"])]
+    if headed and not any(_weight(one) == _STATED for one in found):
+        return Statement(texts=tuple(one[1].strip() for one in reversed(headed)), is_marked=False, prose=completion)
+    completion = spoken
+    correct = [one[1] for one in _IS_CORRECT.finditer(completion)]
+    if not found or (correct and not any(_says(one) for one in found)):
+        return Statement(texts=tuple(correct[-1:]), is_marked=False, prose=completion)
     last = max(reversed(found), key=_weight)
     said = _BUT_NOT.sub("", last["said"])
     sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
@@ -108,10 +122,25 @@ def statement_of(completion: str) -> Statement:
     return Statement(texts=(said, sentence, bare, _CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
 
 
-def boxed(text: str) -> str | None:
-    """Content of the last box; joined by commas where several belong together."""
-    if "\\boxed" not in text and "\\fbox" not in text:
+def boxed(text: str) -> tuple[str, ...] | None:
+    """Content of the last box; None without one.
+
+    Boxes with a comma or a word such as "and" between them are one answer. After a blank, the last counts alone too.
+    """
+    starts = [one.start() for one in _BOXES.finditer(text)]
+    if not starts:
         return None
+    joined, is_joined, following = [_content(text[starts[-1] :])], True, starts[-1]
+    for start in reversed(starts[:-1]):
+        own = _content(segment := text[start:following])
+        between = _BETWEEN.fullmatch(segment.partition(f"{{{own}}}")[2]) if f"{{{own}}}" in segment else None
+        if between is None or own in joined:
+            break
+        joined, following, is_joined = [own, *joined], start, is_joined and between["blank"] is None
+    return (", ".join(joined),) if is_joined else (", ".join(joined), joined[-1])
+
+
+def _content(text: str) -> str:
     return str(extract_boxed_content(text, mode="last"))
 
 

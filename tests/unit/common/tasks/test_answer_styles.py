@@ -1,0 +1,140 @@
+"""Styles in which models state an answer, and data sets write one: what is right, what is wrong."""
+
+import pytest
+
+from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.rewards.answer_match import MatchedTask
+from heterorl.common.tasks.rewards.math_expressions import answer_of_row, is_right
+from heterorl.common.tasks.source_config import SourceConfig
+from heterorl.common.tasks.task import Prompt
+
+
+def box(text):
+    return f"Thus the answer is $\\boxed{{{text}}}$."
+
+
+OPTION = ([box("12"), box("D"), box(r"\textbf{(D)}\ 12"), "The answer is (D)."], [box("E"), box("13")])
+# An answer column, completions that are right, and completions that are wrong.
+STYLES = [
+    (r"\textbf{(D)}\ 12", *OPTION),
+    (r"\boxed{\textbf{(D)}\ 12}", *OPTION),
+    ("(D) 12", *OPTION),
+    ("D. 12", *OPTION),
+    ("E. coli", ["The answer is E. coli."], ["The answer is E.", "coli"]),
+    # A completion that is the answer alone.
+    *((alone, [alone], []) for alone in (
+        r"2\sqrt{3}", "[0,1)", "(3,4)", "x^2+1", "1,2,3", r"\{1,2\}", "3 1/2", "3+4i", r"2\pi", "1.2e3", "3:2",
+        "2:30 PM", "y=2x+1", "101_2", "sqrt(2)",
+    )),
+    ("3", ["3", "$3$", "1 + 2 = 3"], ["3x", "3!", r"3\pi", "3i", r"x \ge 3", "x=3y"]),
+    ("2", [], [r"2\sqrt3", "2x"]),
+    # Headings.
+    ("B", ["#### Analysis\nBlah.\n\n**Answer: B**", "##### Step\nThe answer is B."], []),
+    ("(3,4)", ["#### Step 2\nThe answer is (3, 4)."], []),
+    ("42", ["#### 3\nThe answer is 42", "#### 42\n\n#### Explanation\nblah 7", "so #### 42"], []),
+    ("7", [], ["#### 42\n\n#### Explanation\nblah 7"]),
+    # Options by name.
+    (
+        "D",
+        [
+            "The answer is option D.", "The answer is option (D).", "Answer: Option D", "The answer is choice (D)",
+            "Option D", "D is correct.", "D is the correct answer.", box(r"\text{Option D}"),
+        ],
+        ["The answer is option C.", "C is correct.", "A is correct, so D is wrong."],
+    ),
+    # Tags.
+    (
+        "42",
+        [
+            "<answer>The answer is 42.</answer>", "<answer>Therefore, x = 42.</answer>", "<Answer>42</Answer>",
+            "<answer>She has 42 apples.</answer>", "<answer>#### 42</answer>",
+            r"<answer>I think the answer is \(42\).</answer>",
+        ],
+        ["<answer>41</answer> 42", "<answer>The answer is 43.</answer>"],
+    ),
+    # Several boxes.
+    (
+        "42",
+        [r"\boxed{43} no: \boxed{42}", "\\boxed{4}\n\\boxed{42}", r"\boxed{42\text{ cm}} = \boxed{42}"],
+        [r"\boxed{41} or \boxed{42}", r"\boxed{41}, \boxed{42}", r"\boxed{42} \boxed{41}"],
+    ),
+    ("B", ["\\boxed{A}. Wait, no.\n\\boxed{B}", "\\boxed{B}\n\n\\boxed{\\text{(B)}}"], []),
+    (
+        "1,-5",
+        [
+            r"\boxed{1} or \boxed{-5}", r"$\boxed{1}$ and $\boxed{-5}$", r"$x=\boxed{1}$, $x=\boxed{-5}$",
+            r"\boxed{1} \boxed{-5}",
+        ],
+        [r"\boxed{1}"],
+    ),
+    # Spacing, fonts and words in a box.
+    ("42", [*map(box, (
+        r"42\,", r"\,42\,", r"42\;", r"42\ ", "~42~", r"\boldsymbol{42}", r"\underline{42}", r"\bf 42", r"\large 42",
+        "=42", r"\approx 42", r"\therefore 42", r"\text{Answer: }42", r"\text{Area: } 42", r"\num{42}",
+    ))], [box(r"43\,")]),
+    # Upright letters.
+    (r"-\frac{1}{\mathrm{e}}", [box(r"-\frac1e")], [box(r"\frac1e")]),
+    ("3+4i", [box(r"3+4\mathrm{i}"), box(r"3+4\text{i}"), box(r"3+4\cdot i")], [box("3-4i")]),
+    (r"\mathrm{e}", [box("e")], [box("2")]),
+    (r"\arctan 2", [box(r"\operatorname{arctan} 2")], [box(r"\tan 2")]),
+    # Either sign.
+    (
+        r"\frac{3\pm\sqrt5}{2}",
+        [*map(box, (r"\frac{3\pm\sqrt5}{2}", r"\frac{3+\sqrt5}{2},\frac{3-\sqrt5}{2}", r"x=\frac{3\pm\sqrt5}{2}"))],
+        [box(r"\frac{3+\sqrt5}{2}")],
+    ),
+    (r"1 \pm \sqrt{19}", [box(r"\pm\sqrt{19}+1")], [box(r"1+\sqrt{19}")]),
+    (r"100\text{ and }200", [box(r"100 \text{ and } 200"), box("200, 100")], [box("100200")]),
+    # Signs around a statement, and words that change its number.
+    ("42", ["The answer is 42!", "The answer is: <b>42</b>", "The answer is _42_", "The answer is 42, which is twice 21."], []),
+    ("120", ["The answer is 5!"], []),
+    (
+        "42",
+        ["The answer is 42 apples."],
+        [
+            "The answer is 42 dozen", "The answer is 42 squared", "The answer is twice 42", "The answer is half of 42",
+            "The answer is 42 times 2", "The answer is 42 plus 1", "The answer is at least 42",
+        ],
+    ),
+    # Sets.
+    ("[0,1)", [box(r"0 \le x < 1")], [box(r"0 \le x \le 1")]),
+    (r"x \in [-2,7]", [box(r"-2\le x\le 7"), box("[-2,7]")], [box("(-2,7)")]),
+    (r"x \in \{1,2\}", [box(r"\{1,2\}"), box("1,2")], [box("1")]),
+    # Letters and names.
+    ("A,C", [*map(box, ("A, C", "AC", r"\text{A, C}", r"\text{A and C}", "C,A"))], [box("A,B"), box("A")]),
+    (
+        "Paris",
+        ["The answer is Paris, the capital of France.", "Answer: Paris (France)", "Paris"],
+        ["The answer is London, not Paris."],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), STYLES)
+def test_an_answer_counts_in_each_style_in_which_people_state_it(answer, right, wrong):
+    wanted = answer_of_row(answer)
+
+    assert wanted
+    assert [one for one in right if not is_right(wanted, answer_of(one))] == []
+    assert [one for one in wrong if is_right(wanted, answer_of(one))] == []
+
+
+def scores(match, answer, *completions):
+    task = MatchedTask(SourceConfig(name="jsonl:questions.jsonl", match=match))
+    try:
+        prompt = Prompt(index=0, text="", answer=answer)
+        return [task.score(prompt, completion)[0].value for completion in completions]
+    finally:
+        task.close()
+
+
+def test_an_answer_column_of_lists_holds_texts():
+    assert scores("exact", '["z"]', "z", "y") == [1, 0]
+    assert scores("exact", '["z", "y"]', "z", "y", "x") == [1, 1, 0]
+    assert scores("exact", "[1, 2]", "[1, 2]", "1") == [1, 0]
+
+
+@pytest.mark.process
+def test_several_texts_of_a_list_are_all_values_for_mathematics():
+    assert scores("math_verify", '["3", "4"]', box("4, 3"), box("3"), box("[3,4]")) == [1, 0, 0]
+    assert scores("math_verify", '["5 cm"]', box("5"), box("6")) == [1, 0]

@@ -42,7 +42,6 @@ class Issued:
     is_revoked: bool
 
     def state(self, now: datetime.datetime) -> str:
-        """The state as a word for tables."""
         if self.is_revoked:
             return "revoked"
         return "valid" if now < self.expires else "expired"
@@ -56,7 +55,6 @@ class Authority:
 
     @property
     def revoked_path(self) -> Path:
-        """The file that the coordinator's `tls.revoked` names."""
         return self._directory / REVOKED
 
     def init(self, *, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
@@ -188,14 +186,12 @@ class Authority:
         return Pair(cert=(directory / "ca.crt").read_bytes(), key=(directory / "ca.key").read_bytes())
 
     def path_of(self, serial: int) -> Path:
-        """The file of an issued certificate."""
         return self._directory / "issued" / f"{serial:x}.crt"
 
     def is_revoked(self, serial: int) -> bool:
         return serial in self._revoked()
 
     def list(self) -> list[Issued]:
-        """All issued certificates, the first to expire first."""
         book = self._existing() / "issued"
         revoked = self._revoked()
         identities = {path: self._read(path) for path in book.glob("*.crt")}

@@ -46,7 +46,6 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Digest of the public key, hexadecimal."""
         der = self.public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         return str(blake3.blake3(der).hexdigest())
 
@@ -80,7 +79,6 @@ class Enrolment:
         return token
 
     def list(self) -> list[tuple[str, Kept]]:
-        """All tokens by number, the first to expire first."""
         self._authority.run()
         paths = (self._directory / "tokens").glob("*.json")
         rows = [(path.stem, self._read(path)) for path in paths]

@@ -124,7 +124,6 @@ class EnrolmentServer:
         return True
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> list[bytes]:
-        """Read a node's token and signing request."""
         async with asyncio.timeout(SPEAK_S) as silent:
             self._silent[silent] = network_of(peer)
             try:

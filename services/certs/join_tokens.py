@@ -75,13 +75,11 @@ class Token:
 
     @property
     def node(self) -> tuple[str, str, Role]:
-        """Run, site and role of the node."""
         names = split_uri(self.uri)
         assert names is not None, "checked when it was read"
         return names
 
     def text(self) -> str:
-        """The token as text."""
         uri = self.uri.encode("ascii")
         body = _HEAD.pack(self.id, self.secret, self.pin, len(uri)) + uri + self.address.encode("ascii")
         return PREFIX + base64.urlsafe_b64encode(body + _sum(body)).rstrip(b"=").decode("ascii")

@@ -60,7 +60,6 @@ class Link:
     insecure: bool = False
 
     def at(self, address: str) -> Link:
-        """The link to another coordinator."""
         return replace(self, address=address)
 
     def find(self) -> tuple[str, TlsConfig]:

@@ -108,7 +108,6 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
 
 
 def _dialled(config: Any) -> str:
-    """Address of a coordinator on its own machine."""
     try:
         announced = (config.data_dir / "address").read_text(encoding="ascii").strip()
     except OSError:

@@ -174,7 +174,6 @@ _ENDS = {
 
 
 def _tool_line(written: Mapping[str, Any]) -> str:
-    """Name, arguments and description of a tool, as far as stated."""
     parameters, description = written.get("parameters"), written.get("description")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     words = description.partition("\n")[0] if isinstance(description, str) else ""
@@ -188,7 +187,6 @@ class Screen:
         self._console = console
 
     def begin(self, prompt: Prompt, spec: EnvironmentSpec, *, num_tokens: int | None) -> None:
-        """Print the prompt and the tools."""
         tokens = "" if num_tokens is None else f", {amount(num_tokens, 'token')}"
         self._write(f"{spec.episodes.name}, prompt {prompt.index}, seed {spec.seed}{tokens}")
         for tool in spec.tools:
@@ -211,7 +209,6 @@ class Screen:
             self._write(f"[{given}environment {turn.environment_s:.3f} s]")
 
     def end(self, played: Played) -> None:
-        """Print the end, the reward and the totals."""
         reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
         self._write(f"\nend after {amount(len(played.turns), 'turn')}: {_ENDS[played.finish_reason]}{reason}")
         parts = [f"{p.name} {p.value:g}" + ("" if p.weight == 1 else f" x {p.weight:g}") for p in played.parts]

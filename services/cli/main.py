@@ -79,7 +79,6 @@ LogOption = Annotated[LogStyle, typer.Option("--log", help="Format of log lines:
 
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
-    """Fields of every log line of a service."""
     from heterorl.common.identity.spiffe import Identity, read_identity
 
     who: dict[str, str] = {"role": service, "version": heterorl.__version__}

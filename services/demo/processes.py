@@ -49,7 +49,6 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or None while it runs."""
         return self.process.poll()
 
     def check(self) -> None:

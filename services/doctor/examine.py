@@ -72,7 +72,6 @@ class DoctorTarget:
 
     @property
     def host(self) -> str:
-        """Host of the coordinator, without the brackets of IPv6."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
@@ -102,7 +101,6 @@ async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time
 
 
 async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
-    """The contract of a node that takes keys from its run."""
     from heterorl.sampler.adoption import adopt
 
     if diagnosis is None or not diagnosis.statement:

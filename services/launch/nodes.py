@@ -72,7 +72,6 @@ class Node:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Program arguments without the configuration file."""
         return (self.kind, *self.arguments)
 
 
@@ -165,7 +164,6 @@ _OF_COORDINATOR = {
 
 
 def _stated(places: dict[str, str], more: dict[str, Any]) -> dict[str, str]:
-    """Names in run.toml of keys that the node's table does not override."""
     return {key: place for key, place in places.items() if not _has(more, key)}
 
 
@@ -222,7 +220,6 @@ def _relay(table: RelayTable, coordinators: tuple[Node, ...], address: Address) 
 
 
 def _shared(run: RunFile) -> dict[str, Any]:
-    """Keys that learner and samplers must agree on."""
     table = run.run
     shared: dict[str, Any] = {"model_dir": table.model_dir, "group_size": table.group_size}
     if table.use_chat_template:
@@ -329,7 +326,6 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
 
 
 def _conflicts(node: Node) -> Iterator[tuple[str, str]]:
-    """Keys of a node that contradict other nodes or certificates."""
     if node.port and str(node.config["listen"]).rpartition(":")[2] != str(node.port):
         yield "listen", f"the port is not {node.port}, which the nodes dial; change `port`"
     if node.kind != "sampler":

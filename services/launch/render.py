@@ -126,7 +126,6 @@ _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 
 
 def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
-    """Keys and paths of files that learner and samplers read."""
     yield "run.model_dir", run.run.model_dir
     for path in run.run.data_dirs:
         yield "run.data_dirs", path
@@ -139,7 +138,6 @@ def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
 
 
 def _check_paths(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
-    """Refuse paths that a learner or sampler of these nodes cannot read."""
     if not any(node.kind in ("learner", "sampler") for node in nodes):
         return
     mounted = data_dirs(run)
@@ -190,7 +188,6 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
 
 
 def _check_directory(launcher: Launcher, node: Node) -> None:
-    """Refuse a directory of state that the launcher cannot give."""
     key = STATE_KEY[node.kind]
     where = node.stated.get(key) or key_in_run(node.kind, key)
     if node.directory and launcher == "k8s":
@@ -210,7 +207,6 @@ def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
 
 
 def _quoted(text: str) -> str:
-    """A text in double quotes of YAML."""
     # YAML has no pairs of surrogates.
     written = json.dumps(text, ensure_ascii=False)
     return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
@@ -314,7 +310,6 @@ def _systemd_files(run: RunFile, host: str, node: Node, values: dict[str, Any]) 
 
 
 def _unit(run: RunFile, node: Node) -> str:
-    """The unit that deploy/install.sh installs, with the node's name and settings."""
     kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
     text = (_HERE / "units" / _UNITS[kind]).read_text(encoding="utf-8")
     if node.kind == "coordinator":
@@ -341,7 +336,6 @@ def _unit(run: RunFile, node: Node) -> str:
 
 
 def _role(node: Node) -> str:
-    """Name of the node's role for deploy/install.sh."""
     if node.kind == "coordinator":
         return "coordinator"
     return f"{'relay' if node.kind == 'relay' else node.image}:{node.name}"

@@ -176,7 +176,6 @@ class SamplerTable(Config):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Site of each sampler."""
         return (self.site,) if self.count == 1 else tuple(f"{self.site}.{n}" for n in range(1, self.count + 1))
 
     @model_validator(mode="after")
@@ -211,7 +210,6 @@ class RunFile(Config):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every named host once, the coordinator's first."""
         standby = self.coordinator.postgres.standby if self.coordinator.postgres else ()
         named = [self.coordinator.host, *standby, self.learner.host, *self.learner.other_hosts]
         named += [*(relay.host for relay in self.relays), *(sampler.host for sampler in self.samplers)]

@@ -78,7 +78,6 @@ class NoteReader:
         return SampleNote(group=group.id, prompt=prompt, answer=answer, rollouts=tuple(rollouts))
 
     def _asked(self, group: Group) -> tuple[str, str]:
-        """A group's prompt and expected answer."""
         answer = ""
         # A rejected prompt that the task does not have is kept to be read.
         with contextlib.suppress(LookupError, PromptRefused):
@@ -108,8 +107,6 @@ def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Settled:
-    """A group whose note is to be made, with any log-ratios."""
-
     group: Group
     ratios: _Ratios
 
@@ -149,7 +146,6 @@ class SampleNotes:
                     self._held_bytes += _size(entry)
 
     def published(self, ids: Iterable[GroupId]) -> None:
-        """Send the notes of a version's groups."""
         for group_id in ids:
             entry = self._trained.pop(group_id, None)
             if entry is not None:
@@ -162,13 +158,11 @@ class SampleNotes:
             self._put(_Settled(group=group, ratios={}))
 
     def abandoned(self, groups: Iterable[QueuedGroup]) -> None:
-        """Send the wanted notes of groups that were given up without blame."""
         for queued in groups:
             if queued.wants_note:
                 self._put(_Settled(group=queued.group, ratios={}))
 
     def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
-        """Send the samples of an evaluation."""
         for first in range(0, len(samples), EVALUATIONS_AT_ONCE):
             self._put(samples[first : first + EVALUATIONS_AT_ONCE])
 
@@ -189,7 +183,6 @@ class SampleNotes:
         return has_room
 
     async def run(self) -> None:
-        """Make and send notes, one after another, until cancelled."""
         while True:
             entry = await self._queue.get()
             try:
@@ -231,7 +224,6 @@ class SampleNotes:
 
 
 def _size(entry: _Entry) -> int:
-    """About the bytes that it keeps in memory."""
     if isinstance(entry, _Settled):
         arrays = [entry.group.prompt_token_ids, *entry.ratios.values()]
         arrays += [array for rollout in entry.group.rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]

@@ -117,7 +117,6 @@ class StepTimer:
         metrics.PHASE_SECONDS.labels(phase.value).inc(seconds)
 
     def end_step(self, *, is_applied: bool) -> StepTimes:
-        """Close the period of a step and begin the next one's."""
         now = self.clock.monotonic()
         spent_s = {f"{phase.value}_s": self._spent_s.get(phase, 0.0) for phase in LearnerPhase}
         times = StepTimes(period_s=now - self._period_began, **spent_s)

@@ -225,7 +225,6 @@ class Drawing:
 
     @property
     def tokens_per_gpu_s(self) -> float:
-        """Tokens that one GPU draws in a second."""
         return self.sequences / self.step_s / self.gpus
 
 

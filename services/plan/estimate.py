@@ -82,7 +82,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's memory is at most 90 % of its GPU's."""
         return self.memory.total <= 0.9e9 * self.question.given.hbm_gb
 
     @property
@@ -96,7 +95,6 @@ class Plan:
 
     @property
     def is_line_enough(self) -> bool:
-        """Whether a site pulls a version within a step."""
         return self.pull_s <= self.step_s
 
     @property
@@ -107,12 +105,10 @@ class Plan:
 
     @property
     def day_in_bytes(self) -> float:
-        """Bytes that a site receives a day: each version's delta."""
         return DAY_S / self.step_s * self.delta_bytes
 
     @property
     def day_out_bytes(self) -> float:
-        """Bytes that a site sends a day: its share of groups."""
         return DAY_S / self.step_s * self.groups_bytes / self.question.sites
 
     def as_dict(self) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class ModelShape:
 
     @property
     def block(self) -> int:
-        """Parameters of one layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = (queries + 2 * keys) * self.has_qkv_bias
@@ -52,7 +51,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
         return self.layers * self.block + self.outside
 
 

@@ -120,13 +120,11 @@ class CacheDirectory:
         return size
 
     def adopt(self, digest: Digest, num_bytes: int) -> None:
-        """Take a moved payload into the index."""
         self._arriving.pop(digest, None)
         self._sizes[digest] = num_bytes
         self._show()
 
     def discard(self, digest: Digest) -> None:
-        """Throw away what arrived of a payload."""
         self._arriving.pop(digest, None)
         _delete(self.incoming / file_name(digest))
         self._show()

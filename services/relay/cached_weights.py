@@ -60,7 +60,6 @@ class CachedWeights:
         return await self._lists.get(tuple(asked.items()), functools.partial(self._api.list_manifests, **asked))
 
     async def plan_pull(self, *, object_bytes: int, **asked: Any) -> PullPlan:  # noqa: ARG002 - the relay has its own
-        """The plan to a version, equal for callers with equal versions."""
         ask = functools.partial(self._api.plan_pull, **asked, object_bytes=self.payloads.object_bytes)
         plan = await self._plans.get(tuple(asked.items()), ask)
         self.payloads.note(plan)
@@ -129,7 +128,6 @@ class Answers(Generic[ValueT]):
             self._entries[key] = _Entry(value=entry.value, num_bytes=entry.num_bytes, until=min(entry.until, now))
 
     def clear(self) -> None:
-        """Forget all answers, running requests included."""
         self._num_cleared += 1
         self.expire()
         self._entries.clear()
@@ -178,11 +176,9 @@ class Head:
 
     @property
     def version(self) -> int:
-        """Number of the newest version; -1 where none is known."""
         return NO_VERSION if self._update is None else self._update.version
 
     async def run(self) -> None:
-        """Watch the coordinator for ever."""
         backoff = Backoff(clock=self._clock, rng=random.Random())
         while True:
             try:

@@ -66,11 +66,9 @@ class Payloads:
 
     @property
     def object_bytes(self) -> int:
-        """This relay's price of a payload in bytes, for all plans."""
         return self._fetcher.link.object_bytes
 
     def note(self, plan: PullPlan) -> None:
-        """Remember a plan's payloads: a read names only the digest."""
         for ref in plan.payloads:
             self._known[ref.digest] = ref
             self._known.move_to_end(ref.digest)

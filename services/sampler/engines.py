@@ -102,7 +102,6 @@ class EngineGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no engine is out."""
         return len(self._living()) == len(self._members)
 
     def load(self, arena: Arena, version: int) -> None:
@@ -158,7 +157,6 @@ class EngineGroup:
         raise EngineError("all engines are out: nothing is generated before a version is loaded")
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait for a completion or a loss; returns all that ended."""
         with self._news:
             num_cancels = self._num_cancels
             self._news.wait_for(

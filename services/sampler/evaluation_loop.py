@@ -89,7 +89,6 @@ class EvaluationLoop:
             self._release()
 
     def stop(self) -> None:
-        """Ask for no more prompts."""
         self._has_stopped = True
 
     async def hand_back(self) -> None:
@@ -107,7 +106,6 @@ class EvaluationLoop:
             _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
     def _may_end(self, version: int) -> bool:
-        """Whether a draining sampler need not wait for an evaluation."""
         now = self._clock.monotonic()
         self._drained_at = min(self._drained_at, now)
         if version < 0 or self._is_over:
@@ -132,7 +130,6 @@ class EvaluationLoop:
             self._release()
 
     def _is_late(self, version: int) -> bool:
-        """Whether newer weights have waited long enough."""
         return self._clock.monotonic() >= self._kept_until and self._policy.take(version) is not None
 
     async def _let_in(self, version: int) -> None:
@@ -267,7 +264,6 @@ class EvaluationLoop:
             self._held -= set(held)
 
     async def _pause(self, version: int) -> None:
-        """Wait for the next question, another version or a drain."""
         until = max(self._work.ask_time, self._clock.monotonic() + PAUSE_S)
         was_draining = self._session.is_draining
         while self._session.is_draining == was_draining and self._generation.swap.version == version:

@@ -187,7 +187,6 @@ class PromptEvaluator:
         )
 
     def close(self) -> None:
-        """Stop waiting for prompts, rewards and environments."""
         for threads in (self._prompts, *self._threads.values()):
             threads.shutdown(wait=False, cancel_futures=True)
         for runner in self._runners.values():
@@ -351,7 +350,6 @@ def _of_version(version: int, completion: Completion) -> Completion:
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -103,7 +103,6 @@ class TrustRecord:
 
     @property
     def highest_version(self) -> int:
-        """Highest version; NO_VERSION if the record is empty."""
         return max(self._seen, default=NO_VERSION)
 
     def note(self, seen: SeenVersion) -> None:
@@ -150,7 +149,6 @@ def _row(seen: SeenVersion) -> bytes:
 
 
 def _keep_beside(path: Path, name: str) -> None:
-    """Hard-link a file under a free name."""
     for number in itertools.count(1):
         try:
             path.with_name(name if number == 1 else f"{name}.{number}").hardlink_to(path)

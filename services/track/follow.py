@@ -223,7 +223,6 @@ class _Slot:
             _LOG.info("%s took the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
 
     async def close(self) -> None:
-        """Wait for the tracker's running call, then close the tracker."""
         self._feeds = None
         await asyncio.to_thread(self._closed)
 

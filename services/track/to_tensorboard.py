@@ -97,7 +97,6 @@ class _Folder:
         self._writer: RecordWriter | None = None
 
     def last(self, read: Any) -> Any:
-        """The newest answer of `read` over all files, or None."""
         for path in reversed(self._files):
             found = [answer for event in _events(path) if (answer := read(event)) is not None]
             if found:
@@ -105,7 +104,6 @@ class _Folder:
         return None
 
     def events(self) -> Iterator[Any]:
-        """All whole records, the oldest first."""
         for path in self._files:
             yield from _events(path)
 

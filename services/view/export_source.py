@@ -49,7 +49,6 @@ _EMPTY = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def _pairs(value: Any) -> Any:
-    """Make a dict of Arrow's form of a map."""
     if value is None:
         return {}
     is_map = isinstance(value, list) and all(

@@ -87,7 +87,6 @@ class LiveSamples:
                 await self._clock.sleep(POLL_S)
 
     async def _catch_up(self, api: SamplesApi) -> None:
-        """Read until the index has every sample."""
         if self._after == 0:
             newest = await api.list_samples(wanted=SampleFilter(), page=SamplePage(limit=MAX_PAGE))
             self._add(newest)

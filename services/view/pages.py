@@ -70,7 +70,6 @@ class Pages:
         }
 
     def respond(self, path: str, query: str) -> Answer:
-        """The answer to a GET."""
         if path.startswith("/static/"):
             return _static(path.removeprefix("/static/"))
         try:
@@ -156,7 +155,6 @@ class Pages:
         )
 
     def _next_url(self, query: Query, place: Query) -> str:
-        """URL of the next sample, or of the list."""
         found = self._index.find(place, limit=1, is_counted=False)
         if found.summaries:
             return query.url(f"/sample/{found.summaries[0].id}")
@@ -185,7 +183,6 @@ def _static(name: str) -> Answer:
 
 
 def _places(found: Found, query: Query) -> dict[str, str]:
-    """URLs of the neighbouring pages, or empty."""
     first, last = (found.summaries[0].id, found.summaries[-1].id) if found.summaries else (0, 0)
     newer = older = ""
     if found.has_newer:
@@ -198,7 +195,6 @@ def _places(found: Found, query: Query) -> dict[str, str]:
 
 
 def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] | None:
-    """Smallest, mean and largest reward on a scale of 0 to 100."""
     low, high = span
     values = (summary.reward_min, summary.reward_mean, summary.reward_max)
     if any(value is None for value in values) or high <= low:

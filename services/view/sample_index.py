@@ -177,7 +177,6 @@ class SampleIndex:
                     self._put(connection, summary, is_read=False)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Add or replace whole samples."""
         with self._transaction() as connection:
             for sample in samples:
                 self._drop_texts(connection, sample.summary.id)
@@ -192,7 +191,6 @@ class SampleIndex:
             self._make_room(connection)
 
     def forget(self, sample_id: int) -> None:
-        """Remove a sample that the source has dropped."""
         with self._transaction() as connection:
             self._drop(connection, sample_id)
 
@@ -229,7 +227,6 @@ class SampleIndex:
         return summary if row[1] is None else _sample(summary, row[1])
 
     def held(self) -> IndexState:
-        """Counts, without a query."""
         low, high = self._rewards
         return IndexState(
             num_samples=self._num_samples,
@@ -241,7 +238,6 @@ class SampleIndex:
         )
 
     def find(self, query: Query, *, limit: int, is_counted: bool = True) -> Found:
-        """The `limit` samples of a query next to its place."""
         with self._reading() as connection:
             hits = look_up(connection, query, limit=limit, is_counted=is_counted)
             ids = sorted(hits.ids[:limit], reverse=True)

@@ -84,11 +84,9 @@ class Query:
         return self.at() != Query()
 
     def at(self, *, before: int = 0, after: int = 0) -> Query:
-        """The same filters at another place."""
         return dataclasses.replace(self, before=before, after=after)
 
     def url(self, path: str = "/") -> str:
-        """URL of the page at `path` with this query."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if value != _DEFAULTS[name]}
         pairs = {name: ("yes" if value else "no") if isinstance(value, bool) else value for name, value in said.items()}
         return f"{path}?{urlencode(pairs)}" if pairs else path
@@ -225,7 +223,6 @@ def _search(connection: sqlite3.Connection, query: Query, *, limit: int, most: i
 
 
 def _conditions(query: Query) -> tuple[str, list[object]]:
-    """SQL conditions on the row `s` of a sample."""
     given = {
         "s.site = ?": query.site or None,
         "s.fate = ?": None if query.fate in ("", ANY_DROP) else query.fate,

@@ -112,7 +112,6 @@ class ViewServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The URL with the key."""
         return f"http://127.0.0.1:{self.server_port}/?{KEY_FIELD}={self.key}"
 
     def start(self) -> None:

@@ -120,7 +120,6 @@ def _version(status: RunStatus) -> str:
 
 
 def _closed(status: RunStatus) -> list[tuple[str, str]]:
-    """Assignments closed without a group, if any."""
     closed = status.ledger.closed
     words = ", ".join(f"{reason.value} {count}" for reason, count in closed.items() if count)
     return [("closed", f"{words} (assignments without a group; the coordinator's log names the prompts)")] * bool(words)

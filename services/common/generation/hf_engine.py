@@ -213,7 +213,6 @@ class Rows:
         self._groups += others._groups
 
     def _drawn(self, logits_BV: Tensor, noise_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's token and log-prob, by its group's sampling."""
         ways = {group.sampling: None for group in self._groups}
         if len(ways) == 1:
             return draw(logits_BV, noise_BV, next(iter(ways)))
@@ -258,7 +257,6 @@ class Rows:
 
 
 def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention, each prompt once for each member."""
     prompts = [group.request.prompt for group in groups]
     width = max(prompt.size for prompt in prompts)
     input_ids = np.zeros((len(prompts), width), np.int64)
@@ -274,7 +272,6 @@ def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor,
 
 
 def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
-    """Pad a dimension with zeros on the left to `width`."""
     missing = width - values.shape[dim]
     if not missing:
         return values
@@ -457,7 +454,6 @@ class HfEngine:
         return (rows if rows.num_running else None), ended
 
     def run(self, **inputs: Any) -> tuple[Any, int]:
-        """One pass: its output and the version of its weights."""
         with self._weights_lock.held():
             if self._is_torn:
                 raise EngineError("no whole version is loaded")

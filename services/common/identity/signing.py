@@ -41,7 +41,6 @@ class Signer:
 
     @property
     def public_key(self) -> str:
-        """The public half, in the form of configurations."""
         raw = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         return PREFIX + raw.hex()
 

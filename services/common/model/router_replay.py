@@ -38,7 +38,6 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of an expert's id in a record."""
         return np.dtype("u1" if self.num_experts <= 256 else "<u2")
 
     @property
@@ -123,7 +122,6 @@ class RouterRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record each layer's experts [N, K] of this thread's passes."""
         noted: list[Tensor] = []
         self._own.layers = noted
         try:

@@ -77,7 +77,6 @@ def main_type(layout: Layout) -> Dtype:
 
 
 def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The first name of the tensor that owns each name's storage."""
     first: dict[int, str] = {}
     owners = {}
     for name, tensor in sorted(tensors.items()):
@@ -131,7 +130,6 @@ def read_tensor(arena: Arena, name: str) -> torch.Tensor:
 
 
 def _values(arena: Arena, spec: TensorSpec) -> torch.Tensor:
-    """A tensor in an arena, of its published type."""
     return torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
 
 

@@ -70,7 +70,6 @@ class Backoff:
     said_at: float = 0.0
 
     def delay_s(self, *, asked_s: float = 0.0) -> float:
-        """Count a failure and return the wait, at least `asked_s`."""
         longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
         return min(self.asked_cap_s, peer_seconds(asked_s)) + self.rng.uniform(0.0, longest)

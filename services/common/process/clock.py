@@ -47,7 +47,6 @@ class Bell:
         self._event = asyncio.Event()
 
     def ticket(self) -> asyncio.Event:
-        """The event that the next ring sets."""
         return self._event
 
     def ring(self) -> None:

@@ -143,7 +143,6 @@ def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[
 
 
 def _unknown(schema: type[BaseModel], path: list[str], models: list[type[BaseModel]]) -> str:
-    """Words for an unknown key, which another kind may have."""
     section: list[type[BaseModel]] = [schema]
     for name in path[:-1]:
         fields = [model.model_fields.get(name.partition("[")[0]) for model in section]
@@ -279,7 +278,6 @@ def _stated(section: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_kinds(wanted: object) -> tuple[object, ...]:
-    """The types of a number or boolean; none for other fields."""
     kinds = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
     return kinds if all(kind in _PLAIN for kind in kinds) else ()
 

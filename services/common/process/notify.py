@@ -130,7 +130,6 @@ class HangGuard:
 
 
 def _guard(guard: HangGuard, over: threading.Event) -> None:
-    """End the process when something has hung; body of the thread."""
     while not over.wait(TICK_S):
         if hung := guard.look():
             # No logging: the loop may have its lock.

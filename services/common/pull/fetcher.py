@@ -119,7 +119,6 @@ class Fetcher:
             )
 
     def check_sizes(self, payloads: Sequence[PayloadRef]) -> None:
-        """Check a plan's payloads, one by one and together, as `check`."""
         for payload in payloads:
             self.check(payload)
         total = sum(payload.num_bytes for payload in payloads)
@@ -279,7 +278,6 @@ class _Pulse:
         self.beat()
 
     def beat(self) -> None:
-        """Wait for the next frame from now on."""
         self._at = self._clock.monotonic()
         self.stall_s = self._allowed_s()
 
@@ -314,7 +312,6 @@ class _Stopwatch:
             self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
 
     def tell(self, link: LinkEstimate) -> None:
-        """Update the estimate, if every stream brought bytes."""
         if self._first is not None:
             first_bytes, first_s = self._first
             total_s = self._clock.monotonic() - self._begin

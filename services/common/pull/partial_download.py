@@ -93,7 +93,6 @@ class RunningDigest:
         self._num_bytes += len(data)
 
     def catch_up(self, path: Path) -> None:
-        """Hash the bytes of a file beyond those taken so far."""
         with path.open("rb", buffering=0) as file:
             file.seek(self._num_bytes)
             while block := file.read(COPY_BYTES):

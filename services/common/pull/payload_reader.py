@@ -107,7 +107,6 @@ class PayloadReader:
             await asyncio.wait(list(self._proving.values()))
 
     async def _proof(self, digest: Digest, file: BinaryIO) -> Proof:
-        """The proof of this open file; raises DamagedFile without one."""
         while True:
             identity = FileIdentity.of(file.fileno())
             known = self._proofs.get(digest)

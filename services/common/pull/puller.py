@@ -179,7 +179,6 @@ class Puller:
         return pulled
 
     def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
-        """Refuse a plan that misses the wanted version or is too large."""
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME:
             return

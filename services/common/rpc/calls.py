@@ -59,11 +59,9 @@ class Outage:
         self._is_said = False
 
     def failed(self, problem: str) -> None:
-        """Note a call without an answer."""
         self._note(problem, since=self._clock.monotonic())
 
     def answered(self) -> None:
-        """Note an answer; a refusal is one too."""
         now = self._clock.monotonic()
         if self._is_said and self._since is not None:
             _LOG.info("the coordinator at %s answers again, after %.0f s", self._address, now - self._since)
@@ -72,7 +70,6 @@ class Outage:
 
     @contextlib.contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Watch a call, and report it while it hangs."""
         timer = asyncio.get_running_loop().call_later(SILENT_S, self._hung, name)
         try:
             yield
@@ -210,7 +207,6 @@ class Calls:
     async def _call(
         self, name: str, message: Any = None, /, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any
     ) -> Any:
-        """The answer to a message, or to fields as domain values."""
         request = new_message(GetMessageClass(RPCS[name].input_type), **fields) if message is None else message
 
         async def attempt() -> Any:

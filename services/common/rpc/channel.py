@@ -217,7 +217,6 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Ans
 
 
 def _dialled(address: str, material: Material | None, *, receive_bytes: int, send_bytes: int = 0) -> grpc.aio.Channel:
-    """A channel; in plaintext without certificates."""
     options = channel_options(
         address, insecure=material is None, max_message_bytes=receive_bytes, send_bytes=send_bytes
     )

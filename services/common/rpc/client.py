@@ -84,7 +84,6 @@ class CoordinatorClient(WeightCalls):
 
     @classmethod
     def of(cls, config: NodeConfig, **how: Any) -> Self:
-        """A client by the keys of a node's configuration."""
         return cls(
             config.coordinator,
             tls=config.tls,
@@ -287,7 +286,6 @@ class CoordinatorClient(WeightCalls):
     def pushing(
         self, service: Service, *, site: str, interval_s: float
     ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Send this node's metrics while the body runs."""
         kind = _METRICS[service]
 
         async def push(series: Sequence[Series]) -> bool:

@@ -165,7 +165,6 @@ class PresignedReads:
         self._known: OrderedDict[Digest, Address | None] = OrderedDict()
 
     def note(self, payloads: Sequence[PayloadRef], urls: Sequence[str]) -> None:
-        """Learn the URLs of a plan that this node may use."""
         for payload, url in zip(payloads, urls, strict=False):
             if self._connections.allows(url) and self._known.get(payload.digest, _NEW) is not None:
                 self._known[payload.digest] = Address(url=url, num_bytes=payload.num_bytes)
@@ -174,7 +173,6 @@ class PresignedReads:
             self._known.popitem(last=False)
 
     def find(self, digest: Digest) -> Address | None:
-        """The URL of a payload; None if unknown or reads are paused."""
         return self._known.get(digest) if self._clock.monotonic() >= self._not_before else None
 
     def forget(self, digest: Digest) -> None:
@@ -183,7 +181,6 @@ class PresignedReads:
             del self._known[digest]
 
     def pause(self) -> None:
-        """Use no URL of any payload for PAUSE_S."""
         self._not_before = self._clock.monotonic() + PAUSE_S
 
     def distrust(self, digest: Digest) -> None:
@@ -269,7 +266,6 @@ class PresignedWrites:
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether a URL would be used now."""
         return bool(self._connections.schemes) and self._clock.monotonic() >= self._not_before
 
     async def put_all(

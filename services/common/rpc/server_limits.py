@@ -38,7 +38,6 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """The site; the caller itself if no site is stated."""
         return self.site or self.name
 
 
@@ -55,11 +54,9 @@ class Reservation:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its silent read was ended or its limit has passed."""
         return self.reading is None or self.reading.expired()
 
     def shrink(self, num_bytes: int) -> None:
-        """Keep only so many bytes, if that is less."""
         self._lane.give_back(self, max(0, self.num_bytes - num_bytes))
 
     def close(self) -> None:
@@ -110,7 +107,6 @@ class MessagePool:
     async def message(
         self, caller: Caller, read: Callable[[], Awaitable[Any]], *, times: int
     ) -> tuple[Reservation, Any]:
-        """Wait for room and for a message; see `MemoryQuota.message`."""
         room = await self.room(caller)
         try:
             data = await self._arrival(room, read)
@@ -176,7 +172,6 @@ class MessagePool:
             self._waiting.pop(caller, None)
 
     def _is_full(self, caller: Caller) -> bool:
-        """Whether the site has its whole share."""
         return self._of_site[caller.owner] + self._message_bytes > self._site_bytes
 
     def _wake(self) -> None:

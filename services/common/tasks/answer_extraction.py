@@ -166,7 +166,6 @@ def _depth(line: str) -> int:
 
 
 def _word_behind(line: str, run: re.Match[str]) -> str | None:
-    """Word of a fence, perhaps empty; None where it is no fence."""
     behind = line[run.end() :].strip(_BLANKS)
     if not behind or _WORD.fullmatch(behind):
         return _name_of(behind)

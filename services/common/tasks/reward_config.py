@@ -55,7 +55,6 @@ class MatchRewardConfig(RewardBase):
 
     @property
     def needs_answers(self) -> bool:
-        """A score compares with the answer."""
         return True
 
 
@@ -186,7 +185,6 @@ class CodeRewardConfig(RewardBase):
 
     @property
     def needs_answers(self) -> bool:
-        """The answer holds the tests."""
         return True
 
 

@@ -94,7 +94,6 @@ class TokenTexts:
 
 
 def _length_at(text: str, position: int, piece: str) -> int | None:
-    """Length of a piece at a position; None where absent or broken."""
     if UNKNOWN in piece:
         return None
     for candidate in (piece, f" {piece}"):

@@ -97,7 +97,6 @@ def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], settin
 
 
 def _from_tags(answer: str) -> tuple[str, list[str], str]:
-    """Text outside the tags, text within each pair, and a problem."""
     kept: list[str] = []
     written: list[str] = []
     at = 0
@@ -121,7 +120,6 @@ def _from_whole(answer: str) -> tuple[str, list[str], str]:
 
 
 def _read(written: str) -> list[tuple[str, dict[str, Any]]]:
-    """Calls of one JSON text: an object, or a list of objects."""
     _check_bounds(written)
     try:
         value = json.loads(written, parse_constant=_refuse, parse_int=_whole, parse_float=_fraction)

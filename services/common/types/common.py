@@ -303,13 +303,11 @@ def _of_json(value: Any, reader: Callable[[Any], Any] | None) -> Any:
 
 
 def _number(value: float | None) -> float:
-    """A stated number; null stands for one that was not finite."""
     return math.nan if value is None else value
 
 
 @functools.cache
 def _stated(kind: type[Any]) -> frozenset[str]:
-    """Fields that cannot be null."""
     hints = typing.get_type_hints(kind)
     return frozenset(
         name for name, hint in hints.items() if hint is not float and type(None) not in typing.get_args(hint)

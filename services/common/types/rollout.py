@@ -343,7 +343,6 @@ class Strip:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads: all but the last."""
         return self.token_ids.size - 1
 
 

@@ -146,7 +146,6 @@ class SampleRollout:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Policies of its drawn tokens, each once, ascending."""
         return tuple(sorted({span.version for span in self.spans if span.is_drawn}))
 
     @property

@@ -111,7 +111,6 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all tensors, aliases counted once."""
         return sum(self.lengths.values())
 
     @property

@@ -37,5 +37,4 @@ class SafetensorsLayout:
         self._starts = starts
 
     def place(self, name: str) -> int:
-        """First byte of a tensor in the file."""
         return len(self.header) + self._starts[name]

@@ -383,7 +383,6 @@ def _write_ids(ids: Int32Array) -> tuple[int, bytes]:
 def _read_ids(
     messages: Sequence[rollout_pb2.Group], lengths: list[int], prompt_lengths: list[int]
 ) -> tuple[Int32Array, Int32Array]:
-    """Token ids of the prompts, and of the rollouts."""
     width = messages[0].id_bytes
     if not 1 <= width <= MAX_ID_BYTES:
         raise MalformedPayload(f"id_bytes: {width}, a token id has 1 to {MAX_ID_BYTES}")

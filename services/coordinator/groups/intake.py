@@ -206,7 +206,6 @@ def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) ->
 
 
 def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> Facts:
-    """Facts about a group, without its assignment."""
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM variant_versions f WHERE f.version = v.version"
@@ -272,7 +271,6 @@ class _Rows:
         self._work = work_assignments.lookup(connection, list(self._asked.items()))
 
     def take(self, arrived: Arrival) -> PushOutcome:
-        """Take one group in, with its outcome."""
         site, key, around = arrived.id.site, (arrived.id.site, arrived.id.incarnation), self._around
         is_usual = self._is_usual(arrived)
         if not is_usual:
@@ -322,7 +320,6 @@ class _Rows:
         return judge(arrived.sealed, self._surroundings(arrived.sealed), self._around.config)
 
     def write(self) -> None:
-        """Write the accepted groups, and forget everything read."""
         connection = self._connection
         if self._accepted:
             # Each statement releases the interpreter lock and waits for it again: one for many rows.

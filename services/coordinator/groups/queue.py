@@ -159,7 +159,6 @@ class _Firsts:
 
 
 def _best(ranks: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Each site's smallest rank."""
     best: dict[str, tuple[int, ...]] = {}
     for site, rank in ranks:
         best[site] = min(best.get(site, rank), rank)

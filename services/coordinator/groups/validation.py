@@ -135,7 +135,6 @@ def _members_problem(group: Columns, contract: Contract) -> str:
 
 
 def _prompt_lengths(group: Columns) -> Int64Array:
-    """Prompt length of each rollout, [G]."""
     return np.repeat(group.prompt_lengths, group.lengths.size // group.prompt_lengths.size)
 
 

@@ -265,8 +265,6 @@ def replay(
 
 @dataclass(eq=False, repr=False)
 class _Replay:
-    """One layout's versions."""
-
     files: Mapping[str, Path]
     layout_id: Digest
     chunks: tuple[Chunk, ...]
@@ -280,7 +278,6 @@ class _Replay:
     _failed: set[PayloadRef] = field(default_factory=set)
 
     def add(self, manifest: Manifest, chunk_digests: Sequence[bytes]) -> None:
-        """Add the next version; its payloads are those to rebuild."""
         self._roots[manifest.version] = manifest.state_root
         self._digests[manifest.version] = b"".join(chunk_digests)
         in_place = dict.fromkeys(payload for payload in manifest.payloads if _is_in_place(payload, manifest))

@@ -80,7 +80,6 @@ class Damage:
         self._doubted.difference_update(digests)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
-        """Stop offering a payload, and move its file to `damaged`."""
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use, new plans avoid it: %s", digest[:12], problem)
         await self._database.run(lambda connection: payload_index.strike_out(connection, digest))

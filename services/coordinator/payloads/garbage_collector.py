@@ -203,7 +203,6 @@ class GarbageCollector(BackgroundWorker):
         )
 
     async def _sweep(self) -> int:
-        """Delete the files of retired payloads; returns the bytes freed."""
         freed: dict[Digest, int] = {}
         for digest in await self.database.run(payload_index.retired):
             num_bytes = await self._remove(digest)
@@ -223,7 +222,6 @@ class GarbageCollector(BackgroundWorker):
         return await self.damage.on_disk(self.blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
-        """Retire uploads that no version names."""
         named, num_versions = await self.database.run(payload_index.named)
         waiting = self.blobs.stored() - named
         self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}

@@ -75,12 +75,10 @@ class PullLeases:
         return now >= self._is_known_from
 
     def payloads(self, now: float) -> frozenset[Digest]:
-        """Payloads that must stay."""
         self._expire(now)
         return frozenset(digest for plan in self._ends for digest in plan[1]) | frozenset(self._reading)
 
     def versions(self, now: float) -> frozenset[int]:
-        """Versions from which a leased pull starts."""
         self._expire(now)
         return frozenset(start for start, _ in self._ends if start is not None)
 

@@ -200,8 +200,6 @@ def check(message: Message) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field to check."""
-
     name: str
     bound: Bound
     is_repeated: bool

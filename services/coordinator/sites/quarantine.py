@@ -274,7 +274,6 @@ def convicted_sites(connection: Connection) -> list[SiteId]:
 
 
 def _trained(connection: Connection, site: str) -> str:
-    """The versions with groups of the site, for a possible rollback."""
     count, first, last = connection.execute(
         "SELECT count(*), min(version), max(version) FROM groups WHERE site = ? AND state = 'consumed'", (site,)
     ).fetchone()

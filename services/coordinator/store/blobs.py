@@ -236,7 +236,6 @@ class BlobStore:
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     def count(self, num_bytes: int) -> None:
-        """Add to the used bytes."""
         self._used += num_bytes
         if num_bytes < 0:
             self.freed.ring()
@@ -286,7 +285,6 @@ class BlobStore:
         name_file(partial, target)
 
     def path(self, digest: Digest) -> Path:
-        """The path of the complete payload, present or not."""
         # The only place where a digest becomes a path.
         if not is_digest(digest):
             raise InvalidRequest("digest: not 64 lower-case hex digits")

@@ -117,7 +117,6 @@ class Chain:
         )
 
     def verified(self) -> frozenset[int]:
-        """Versions with a verified snapshot."""
         rows = self.connection.execute("SELECT version FROM verified WHERE variant = ?", (self.variant,))
         return frozenset(int(row[0]) for row in rows)
 

@@ -148,7 +148,6 @@ def plan(
 
 
 def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
-    """Manifests of the path if small together, else only the target's."""
     # Sizes first: a store operation must stay short, and a large model's manifest has hundreds of kilobytes.
     sizes = [chain.manifest_bytes(version) for version in versions]
     stated = versions if sum(sizes) <= MAX_MANIFEST_BYTES else versions[-1:]

@@ -268,7 +268,6 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention of one sequence a row."""
     length = query_RHSD.shape[2]
     mask_SS: torch.Tensor | None = None
     if window is not None and window < length:

@@ -119,7 +119,6 @@ class TorchBackend:
         self.last_log_ratios: LogRatios = {}
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context with the weights that a step's passes compute with."""
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:

@@ -114,7 +114,6 @@ class ZeroState(ShardedState):
 
     @property
     def _optimizer(self) -> Any:
-        """The torch optimizer inside."""
         return self._engine.optimizer.optimizer if self._stage else self._engine.optimizer
 
     def _flats(self) -> list[Any]:

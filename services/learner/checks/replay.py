@@ -49,7 +49,6 @@ class Replayer:
         return not self._sampling.is_truncated
 
     def load(self, arena: Arena, version: int, variant: str = "") -> None:
-        """Load a version's weights, unless they are loaded already."""
         if (variant, version) != self._loaded:
             tensors.load(arena, self._model)
             self._loaded = (variant, version)

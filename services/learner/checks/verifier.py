@@ -174,7 +174,6 @@ class Verifier:
         self._room = asyncio.Semaphore(num_workers)
 
     def labelled(self, queued: QueuedGroup) -> QueuedGroup:
-        """The group with the label of its prompt's source."""
         task, index = self.verification.task, queued.group.prompt_index
         source = source_of(task, index) if index < task.num_prompts else ""
         return dataclasses.replace(queued, source=source) if source else queued

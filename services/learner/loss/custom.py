@@ -129,7 +129,6 @@ class CustomLoss:
         return self._checked(output, batch)
 
     def error(self, problem: str) -> ConfigError:
-        """The error that the user is told."""
         return ConfigError(KEY, f"{self.name} {problem}", action=_ACTION)
 
     def _checked(self, output: Any, batch: LossBatch) -> LossOutput:

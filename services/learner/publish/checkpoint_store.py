@@ -248,7 +248,6 @@ class CheckpointStore:
         return sorted(self._root.glob("v[0-9]*"), reverse=True)
 
     def discard(self, path: Path) -> None:
-        """Remove a checkpoint whose publication was refused."""
         _remove(path)
         sync_directory(self._root)
 

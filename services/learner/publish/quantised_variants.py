@@ -96,7 +96,6 @@ class Variants:
         self._offered = scales
 
     def remove_leftovers(self) -> None:
-        """Remove payloads of an earlier process."""
         for name in self.layouts:
             for path in (self.directory / name).glob("v[0-9]*"):
                 path.unlink()
@@ -147,7 +146,6 @@ class Variants:
         return tuple(found)
 
     def state(self, encoded: Sequence[EncodedVariant], *, signer: Signer | None) -> tuple[VariantVersion, ...]:
-        """The published statement of each variant."""
         return tuple(
             VariantVersion(
                 variant=entry.variant,

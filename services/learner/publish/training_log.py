@@ -49,7 +49,6 @@ class TrainingLog:
         encode_s: float | None = None,
         publish_s: float | None = None,
     ) -> None:
-        """Append a committed version and its steps."""
         sizes = {payload.kind: payload.num_bytes for payload in manifest.payloads}
         row = {
             "version": manifest.version,

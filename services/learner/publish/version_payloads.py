@@ -56,7 +56,6 @@ class Encoded:
 
     @property
     def snapshot(self) -> Path | None:
-        """File of the snapshot, if there is one."""
         return next((path for ref, path in self.files if ref.kind is PayloadKind.SNAPSHOT), None)
 
 

@@ -67,7 +67,6 @@ class Inbox:
 
     @property
     def held(self) -> tuple[GroupId, ...]:
-        """Ids of the groups that this learner holds."""
         return tuple(self._held)
 
     def held_s(self, group_id: GroupId) -> float:
@@ -130,7 +129,6 @@ class Inbox:
             self._held.pop(group_id, None)
 
     async def close(self) -> None:
-        """End every wait, now and later."""
         async with self._condition:
             self.is_closed = True
             self._condition.notify_all()

@@ -202,12 +202,10 @@ class Resumption:
         return await self._roll_back(cursor, arena, committed, head)
 
     async def _is_lost(self, cursor: Cursor) -> bool:
-        """Whether a checkpoint follows another version of the head's number."""
         before = manifest_from_bytes(cursor.manifest).parent_digest
         return before != await self.published.digest(cursor.lineage_version)
 
     async def _is_withdrawn(self, cursor: Cursor, order: int) -> bool:
-        """Whether a checkpoint is of a rollback order that was taken back."""
         parent = cursor.parent_version
         if cursor.reports or parent == NO_VERSION or cursor.lineage_version != parent:
             return False

@@ -53,8 +53,6 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ready:
-    """Steps that can be published."""
-
     draft: Draft
     trained: _Trained
 
@@ -80,7 +78,6 @@ class TrainingLoop:
     """The version that the next step builds on, and its weights; None: the head."""
 
     async def run(self) -> Outcome:
-        """Train until `max_steps`, a refusal, or the end of the inbox."""
         self.progress.begin(self.step)
         if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
             # The baseline; version 0 is published, so no sampler waits.

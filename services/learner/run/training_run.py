@@ -58,7 +58,6 @@ class RunResult:
     has_begun: bool = True
 
     def __str__(self) -> str:
-        """The last line of a learner's log."""
         if not self.has_begun:
             where = "before the first version" if self.version < 0 else f"before it went on from version {self.version}"
             return f"stopped {where}"

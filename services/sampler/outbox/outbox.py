@@ -70,7 +70,6 @@ class Outbox:
             raise
 
     def lowest_sequence(self) -> int:
-        """Lowest sequence that may still be pushed."""
         with self._reading():
             # The next sequence is read first: groups put later are not below it.
             following = self.next_sequence
@@ -144,7 +143,6 @@ class Outbox:
         return [self._read(*row) for row in chosen], later[0]
 
     def release_by(self, instant: float) -> None:
-        """Release every group at `instant` at the latest."""
         self._write("UPDATE groups SET release = ? WHERE release > ?", [(instant, instant)])
 
     def note_spooled(self, sequences: Sequence[int], now: float) -> None:
@@ -212,7 +210,6 @@ class Outbox:
         return "" if row is None else str(row[0])
 
     def _read(self, sequence: int, payload: bytes, checksum: bytes) -> SealedGroup:
-        """The group of a row; an empty one for a damaged row."""
         found = group_of(sequence, payload, checksum)
         if isinstance(found, SealedGroup):
             return found
@@ -321,7 +318,6 @@ class OutboxWriter:
 
     @property
     def assignments(self) -> list[int]:
-        """Assignments of the groups that wait."""
         return [group.assignment for group in self._waiting]
 
     @property
@@ -329,7 +325,6 @@ class OutboxWriter:
         return self._retry_at - self.clock.monotonic()
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Queue groups; `retry` writes them."""
         self._waiting += tuple(groups)
 
     async def retry(self) -> None:

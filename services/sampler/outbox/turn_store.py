@@ -154,7 +154,6 @@ class TurnStore:
 
 
 def _group_of(rows: Iterable[tuple[Any, ...]]) -> KeptGroup | None:
-    """A group of its ordered, valid rows; None without any."""
     members: dict[int, list[KeptTurn]] = {}
     for assignment, member, number, seed, begun, _, payload, checksum in rows:
         turn = _turn_of(assignment, member, number, seed, begun, payload, checksum)
@@ -179,7 +178,6 @@ def _checksum(assignment: int, member: int, number: int, seed: str, begun: float
 def _turn_of(
     assignment: int, member: int, number: int, seed: str, begun: float, payload: bytes, checksum: bytes
 ) -> KeptTurn | str:
-    """The turn of a row, or the problem with it."""
     try:
         if checksum != _checksum(assignment, member, number, seed, begun, payload):
             return "its bytes changed on disk"

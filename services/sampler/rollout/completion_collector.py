@@ -83,7 +83,6 @@ class CompletionCollector:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no group is in flight or waits for the outbox."""
         return not (self.drafts or self._whole or self.outbox_writer.num_waiting)
 
     def unsettled(self) -> list[int]:
@@ -115,7 +114,6 @@ class CompletionCollector:
             self.news.ring()
 
     def refuse(self, refused: Sequence[Refused]) -> None:
-        """Hand back assignments whose prompts were refused."""
         for assignment, error in refused:
             self._returned.append((assignment.id, self.refusals.note(assignment, error)))
         if refused:
@@ -127,7 +125,6 @@ class CompletionCollector:
         return self.refusals.problem or self._scorer.failures.problem
 
     def loops(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start the loops, which run until they are cancelled."""
         return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
 
     async def end(self, late: Callable[[], Awaitable[Sequence[int]]]) -> None:
@@ -231,7 +228,6 @@ class CompletionCollector:
             self._note_played(self._runner.again(draft, member))
 
     def end_turn(self, turn: Turn, reason: FinishReason, tasks: asyncio.TaskGroup) -> None:
-        """End a member whose next turn the engine refuses."""
         assert self._runner is not None, "it gave the turn"
         ending = functools.partial(self._runner.end, turn.draft, turn.member, reason)
         self._follow(turn.draft, self._play(ending), tasks)
@@ -287,7 +283,6 @@ class CompletionCollector:
             self._whole.append(self.builder.group(whole, state_roots=self.swap.state_roots))
 
     async def _leave(self) -> None:
-        """Leave groups with turns on disk to the next process."""
         await self.journal.write(self.drafts)
         left = [draft for draft in self.drafts if draft.is_noted]
         for draft in left:
@@ -301,7 +296,6 @@ class CompletionCollector:
         self._forsake(draft)
 
     def _forsake(self, draft: GroupDraft) -> None:
-        """Cancel a group's rewards and environments."""
         for task in self._scoring.pop(draft.key, ()):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -351,7 +345,6 @@ class CompletionCollector:
                 await self.clock.sleep(self._backoff.delay_s())
 
     async def _abandon(self) -> bool:
-        """Return what waits for it; False: some could not be returned."""
         given = tuple(self._returned)
         # Before the coordinator hands them out again.
         await self.journal.forget([number for number, _ in given])

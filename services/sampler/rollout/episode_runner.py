@@ -82,7 +82,6 @@ class _Member:
         return parts
 
     def ended(self, reason: FinishReason) -> Completion:
-        """The trajectory up to the last drawn token."""
         spans: list[Span] = []
         start = 0
         for number, turn in enumerate(self.turns):
@@ -121,7 +120,6 @@ class EpisodeRunner:
         self._num_lost = 0
 
     async def play(self, draft: GroupDraft, number: int, completion: Completion) -> Turn | End:
-        """Step a turn that ended."""
         member = self._members.setdefault((draft.key, number), _Member(draft))
         metrics.TURNS.labels(draft.source).inc()
         self._spend(member, "model", member.asked_at)
@@ -148,7 +146,6 @@ class EpisodeRunner:
         return await self._go_on(member, number) if turns else self._turn(draft, number)
 
     async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
-        """Score a member, which is lost without a step."""
         member = self._members[draft.key, number]
         if member.episode is None:
             # Of an earlier process, whose engine had more room.
@@ -161,7 +158,6 @@ class EpisodeRunner:
         return self._ended(draft, number, member, reason, parts)
 
     def again(self, draft: GroupDraft, number: int) -> Turn | End:
-        """A lost turn again; after a second loss, the member's end."""
         member = self._members[draft.key, number]
         if not member.was_lost:
             member.was_lost = True
@@ -184,7 +180,6 @@ class EpisodeRunner:
         return Turn(draft=draft, member=number, context=context, seed=turn_seed(draft.seed, len(member.turns)))
 
     async def _go_on(self, member: _Member, number: int) -> Turn | End:
-        """Step the environment with the last turn."""
         since = self._clock.monotonic()
         try:
             reason = await self._step(member)

@@ -116,7 +116,6 @@ class GenerationLoop:
             pass
 
     async def empty(self) -> None:
-        """Release all groups and wait until they are pushed."""
         await asyncio.to_thread(self.outbox.release_by, 0.0)
         self.bell.ring()
         is_said = False
@@ -295,7 +294,6 @@ class GenerationLoop:
         return True
 
     def _num_wanted(self) -> int:
-        """Groups to begin now: some more than fit, so no engine waits."""
         if not self.config.work_ahead_s:
             return self._room if self.collector.is_empty else 0
         rows, size = self.engine.max_running, self.builder.group_size

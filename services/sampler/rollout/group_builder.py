@@ -214,7 +214,6 @@ class Scorer:
         return tuple(range(self._builder.group_size)) if is_whole else ()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """Reward parts of each completion; RewardError if one fails."""
         if self._threads is None:
             return self._builder.score_all(prompt, completions)
         return await asyncio.get_running_loop().run_in_executor(
@@ -235,7 +234,6 @@ class Refusals(FailureStreak):
     _named: set[int] = field(default_factory=set)
 
     def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
-        """Count a refused prompt; returns the reason of its return."""
         reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
         metrics.REFUSED_PROMPTS.labels(reason.value).inc()
         self.failed(error)

@@ -70,7 +70,6 @@ class GroupDraft:
 
     @property
     def num_lost(self) -> int:
-        """Members that ended and are not trained on."""
         return sum(not completion.finish_reason.is_trainable for completion in self.completions.values())
 
     @property
@@ -99,7 +98,6 @@ class InFlightGroups:
 
     @property
     def num_unscored(self) -> int:
-        """Completions that ended and wait for a reward."""
         return sum(len(draft.completions) - len(draft.scores) for draft in self)
 
     @property
@@ -108,12 +106,10 @@ class InFlightGroups:
         return min((draft.version for draft in self), default=None)
 
     def begin(self, draft: GroupDraft) -> None:
-        """Add a group and its request for all members, under its key."""
         self._drafts[draft.key] = draft
         self._begin(draft.key, _Request(draft=draft, left=self._group_size))
 
     def resume(self, draft: GroupDraft) -> None:
-        """Add a group of an earlier process, without a request."""
         self._drafts[draft.key] = draft
 
     def begin_turn(self, key: int, draft: GroupDraft, member: int) -> None:
@@ -155,7 +151,6 @@ class InFlightGroups:
         return (request.draft, request.member) if request.draft.key in self._drafts else None
 
     def withdraw(self, draft: GroupDraft) -> bool:
-        """Remove a group that the engine did not take; False: given up."""
         return self.lose(draft.key) is not None and self.give_up(draft.key) is not None
 
     def lose_all(self) -> list[GroupDraft]:
@@ -295,7 +290,6 @@ class InFlightNote:
         _write(self._held_out, [[name, index, count] for (name, index), count in failures.items()])
 
     def clear(self) -> None:
-        """Delete the notes: the process ends in order."""
         for path in (self._path, self._held_out):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

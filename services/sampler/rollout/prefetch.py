@@ -169,12 +169,10 @@ class Prefetch:
         return [self._waiting[place] for place in range(min(count, len(self)))]
 
     def drop(self, count: int) -> None:
-        """Remove the first assignments: they began."""
         for _ in range(min(count, len(self))):
             self._waiting.popleft()
 
     def put_back(self, work: Sequence[WorkAssignment]) -> None:
-        """Put assignments that did not begin back in front."""
         self._waiting.extendleft(reversed(work))
         # One that was granted again meanwhile will be drawn.
         self._skipped -= {assignment.id for assignment in work}
@@ -231,7 +229,6 @@ class Prefetch:
         return len(grant.assignments)
 
     async def _elsewhere(self) -> set[int]:
-        """Assignments that began, wherever their groups are."""
         # A group moves from memory to the disk.
         begun = set(self.begun())
         spooled = await asyncio.to_thread(self.spooled)

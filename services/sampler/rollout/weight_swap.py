@@ -59,7 +59,6 @@ class WeightSwap:
         return self.reported.policy_version
 
     def due(self) -> PulledVersion | None:
-        """The version that an engine lacks and may load now."""
         now = self._clock.monotonic()
         newer = self.policy.take(self.version) if now >= self._next_at else None
         if newer is None and self._is_partly_out and now >= self._mend_at:
@@ -72,7 +71,6 @@ class WeightSwap:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until the next attempt; None if no version waits."""
         times = [self._next_at] if self.policy.take(self.version) is not None else []
         if self._is_partly_out:
             times.append(self._mend_at)
@@ -86,7 +84,6 @@ class WeightSwap:
             await self._compare(pulled.version)
 
     def note_failure(self, error: EngineError) -> None:
-        """Stop generation until a load succeeds."""
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
         self.reported = replace(self.reported, policy_version=NO_VERSION, state_root=NO_ROOT)
         self._next_at = self._clock.monotonic() + self._backoff.delay_s()

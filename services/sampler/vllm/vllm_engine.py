@@ -137,7 +137,6 @@ class VllmEngine:
             process.close()
 
     def submit(self, request: Request) -> None:
-        """Take a request, also during a swap."""
         sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
         self._room.check(request.prompt, limit)

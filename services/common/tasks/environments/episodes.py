@@ -149,7 +149,6 @@ class Episodes:
         self.tools, self._has_learned = tools, True
 
     def close(self) -> None:
-        """Kill all processes; callers that wait get an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

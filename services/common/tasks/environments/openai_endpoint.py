@@ -75,7 +75,6 @@ class Endpoint:
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def start(self) -> None:
-        """Answer requests, also those that came before."""
         self._thread.start()
 
     def answer(self, action: Action) -> None:
@@ -86,7 +85,6 @@ class Endpoint:
             turn.done.set()
 
     def refuse_rest(self, refusal: RequestRefused) -> None:
-        """Answer the open request and all later ones with an error."""
         with self._lock:
             self._refusal = refusal
             if self._turn is not None and not self._turn.done.is_set():

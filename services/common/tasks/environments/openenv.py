@@ -116,6 +116,5 @@ def _object(answer: str) -> dict[str, Any]:
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """An observation as text: its only field if text, else JSON."""
     values = list(observation.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(observation, ensure_ascii=False)

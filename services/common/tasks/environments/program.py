@@ -75,7 +75,6 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
 
 
 def _read(file: Path, function: str) -> bool:
-    """Whether a file declares its function deterministic."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError) as error:
@@ -91,7 +90,6 @@ def _names(assign: ast.Assign) -> list[str]:
 
 
 def _files_of(path: str, directory: str) -> str:
-    """Digest of a file and of its imports from the same directory."""
     if directory not in sys.path:
         sys.path.append(directory)
     importlib.invalidate_caches()
@@ -103,7 +101,6 @@ def _files_of(path: str, directory: str) -> str:
 
 
 def _named_files(command: Sequence[str], directory: str) -> str:
-    """Digest of a command and of the files that it names."""
     total = hashlib.blake2b(digest_size=32)
     for word in command:
         path = Path(directory, word)
@@ -148,12 +145,10 @@ class ProgramEnvironment(EndpointEpisode):
         self._is_over = False
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:
-        """Start the program; its first request is the prompt."""
         self._start(row, seed)
         return self._first("the program")
 
     def score(self) -> Any:
-        """The reward; 0 for a failure after a limit."""
         if self._code is None:
             self._is_over = True
             self._endpoint.refuse_rest(over())

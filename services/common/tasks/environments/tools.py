@@ -70,7 +70,6 @@ def _is_function(each: Any) -> bool:
 
 
 def _as_function(tool: Tool) -> Tool:
-    """The tool as a function; pydantic takes no cached one."""
     if not isinstance(tool, _CACHED):
         return tool
 

@@ -84,7 +84,6 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
 
 
 def _configured(name: str, directory: str) -> dict[str, Any]:
-    """Table [env] of a name or a file."""
     if not name.endswith(".toml"):
         return {"taskset": {"id": name}}
     file = Path(directory, name)
@@ -210,7 +209,6 @@ class VerifiersEpisode(EndpointEpisode):
         self._parts: dict[str, float] | None = None
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:  # noqa: ARG002 - of the Protocol
-        """Start the row's task; its first request is the prompt."""
         task = self._played.task(int(row["task"]))
         os.environ[_KEY_VARIABLE] = self._endpoint.api_key
         self._endpoint.start()
@@ -237,7 +235,6 @@ class VerifiersEpisode(EndpointEpisode):
         self._endpoint.close()
 
     def _next(self) -> tuple[Message, ...] | None:
-        """Messages of the next request; None at the end."""
         event = self._events.get()
         if isinstance(event, tuple):
             return event

@@ -111,7 +111,6 @@ class MatchedTask:
             self._verifier = MathVerifier(timeout_s=config.reward_timeout_s, num_workers=self.num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0."""
         given = answer_of(completion)
         if self._verifier is None:
             is_right = given.strip() in (prompt.answer.strip(), *map(str.strip, _texts_of(prompt.answer)))
@@ -120,7 +119,6 @@ class MatchedTask:
         return (RewardPart(name=_PART, value=float(is_right)),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        """Whether the comparison took more than a quarter of its time."""
         if self._verifier is None:
             return Doubts()
         return Doubts(near=self._verifier.near.names(_PART, _joined(prompt.answer), answer_of(completion)))

@@ -55,7 +55,6 @@ class JudgeStore:
         return float(row[0]) if row is not None and isinstance(row[0], int | float) else None
 
     def put(self, digest: bytes, score: float) -> None:
-        """Keep a score; remove the oldest beyond the limit."""
         with suppress(sqlite3.Error):
             number = self._connection.execute("SELECT coalesce(max(number), 0) + 1 FROM judged").fetchone()[0]
             self._connection.execute("INSERT OR REPLACE INTO judged VALUES (?, ?, ?)", (digest, score, number))

@@ -143,7 +143,6 @@ class Clock(NamedTuple):
         return sympy.Rational(self.hour, self.minute) if self.minute else sympy.Integer(self.hour)
 
     def is_at(self, other: Clock) -> bool:
-        """Whether two times are equal; one may lack its half."""
         is_hour = self.hour == other.hour or (self.hour % 12 == other.hour % 12 and max(self.hour, other.hour) <= 24)
         known = {0: "a", 24: "a"} | dict.fromkeys(range(13, 24), "p")
         halves = {one.half or known.get(one.hour, "") for one in (self, other)} - {""}

@@ -125,7 +125,6 @@ class WeightedTask(TaskWrapper):
         )
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Parts of code rewards from another run of the code."""
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
         return tuple(part for reward in rewards for part in reward.score(prompt, completion))
 

@@ -359,7 +359,6 @@ def reward_files(top: str) -> dict[str, Any]:
 
 
 def _home(top: str) -> Path | None:
-    """File of a module, or directory of a package."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):

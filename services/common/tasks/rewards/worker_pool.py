@@ -135,13 +135,11 @@ class WorkerProcess:
         return reply
 
     def kill(self) -> None:
-        """Kill it while another thread waits for its answer."""
         process = self.process
         if process is not None:
             _signal(process)
 
     def close(self) -> None:
-        """Kill it and all that it started."""
         if self._end is not None:
             self._end()
         self.process, self._end, self.is_full = None, None, False
@@ -182,7 +180,6 @@ class WorkerPool:
         self._has_loaded = False
 
     def start(self) -> dict[str, Any]:
-        """Start the first worker; see WorkerProcess.start."""
         with self._one() as worker:
             facts = worker.start()
             self._has_loaded = True

@@ -111,7 +111,6 @@ class BucketCache(PayloadCache):
         self._turns = asyncio.Semaphore(FETCHES_AT_ONCE)
 
     def note(self, digest: Digest) -> None:
-        """Mark a file as cached and most recently used."""
         self._order[digest] = None
         self._order.move_to_end(digest)
 

@@ -175,7 +175,6 @@ class Objects:
             raise CorruptStore(problem, action="see which coordinators name this prefix: only one store may")
 
     async def put(self, digest: Digest, path: Path) -> None:
-        """Put a file, unless its object exists."""
         key = _key(digest)
         if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
             await self._create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)
@@ -210,7 +209,6 @@ class Objects:
         await self._delete(_key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
-        """Move a payload to `damaged`."""
         await self._check()
         with contextlib.suppress(FileNotFoundError):
             async with self._asked("move a payload"):

@@ -289,7 +289,6 @@ def connect(url: str) -> psycopg.Connection[Any]:
 
 @contextlib.contextmanager
 def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
-    """Close a session that fails, and raise the typed error."""
     try:
         yield
     except psycopg.Error as error:

@@ -138,7 +138,6 @@ class _Table:
     """The identity column, or empty."""
 
     def copy(self, form: LiteralString) -> sql.Composed:
-        """The COPY statement."""
         names = sql.SQL(", ").join(map(sql.Identifier, self.columns))
         return sql.SQL("COPY {} ({}) " + form + " (FORMAT BINARY)").format(sql.Identifier(self.name), names)
 

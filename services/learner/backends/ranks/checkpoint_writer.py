@@ -72,7 +72,6 @@ class CheckpointLayout:
 
     @classmethod
     def of(cls, directory: Path, state: ShardedState, *, applied_steps: int, lora: LoraSettings) -> CheckpointLayout:
-        """Lay out the state as it is now."""
         steps = state.steps()
         names = sorted(state.shapes)
         table: list[Entry] = [("random/cpu", "U8", tuple(torch.get_rng_state().shape))]
@@ -89,11 +88,9 @@ class CheckpointLayout:
 
     @property
     def files(self) -> list[tuple[str, SafetensorsLayout, Sequence[Key]]]:
-        """Each file of tensors: name, plan, and the state's keys in it."""
         return [(WEIGHTS_FILE, self.weights, ("",)), (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ())]
 
     def make(self) -> None:
-        """Make the files at their full size, without content."""
         for file_name, plan, _ in self.files:
             with (self.directory / file_name).open("wb") as file:
                 file.write(plan.header)
@@ -378,7 +375,6 @@ class Writing:
             yield self._copy.popleft()
 
     def _report(self, own: BaseException | None, digest: bytes) -> None:
-        """Send the result to rank 0; the other side of `_collect`."""
         aside = self._ranks.aside
         aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
         if not self._ranks.are_on_one_machine and aside.receive_bytes(rank=0) == _AGAIN:

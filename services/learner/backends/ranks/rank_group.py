@@ -223,7 +223,6 @@ class Rendezvous:
         return PrefixStore(_PREFIX, store)
 
     def say(self, config: str) -> None:
-        """Send a configuration to the other ranks."""
         self._store.set(f"config/{self._num_said}", config)
         self._num_said += 1
 
@@ -404,7 +403,6 @@ class RankGroup:
 
     @property
     def ranks(self) -> Collectives:
-        """The process group; exists after `join`."""
         assert self._ranks is not None, "it was joined"
         return self._ranks
 

@@ -163,7 +163,6 @@ class ShardedBackend:
         self._tell(Command(do=Do.STOP))
 
     def follow(self) -> None:
-        """Obey rank 0 until it stops."""
         while True:
             command = command_from_bytes(self._ranks.broadcast_bytes())
             try:

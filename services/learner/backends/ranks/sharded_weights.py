@@ -127,7 +127,6 @@ class ShardedVersions:
         self._chunks: dict[int, dict[int, IntArray]] = {}
 
     def keep(self, versions: Sequence[int]) -> None:
-        """Forget all versions except these."""
         self._chunks = {version: chunks for version, chunks in self._chunks.items() if version in versions}
 
     def stage(self, version: int, *, published: int | None) -> tuple[bytes, ...]:
@@ -216,7 +215,6 @@ class ShardedVersions:
         return self._digests(version)
 
     def whole(self, version: int) -> Arena | None:
-        """All chunks, on rank 0."""
         own = self._chunks[version]
         if self.ranks.rank:
             for number in sorted(own):
@@ -300,7 +298,6 @@ class ShardedArena:
         self._engine = engine
 
     def state_root(self, *, threads: int = 1) -> Digest:  # noqa: ARG002 - as an arena's
-        """Identity of the state, from the digests."""
         return state_root(self.layout.layout_id, self.digests)
 
     def whole(self) -> Arena:

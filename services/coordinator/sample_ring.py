@@ -76,12 +76,9 @@ class SampleRing:
         The answer is the same at its lease and at its end."""
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
-    def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
-        self._keep_group(connection, group, None, detail="", version=version)
-
     def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
-        self._keep_group(connection, group, reason, detail=detail, version=head)
+        self.keep_group(connection, group, reason, detail=detail, version=head)
 
     def keep_evaluation(
         self,
@@ -134,8 +131,8 @@ class SampleRing:
         """Evict up to TRIM_ROWS samples; returns whether the rest fits."""
         return self._make_room(connection, most=TRIM_ROWS)
 
-    def _keep_group(
-        self, connection: Connection, group: SealedGroup, reason: DropReason | None, *, detail: str, version: int
+    def keep_group(
+        self, connection: Connection, group: SealedGroup, reason: DropReason | None, *, detail: str = "", version: int
     ) -> None:
         """Keep a group, dropped for this reason or else trained on."""
         key, kept_because = group.id, CONSUMED if reason is None else reason.value

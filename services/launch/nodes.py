@@ -309,12 +309,8 @@ _SHARED = (
 _OWN = {"backend": "learner", "engine": "samplers"}
 
 
-class InvalidNodes(OperatorError):
-    """A service would refuse what run.toml states; one line for each key."""
-
-
 def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
-    """Check every node before anything is written; raises InvalidNodes."""
+    """Check every node before anything is written; raises OperatorError."""
     lines: dict[str, None] = {}
     for node in nodes:
         for key, text in (*problems(node.kind, node.config), *_conflicts(node)):
@@ -322,7 +318,7 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
             lines[f"{where}: {text}" if where else f"{node.name}: {text}"] = None
     if lines:
         head = [f"run.toml has {len(lines)} problems:"] if len(lines) > 1 else []
-        raise InvalidNodes("\n".join([*head, *lines]))
+        raise OperatorError("\n".join([*head, *lines]))
 
 
 def _conflicts(node: Node) -> Iterator[tuple[str, str]]:

@@ -55,7 +55,10 @@ def drawings(
             )
         if promised is not None:
             axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
-        _unit_or_wider(axes, [*rewards, *(value for _, value in evaluated)])
+        shown = [*rewards, *(value for _, value in evaluated)]
+        # Shares from 0 to 1, other rewards on their scale.
+        if min(shown) >= 0.0 and max(shown) <= 1.0:
+            axes.set_ylim(0, 1)
         axes.set_ylabel("mean reward")
         # Above the axes, because held-out points lie at the top and at the bottom.
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
@@ -120,12 +123,6 @@ def whole_numbers(axis: Any) -> None:
 
 def _from_zero(axes: Any, values: Sequence[float]) -> None:
     axes.set_ylim(0, 1.08 * max(values) or 1.0)
-
-
-def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
-    """Draw shares from 0 to 1, other rewards on their scale."""
-    if min(values) >= 0.0 and max(values) <= 1.0:
-        axes.set_ylim(0, 1)
 
 
 def picture(
@@ -255,12 +252,12 @@ def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
     return next((r.evaluation_accuracy for r in reversed(reports) if r.evaluation_accuracy is not None), None)
 
 
-def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
+def sparkline(values: Sequence[float], *, is_unicode: bool = False) -> str:
     """Finite values as characters, low to high, or as Unicode blocks."""
     bars, values = _BLOCKS if is_unicode else _BARS, _finite(values)
     if not values:
         return ""
-    step = max(1, len(values) // width)
+    step = max(1, len(values) // 40)
     means = [sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)]
     low, high = min(means), max(means)
     span = high - low or 1.0

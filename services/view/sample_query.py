@@ -40,10 +40,9 @@ _WORDS = {CONSUMED: "trained on", EVALUATED: "held-out", ANY_DROP: "dropped, any
 
 
 class BadQuery(OperatorError):
-    """The field `name` of a URL has a bad value."""
+    """A field of a URL has a bad value."""
 
     def __init__(self, name: str, problem: str, *, action: str) -> None:
-        self.name = name
         super().__init__(f"{name}: {problem}", action=action)
 
 

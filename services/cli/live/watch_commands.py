@@ -43,6 +43,7 @@ def status(
     `heterorl certs issue operator me` makes that directory.
     """
     from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
+    from heterorl.report.figures import newest_accuracy
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
@@ -51,8 +52,7 @@ def status(
         typer.echo(strict_json({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
     else:
         console = console_of()
-        scored = [report.evaluation_accuracy for report in reports if report.evaluation_accuracy is not None]
-        console.print(*status_tables(answer, width=console.width, accuracy=scored[-1] if scored else None))
+        console.print(*status_tables(answer, width=console.width, accuracy=newest_accuracy(reports)))
         console.print(*evaluation_tables(evaluations))
 
 

@@ -15,8 +15,6 @@ from heterorl.cli.connection import Link, linked
 if TYPE_CHECKING:
     from heterorl.view.sample_index import SampleIndex, Source
 
-EXPORTS = (".jsonl", ".parquet")
-
 
 @linked(has_address=False)
 def view(
@@ -37,8 +35,10 @@ def view(
 
     Only this machine can open the page, and only with the key in its URL. Ctrl-C ends it and deletes all it read.
     """
+    from heterorl.cli.samples.sample_reader import SUFFIXES
+
     path = Path(run)
-    is_export = path.suffix in EXPORTS or (run and path.is_file())
+    is_export = path.suffix in SUFFIXES or (run and path.is_file())
     make_source = _export(path) if is_export else _coordinator(link.at(run))
     from heterorl.common.errors import DependencyMissing
 

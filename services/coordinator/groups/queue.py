@@ -296,7 +296,7 @@ class Queue:
         for arrival in arrivals:
             kept = self._content(connection, arrival, SampleKind.CONSUMED)
             if kept is not None:
-                self.ring.keep_consumed(connection, kept, version=version)
+                self.ring.keep_group(connection, kept, None, version=version)
         connection.executemany(
             f"UPDATE groups SET state = 'consumed', version = ?, payload = NULL WHERE {_WHERE_ID}",
             [(version, *_key(group_id)) for group_id in ids],

@@ -102,11 +102,6 @@ def seed_of(assignment: int, *, seed: int) -> int:
     return _hash(f"sampling/{seed}/{assignment}") >> 1
 
 
-def draw_of(assignment: int, *, seed: int) -> float:
-    """An assignment's pseudo-random number in [0, 1), the same after a restart."""
-    return _hash(f"explore/{seed}/{assignment}") / 2.0**64
-
-
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -141,7 +136,8 @@ def choose_prompts(
         seen = None
         if config.is_on and passed < MAX_PASSED:
             seen = connection.execute("SELECT mean FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
-        if seen is None or is_wanted(seen[0], config, draw=draw_of(number, seed=seed)):
+        # A draw in [0, 1), the same after a restart.
+        if seen is None or is_wanted(seen[0], config, draw=_hash(f"explore/{seed}/{number}") / 2.0**64):
             chosen.append((number, prompt))
             passed = 0
         else:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
-from heterorl.common.identity.spiffe import Identity, Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -75,7 +75,13 @@ class Server:
         self._tls = tls = config.tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
-            _check_own(self._files.current().identity, run_id=config.run_id)
+            own = self._files.current().identity
+            if own.role is not Role.COORDINATOR or own.run != config.run_id:
+                raise ConfigError(
+                    "tls.cert",
+                    f"names {own.uri}; this is the coordinator of run {config.run_id}",
+                    action="issue a certificate for this run's coordinator: `heterorl certs issue`, or correct run_id",
+                )
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
             _LOG.warning(
@@ -117,12 +123,3 @@ class Server:
         """Report NOT_SERVING, refuse new calls, cut running ones after `grace_s` seconds."""
         await self._health.set_serving(False)
         await self.grpc.stop(grace_s)
-
-
-def _check_own(identity: Identity, *, run_id: str) -> None:
-    if identity.role is not Role.COORDINATOR or identity.run != run_id:
-        raise ConfigError(
-            "tls.cert",
-            f"names {identity.uri}; this is the coordinator of run {run_id}",
-            action="issue a certificate for this run's coordinator: `heterorl certs issue`, or correct run_id",
-        )

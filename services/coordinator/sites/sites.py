@@ -106,7 +106,6 @@ class Sites:
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""
-        # Copied: a registration on the store's thread may remove one.
         return frozenset(seen.policy_version for seen in [*self._seen.values()] if seen.at >= since)
 
     def register(self, connection: Connection, registration: Registration) -> int:

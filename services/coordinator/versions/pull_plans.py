@@ -134,7 +134,8 @@ def plan(
         into,
         have_version=start,
         want_version=want,
-        base_version=_version_of_root(chain, base_root),
+        # Version 0 can have the state of a base model.
+        base_version=0 if chain.state_root(0) == base_root and chain.is_in_lineage(0) else None,
         object_bytes=object_bytes,
     )
     return PullPlan(
@@ -152,8 +153,3 @@ def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
     sizes = [chain.manifest_bytes(version) for version in versions]
     stated = versions if sum(sizes) <= MAX_MANIFEST_BYTES else versions[-1:]
     return tuple(chain.manifest(version) for version in stated)
-
-
-def _version_of_root(chain: Chain, root: str) -> int | None:
-    """Version 0 if it has this state, such as a base model's."""
-    return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else None

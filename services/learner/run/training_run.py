@@ -97,7 +97,6 @@ class TrainingRun:
     """Statement of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
     _grant: LeaseGrant | None = None
-    """The newest answer to a renewal."""
     _loop: TrainingLoop | None = None
     _rollback: Rollback | None = None
 

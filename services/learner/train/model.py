@@ -79,18 +79,13 @@ def hidden_states(
     model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
 ) -> torch.Tensor:
     """Last hidden states [N, H] that predict completion tokens; see MicroBatch."""
-    hidden_RSH: torch.Tensor = inner_model(model)(
-        input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
-    ).last_hidden_state
+    network: Any = model
+    # The model without its output embedding. For an unexpected attribute name transformers answers the whole model.
+    inner = network.model if network.base_model is network and hasattr(network, "model") else network.base_model
+    outputs = inner(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
+    hidden_RSH: torch.Tensor = outputs.last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
     return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
-
-
-def inner_model(model: nn.Module) -> Any:
-    """The model without its output embedding, which gives hidden states."""
-    network: Any = model
-    # For an unexpected attribute name transformers answers the whole model.
-    return network.model if network.base_model is network and hasattr(network, "model") else network.base_model
 
 
 def output_embedding(model: nn.Module) -> torch.Tensor:

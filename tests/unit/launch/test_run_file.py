@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.errors import ConfigError, HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
 from heterorl.common.process.config_file import load
-from heterorl.launch.nodes import InvalidNodes, check_nodes, nodes_of
+from heterorl.launch.nodes import check_nodes, nodes_of
 from heterorl.launch.render import render
 from heterorl.launch.run_file import RunFile
 from tests.support.launches import NODES, RUN, run_file, run_table
@@ -176,7 +176,7 @@ def test_key_that_contradicts_what_other_nodes_are_made_from_is_refused(right):
     assert right in RUN
     nodes = nodes_of(RunFile.model_validate(tomllib.loads(RUN.replace(right, wrong))))
 
-    with pytest.raises(InvalidNodes) as refused:
+    with pytest.raises(OperatorError) as refused:
         check_nodes(nodes, lambda *_: ())
     assert said in str(refused.value)
 
@@ -189,12 +189,12 @@ def test_problem_of_a_key_is_said_where_the_run_has_it():
     def refuse_all(kind, table):
         return [(key, "is wrong") for key in ("store.url", "run_id", "keep_versions") if kind == "coordinator"]
 
-    with pytest.raises(InvalidNodes) as refused:
+    with pytest.raises(OperatorError) as refused:
         check_nodes(nodes(), refuse_all)
     assert [line.partition(":")[0] for line in refused.value.args[0].splitlines()[1:]] == [
         "coordinator.postgres.url", "run.id", "coordinator.config.keep_versions",
     ]  # fmt: skip
-    with pytest.raises(InvalidNodes, match=r"coordinator\.config\.store\.url: is wrong"):
+    with pytest.raises(OperatorError, match=r"coordinator\.config\.store\.url: is wrong"):
         check_nodes(nodes(config={"store": {"url": "postgresql://other@db.example/run"}}), refuse_all)
 
 

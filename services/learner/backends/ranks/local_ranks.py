@@ -35,8 +35,6 @@ class RankFailed(OperatorError):
     action = "see its log above; start the learner again: it resumes from the newest checkpoint"
 
     def __init__(self, rank: int, code: int) -> None:
-        self.rank = rank
-        self.code = code
         super().__init__(f"rank {rank} {how_it_ended(code)}; all ranks are stopped")
 
 

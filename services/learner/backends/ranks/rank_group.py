@@ -213,11 +213,9 @@ class Rendezvous:
             store: Store = FileStore(str(rank_env.file), rank_env.world_size)
         else:
             # The launcher's rule decides who makes the store. Two of one process are one store.
+            host = f"[{rank_env.host}]" if ":" in rank_env.host else rank_env.host
             stores = rendezvous(
-                f"tcp://{_bracketed(rank_env.host)}:{rank_env.port}",
-                rank=rank_env.rank,
-                world_size=rank_env.world_size,
-                timeout=CONNECT,
+                f"tcp://{host}:{rank_env.port}", rank=rank_env.rank, world_size=rank_env.world_size, timeout=CONNECT
             )
             store = next(stores)[0]
         return PrefixStore(_PREFIX, store)
@@ -272,10 +270,6 @@ class Rendezvous:
             return Collectives(rank_env=self.rank_env, store=self._store, device=device)
         except RuntimeError as error:
             raise RanksApart(f"rank {self.rank_env.rank} cannot join the others: {error}") from error
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:

@@ -59,7 +59,6 @@ class ShardedBackend:
         self._sharding = sharding
         self.layout = sharding.layout
         self.torch_model = sharding.model
-        """For its configuration; its weights may be elsewhere."""
         self._state = sharding.state
         self._buffers = dict(sharding.buffers)
         settle_untrained(sharding, is_rounded=config.forward_weights == "published")

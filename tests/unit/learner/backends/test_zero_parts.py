@@ -139,7 +139,6 @@ def test_rank_that_ends_before_its_time_is_reported():
     assert failed.wait(WAIT_S)
     ranks.close()
     assert json.dumps(str(failures[0]))
-    assert (failures[0].rank, failures[0].code) == (1, -9)
     assert "rank 1 was ended by SIGKILL" in str(failures[0])
 
 

@@ -1,33 +1,6 @@
 """The exception tree.
 
 Each class carries fields, writes its own message and states what to do next.
-
-    HeterorlError
-      OperatorError           the operator must change something
-        ConfigError             a key, value or file
-          PromptRefused  PromptTooLong  AnswerUnreadable  a row of the data: only its group is given up
-          ClockBehind           a certificate that begins later: another start may find the right time
-        PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
-      RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
-                              `is_transient` states whether a retry helps
-        InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  UnknownSample  DigestMismatch  StaleEpoch
-        LeaseHeld  ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
-        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
-        Unreachable
-          Busy                    it lacks something, or its disk does not answer, for now
-      CorruptData             bytes that fail their own checks: quarantined, never served, never applied
-        MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
-      UntrustedVersion        a version whose origin or place in the history is not proven; never used
-        UnsignedManifest  WrongSignature  UnprovenDescent
-      NotReversible           a delta that cannot be undone without the state before it
-      EngineError             the engine refuses requests until it loads a version again
-        StaleWeights  EngineDied
-      RewardError             a verifier failed; never a zero reward
-      EpisodeError            an environment's episode ends without a reward; the other members go on
-        EnvironmentFailed  ToolLost
-      StoreLost               the coordinator's database is away: it starts again, and acknowledged groups are safe
-      StoreHeld               another session has the coordinator's database: it starts again until that one ends
-
 `ValueError` and `assert` are for our own mistakes.
 """
 
@@ -336,7 +309,7 @@ class Busy(Unreachable):
 
 
 class CorruptData(HeterorlError):
-    """Bytes that fail their own checks."""
+    """Bytes that fail their own checks: quarantined, never served or applied."""
 
 
 class MalformedPayload(CorruptData):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,24 +54,11 @@ TIMEOUT = "timeout"
 """Kind of a measurement that exceeded its time limit."""
 
 
-def ok(name: str, finding: str) -> Check:
-    """A check that found no fault."""
-    return Check(name=name, level=Level.OK, finding=finding)
+def _at(level: Level, name: str, finding: str, remedy: str = "") -> Check:
+    return Check(name=name, level=level, finding=finding, remedy=remedy)
 
 
-def warn(name: str, finding: str, remedy: str) -> Check:
-    """A check that found something an operator should look at."""
-    return Check(name=name, level=Level.WARN, finding=finding, remedy=remedy)
-
-
-def fail(name: str, finding: str, remedy: str) -> Check:
-    """A check that found what does not work."""
-    return Check(name=name, level=Level.FAIL, finding=finding, remedy=remedy)
-
-
-def skip(name: str, why: str) -> Check:
-    """A check left out: an earlier one failed, or it is irrelevant."""
-    return Check(name=name, level=Level.SKIP, finding=why)
+ok, warn, fail, skip = (functools.partial(_at, level) for level in (Level.OK, Level.WARN, Level.FAIL, Level.SKIP))
 
 
 def exit_code(checks: Sequence[Check]) -> int:

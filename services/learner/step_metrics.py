@@ -242,7 +242,6 @@ def observe_start() -> None:
     """Set times to now, numbers to NaN, and create counters.
     No alert is then misled before the first step."""
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
-    metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
     for gauge in _NUMBERS:
         gauge.set(math.nan)
     # A counter that appears with its first count shows no increase.
@@ -259,7 +258,6 @@ def observe_start() -> None:
 def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) -> None:
     """Export one published version."""
     metrics.LEARNER_VERSION.set(manifest.version)
-    metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
     metrics.ENCODE_SECONDS.observe(encode_s)
     metrics.VERSION_ENCODE_SECONDS.set(encode_s)
     metrics.PUBLISH_SECONDS.observe(publish_s)

@@ -1,22 +1,7 @@
 """Wires a sampler and runs its loops.
 
-    loop      waits for                                     unblocked by
-    register  a coordinator that knows the run's contract   the coordinator; retries with full jitter
-    watch     news of the head                              the coordinator; a broken link (it dials again)
-    sync      a version that the delay model lets through   watch, or time
-    prefetch  assignments below three quarters; time        generate; the coordinator
-    generate  a verified version; an assignment; room in    sync; prefetch; collect; deliver; an operator who
-              the engine, the outbox and on the disk        frees disk space
-    collect   a completion that ends                        the engine
-    score     a process that computes rewards               the process, or its time limit
-    play      an environment that answers a turn            the environment, or its time limit
-    spool     a group whose last member is scored; a turn   score; collect; on a full disk, time
-    return    assignments that give no group                score; collect
-    deliver   a group that is due                           spool, or time
-    beat      the heartbeat interval                        time
-    watchdog  half the service manager's interval           time
-    evaluate  a verified version; work; the engine          sync; the coordinator; time; the engine
-    main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
+ARCHITECTURE.md lists the loops and what they wait for. Besides, `evaluate` waits for a verified version, work and the
+engine.
 
 Every wait ends at a signal. A stop leaves groups with turns on disk to the next process, spools groups that ended,
 hands the other assignments back, then cancels the loops. The outbox is durable; the next process pushes it. A drain

@@ -24,13 +24,9 @@ TESTS = yaml.safe_load((ROOT / "tests" / "contract" / "alerts.yml").read_text())
 TARGET_LABELS = {"run", "service", "site", "job", "instance"}
 SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}
 NOT_SHOWN = {
-    "heterorl_bandwidth_cap_bytes_per_second": "a setting; how long bytes wait for it is shown",
     "heterorl_learner_version": "the coordinator's head is shown; this one helps when both disagree",
-    "heterorl_learner_last_publish_timestamp_seconds": "the coordinator's time of the head is shown and alerted on",
     "heterorl_sampler_policy_version": "the coordinator shows it per site",
-    "heterorl_sampler_outbox_bytes": "the outbox is shown in groups; bytes are for sizing outbox_bytes",
     "heterorl_sampler_outbox_set_aside": "said in the log with the file; the coordinator shows the empty groups as invalid",
-    "heterorl_sampler_outbox_dropped": "the coordinator shows it per site and reason",
 }
 EXPRESSIONS = [(f"{board.uid}/{panel.title}", query.expr) for board in BOARDS for panel in board.panels
                for query in panel.queries] + [(rule["alert"], rule["expr"]) for rule in ALERTS]  # fmt: skip

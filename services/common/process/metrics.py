@@ -69,7 +69,6 @@ DISK_FREE_BYTES = _gauge("disk_free_bytes", "Free space of the disk that holds t
 DISK_SIZE_BYTES = _gauge("disk_size_bytes", "Size of that disk.")
 IDENTITY_REFUSALS = _counter("rpc_identity_refusals_total", "Calls refused for what their certificate says.", "reason")
 CERTIFICATE_EXPIRY = _gauge("certificate_expiry_seconds", "When this node's certificate expires, since the epoch.")
-BANDWIDTH_CAP = _gauge("bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", "direction")
 BANDWIDTH_WAIT = _counter("bandwidth_wait_seconds_total", "Time that bytes waited for the cap.", "direction")
 
 # pullers of weights: samplers, and a learner that resumes
@@ -228,7 +227,6 @@ CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of o
 
 # learner: versions
 LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")
-LAST_PUBLISH_TIMESTAMP = _gauge("learner_last_publish_timestamp_seconds", "When it last published (start if never).")
 ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
 PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
 VERSION_ENCODE_SECONDS = _gauge("learner_version_encode_seconds", "Duration of encoding the newest version.")
@@ -255,8 +253,6 @@ PUSH_DELAY_SECONDS = _histogram(
     "sampler_push_delay_seconds", "Time from a group's generation to its acknowledgement.", buckets=_AGES
 )
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
-OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
-OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
 OUTBOX_SET_ASIDE = _counter(
     "sampler_outbox_set_aside_total",
     "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed), "

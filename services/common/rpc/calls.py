@@ -23,7 +23,7 @@ from heterorl.common.errors import HeterorlError, InvalidRequest, MalformedPaylo
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.process.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, RPC_SECONDS
+from heterorl.common.process.metrics import BANDWIDTH_WAIT, RPC_SECONDS
 from heterorl.common.rpc.channel import RPCS, CoordinatorChannel
 from heterorl.common.rpc.error_status import from_rpc_error, reason_of
 from heterorl.common.rpc.presigned import Allowed, PresignedReads, Slow, UrlClient
@@ -179,8 +179,7 @@ class Calls:
         caps = bandwidth or BandwidthConfig()
         self._down = TokenBucket(bytes_per_s=caps.down_bytes_per_s, clock=self._clock)
         self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
-        for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
-            BANDWIDTH_CAP.labels(direction).set(cap)
+        for direction in ("down", "up"):
             BANDWIDTH_WAIT.labels(direction)
 
     @property

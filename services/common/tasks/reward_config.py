@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -41,10 +41,7 @@ class RewardBase(Config):
     """Name in curves, samples and journals."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of the value in the reward; 0 only measures, a negative weight punishes."""
-
-    @property
-    def needs_answers(self) -> bool:
-        return False
+    needs_answers: ClassVar[bool] = False
 
 
 class MatchRewardConfig(RewardBase):
@@ -52,10 +49,7 @@ class MatchRewardConfig(RewardBase):
 
     kind: Literal["match"] = "match"
     """The task's own score."""
-
-    @property
-    def needs_answers(self) -> bool:
-        return True
+    needs_answers: ClassVar[bool] = True
 
 
 class FunctionRewardConfig(RewardBase):
@@ -139,7 +133,7 @@ class JudgeRewardConfig(RemoteRewardBase):
     """Requests to this url from all processes with this cache_file; 0: no bound."""
 
     @property
-    def needs_answers(self) -> bool:
+    def needs_answers(self) -> bool:  # type: ignore[override]
         """Whether the rubric names `{answer}`."""
         text = self.rubric
         if self.rubric_file:
@@ -182,10 +176,7 @@ class CodeRewardConfig(RewardBase):
     """Interpreter of the tests; empty: heterorl's, without its packages."""
     shown: tuple[str, ...] = Field(default=(), max_length=16)
     """More directories that tests may read, such as an environment with numpy. Not part of the contract."""
-
-    @property
-    def needs_answers(self) -> bool:
-        return True
+    needs_answers: ClassVar[bool] = True
 
 
 RewardConfig = Annotated[

@@ -130,13 +130,11 @@ class Delivery:
     async def _forget(self, settled: Sequence[int]) -> None:
         for stay_s in await asyncio.to_thread(self.outbox.delete, settled, now=self._now()):
             metrics.PUSH_DELAY_SECONDS.observe(stay_s)
-        level = self.outbox.level()
-        metrics.OUTBOX_GROUPS.set(level.num_groups)
-        metrics.OUTBOX_BYTES.set(level.num_bytes)
+        metrics.OUTBOX_GROUPS.set(self.outbox.level().num_groups)
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
-    """Sequences with a final outcome and the asked wait; counts dropped groups."""
+    """Sequences with a final outcome and the asked wait; logs dropped groups."""
     settled: list[int] = []
     asked_s = 0.0
     refused: Counter[str] = Counter()
@@ -148,7 +146,6 @@ def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
         settled.append(outcome.id.sequence)
         if outcome.status is PushStatus.DROPPED:
             reason = outcome.reason.value if outcome.reason else "unknown"
-            metrics.OUTBOX_DROPPED.labels(reason).inc()
             refused[reason] += 1
             first.setdefault(reason, outcome)
     for reason, count in refused.items():

@@ -161,7 +161,6 @@ class GenerationLoop:
     def _may_begin(self) -> bool:
         level = self.outbox.level()
         metrics.OUTBOX_GROUPS.set(level.num_groups)
-        metrics.OUTBOX_BYTES.set(level.num_bytes)
         return (
             not self.session.is_draining
             and not self._is_ending

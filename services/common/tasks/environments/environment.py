@@ -2,20 +2,7 @@
 
 Each episode gets a new object.
 
-A whole environment, for prompts of a file with an answer in each row:
-
-    class Guess:
-        def reset(self, row, *, seed):
-            self.number, self.tries = int(row["answer"]), 0
-            return "Guess my number between 1 and 100. Write the number alone."
-
-        def step(self, action):
-            self.tries += 1
-            guess = int(action.answer) if action.answer.strip().isdigit() else 0
-            return None if guess == self.number else "higher" if guess < self.number else "lower"
-
-        def score(self):
-            return 1 / self.tries if self.tries else 0.0
+docs/environments.md has a whole one, `Guess`.
 
 `task.environment = "package.module:Guess"` names it. `random` and `numpy.random` are seeded with the episode's seed
 before `reset`. A class that draws from them only is deterministic: equal row, seed and actions give equal observations

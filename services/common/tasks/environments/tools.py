@@ -1,19 +1,6 @@
 """Tools: typed Python functions with docstrings, whose results the policy reads.
 
-A file of tools, `task.environment = "tools.py"`:
-
-    def add(a: int, b: int) -> int:
-        \"\"\"Add two numbers.
-
-        Args:
-            a: the first one.
-            b: the second one.
-        \"\"\"
-        return a + b
-
-    def score(messages, answer):
-        last = messages[-1]
-        return float(last["role"] == "assistant" and last["content"].strip().endswith(answer))
+docs/environments.md has an example of a file.
 
 Each public function of the file except `score` is a tool. The episode ends with the first turn that calls none. The
 parameters of `score` name what it gets: `messages`, `answer` and columns of the row. Functions keep no state; an

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import RewardError
+from heterorl.common.process.threads import how_it_ended
 from heterorl.common.types.common import peer_words
 
 SCRIPT = Path(__file__).parent / "worker_main.py"
@@ -346,10 +347,9 @@ def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) ->
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        code = process.wait(_GRACE_S)
+        return f"the process {how_it_ended(process.wait(_GRACE_S))}"
     except subprocess.TimeoutExpired:
         return "the process closed its pipe"
-    return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended: code {code}"
 
 
 NEAR = 0.25

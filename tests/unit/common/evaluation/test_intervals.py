@@ -25,5 +25,5 @@ def test_t_central_equals_the_incomplete_beta_function(df, t):
 
 def test_t_quantile_of_many_degrees_of_freedom_is_the_same_and_costs_nothing():
     for df in (LARGE_DF + 1, 5000):
-        assert t_central(t_quantile(0.95, df=df), df=df) == pytest.approx(0.95, abs=1e-12)
+        assert t_central(t_quantile(0.95, df=df), df=df) == pytest.approx(0.95, abs=1e-9)
     assert t_quantile(0.95, df=1 << 40) == pytest.approx(1.959963984540054, abs=1e-11)

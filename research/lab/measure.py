@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.tasks.task import Task
@@ -23,7 +24,8 @@ from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator
-from heterorl.learner.train.step_report import LogRatios
+from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT
+from heterorl.learner.train.step_report import LogRatios, SequenceSample, capped_products, ess_fraction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,7 +117,7 @@ class MeasuredBackend:
             self.diverged_at = report.step
             raise Diverged(f"step {report.step} was not finite")
         if report.is_applied:
-            self.rows.append(step_row(report, self.inner.last_extras, target))
+            self.rows.append(step_row(report, step_extras(self.inner.last_sequences), target))
         return report
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
@@ -136,7 +138,7 @@ class MeasuredBackend:
 
 
 def step_row(report: StepReport, extras: dict[str, float], target: float | None) -> dict[str, float | None]:
-    """What a run keeps of a step: its report, `report.step_extras`, and the mean advantage of fresh rollouts."""
+    """What a run keeps of a step: its report, `step_extras`, and the mean advantage of fresh rollouts."""
     estimate = extras.get("advantage_estimate")
     return {
         "step": report.step,
@@ -258,3 +260,36 @@ class BenchmarkEvaluator(Evaluator):
             num_errors=sum(value.num_errors for value in found.values()),
             seconds=sum(value.seconds for value in found.values()),
         )
+
+
+def step_extras(sample: SequenceSample) -> dict[str, float]:
+    """Numbers of a closed step beyond its report.
+
+    bias_x is (mean w A)^2; iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of x = gepo
+    (contraharmonic) and gspo, for every loss. advantage_estimate is the mean of w A over rollouts with the loss's own
+    weights. A is here the reward minus the group's mean, for every loss. clip_fraction_positive and _negative are
+    shares of the rollouts or tokens with that sign of the loss's own A; dropped_token_fraction is the share that masks
+    left out; second_moment is the mean of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout
+    ratios capped at 8.
+    """
+    numbers: dict[str, float] = {}
+    for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
+        weights_B = logs_B.clamp(max=MAX_LOG_WEIGHT).exp()
+        numbers[f"bias_{name}"] = _ratio((weights_B * sample.centred_rewards_B).sum(), weights_B.numel()) ** 2
+        numbers[f"iw_variance_{name}"] = float(weights_B.var(correction=0)) if weights_B.numel() else 0.0
+        numbers[f"ess_fraction_{name}"] = ess_fraction(weights_B)
+    numbers["ess_fraction_sequence"] = ess_fraction(capped_products(sample))
+    estimated = (sample.weights_B * sample.centred_rewards_B).sum()
+    numbers["advantage_estimate"] = _ratio(estimated, sample.centred_rewards_B.numel())
+    for name, is_chosen in (("positive", sample.advantages_B > 0), ("negative", sample.advantages_B < 0)):
+        numbers[f"clip_fraction_{name}"] = _ratio(
+            sample.clipped_B[is_chosen].sum(), float(sample.clippable_B[is_chosen].sum())
+        )
+    num_tokens = float(sample.lengths_B.sum())
+    numbers["dropped_token_fraction"] = _ratio(sample.dropped_B.sum(), num_tokens)
+    numbers["second_moment"] = _ratio(sample.squares_B.sum(), num_tokens)
+    return numbers
+
+
+def _ratio(total: torch.Tensor, count: float) -> float:
+    return float(total) / count if count else 0.0

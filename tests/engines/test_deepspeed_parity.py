@@ -90,7 +90,7 @@ def _assert_close(actual, expected, *, tolerance):
     for one, other in zip(actual, expected, strict=True):
         assert one["is_applied"] == other["is_applied"]
         assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
-        assert one["extra_lr"] == pytest.approx(other["extra_lr"], rel=1e-12)
+        assert one["lr"] == pytest.approx(other["lr"], rel=1e-12)
         # Ten times wider: functions of weights that have gone apart by rounding, AdamW enlarging what is near 0.
         for key in ("grad_norm", "kl", "entropy", "ess_fraction", "clip_fraction"):
             assert one[key] == pytest.approx(other[key], abs=10 * tolerance, rel=10 * tolerance), key

@@ -45,6 +45,7 @@ from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.train.batch import Batch, build_batch, collate
 from heterorl.learner.train.step import step_coefficients, with_first_pass
+from heterorl.learner.train.step_report import SequenceSample, join, measure
 from tests.support.training import group, rollout
 
 OWN_LOSS = Path(__file__).parents[2] / "examples" / "own-loss"
@@ -221,3 +222,17 @@ CATALOGUE: dict[str, LossConfig] = {
     "custom of the step": CustomLossConfig(function="tests.support.custom_losses:normalised", advantage="mean"),
 }
 """Every algorithm, and every part that has no algorithm of its own, with bounds that act on small differences."""
+
+
+def golden_sample(config: LossConfig, parts: Sequence[Sequence[int]] = ((0, 1, 2, 3),)) -> SequenceSample:
+    """Measurements of the golden rollouts, in micro-batches of these rows."""
+    spec = loss_spec_of(config)
+    batch = build_batch(groups_of([GOLDEN_SAMPLER], [GOLDEN_REWARDS]), loss=config)
+    samples = []
+    for part in parts:
+        inputs = collate([batch.sequences[i] for i in part], batching="padded").loss_inputs
+        rows = torch.cat([torch.tensor(GOLDEN_LEARNER[i], dtype=torch.float64) for i in part])
+        learner = inputs.padded(rows)
+        coefficients = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=8)
+        samples.append(measure(spec, inputs, learner, policy_loss(spec, inputs, learner, coefficients_BT=coefficients)))
+    return join(samples)

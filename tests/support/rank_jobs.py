@@ -43,9 +43,14 @@ def _operate(backend: Any, name: str, *arguments: Any) -> Any:
 def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
     groups = random_groups(num_groups, seed=seed)
     report = backend.train_step(groups, head_version=2, step=seed)
-    numbers = {f"extra_{key}": value for key, value in backend.last_extras.items()}
-    numbers |= {f"metric_{key}": value for key, value in backend.last_metrics.items()}
-    return {**dataclasses.asdict(report), **numbers}
+    numbers = {f"metric_{key}": value for key, value in backend.last_metrics.items()}
+    return {**dataclasses.asdict(report), **_sums(backend), **numbers}
+
+
+def _sums(backend: Any) -> dict[str, float]:
+    """Over the newest step's rollouts, whatever their order."""
+    found = backend.last_sequences
+    return {f"sum_{part.name}": float(getattr(found, part.name).sum()) for part in dataclasses.fields(found)}
 
 
 def _train_turns(backend: Any, seed: int) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def _train_turns(backend: Any, seed: int) -> dict[str, Any]:
     rollouts = (first.rollouts[0], lost, *first.rollouts[2:])
     groups[0] = dataclasses.replace(groups[0], group=dataclasses.replace(first, rollouts=rollouts))
     report = backend.train_step(groups, head_version=2, step=seed)
-    return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
+    return {**dataclasses.asdict(report), **_sums(backend)}
 
 
 def _train_rewarded(backend: Any, seed: int, reward: float) -> dict[str, Any]:
@@ -81,9 +86,7 @@ def _train_routed(backend: Any, seed: int, num_experts: int, top_k: int, num_lay
             rollouts.append(dataclasses.replace(rollout, routed_experts=record))
         group = dataclasses.replace(queued.group, rollouts=tuple(rollouts))
         groups.append(dataclasses.replace(queued, group=group))
-    return dataclasses.asdict(backend.train_step(groups, head_version=2, step=seed)) | {
-        "extra_lr": backend.last_extras["lr"]
-    }
+    return dataclasses.asdict(backend.train_step(groups, head_version=2, step=seed))
 
 
 def _train_bad(backend: Any, seed: int) -> dict[str, Any]:

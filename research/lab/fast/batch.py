@@ -22,14 +22,7 @@ from heterorl.common.tasks.task_config import build_task
 from heterorl.common.types.common import StepReport
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.step_report import (
-    MicroBatchSample,
-    ess_fraction,
-    mean,
-    share_of_bad,
-    step_extras,
-    step_size_factor,
-)
+from heterorl.learner.train.step_report import MicroBatchSample, ess_fraction, mean, share_of_bad, step_size_factor
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.fast.adam import Adam
 from heterorl_research.lab.fast.evaluation import Drawing, Evaluations, additive_mask, mean_advantages, sampling_of
@@ -42,7 +35,7 @@ from heterorl_research.lab.fast.rollouts import Rollouts, as_reported
 from heterorl_research.lab.fast.scope import check_scope
 from heterorl_research.lab.fast.stack import Shape, published, read_model, views
 from heterorl_research.lab.fast.work import Assignments, Texts
-from heterorl_research.lab.measure import step_row
+from heterorl_research.lab.measure import step_extras, step_row
 from heterorl_research.lab.world import Outcome
 from heterorl_research.losses.kinds import learner_loss
 

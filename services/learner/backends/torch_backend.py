@@ -28,7 +28,7 @@ from heterorl.learner.backends.loading import blocks_of, fill, open_model
 from heterorl.learner.backends.optimizer_state import build_optimizer, copy_state, read_state
 from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import LossConfig
-from heterorl.learner.loss.loss_spec import caveats, loss_spec_of
+from heterorl.learner.loss.loss_spec import caveats
 from heterorl.learner.step_metrics import PassCount
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.batch import build_batch
@@ -40,13 +40,13 @@ from heterorl.learner.train.model import (
     compile_block,
     load_reference,
 )
-from heterorl.learner.train.step import apply_gradients, end_step
-from heterorl.learner.train.step_report import LogRatios, wanted_log_ratios
+from heterorl.learner.train.step import StepRecorder, apply_gradients
+from heterorl.learner.train.step_report import wanted_log_ratios
 
 _LOG = logging.getLogger(__name__)
 
 
-class TorchBackend:
+class TorchBackend(StepRecorder):
     """Trains a model in this process."""
 
     def __init__(
@@ -65,6 +65,7 @@ class TorchBackend:
         Raises ConfigError: model or reference cannot be loaded or trained in the chosen layout, the device does not
         exist, or there are no layers for the adapters.
         """
+        super().__init__(config, loss)
         opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         try:
             self.torch_model = fill(opened, device=config.device)
@@ -86,8 +87,6 @@ class TorchBackend:
         for block in blocks_of(self.torch_model):
             compile_block(block, config)
         self._config = config
-        self._loss = loss
-        self._loss_spec = loss_spec_of(loss)
         for note in caveats(self._loss_spec, max_new_tokens=sampling.max_new_tokens):
             _LOG.warning("%s", note)
         self._clock = SystemClock()
@@ -112,11 +111,6 @@ class TorchBackend:
         if config.forward_weights == "published":
             self._rounding = Rounding(self.torch_model, self.layout, dead_band_ulp=config.dead_band_ulp)
         self._optimizer = self._new_optimizer()
-        self._applied_steps = 0
-        self.last_extras: dict[str, float] = {}
-        """Numbers of the newest step beyond its report, see `step_extras`; with the step size, `lr`."""
-        self.last_metrics: dict[str, float] = {}
-        self.last_log_ratios: LogRatios = {}
 
     def computing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
@@ -126,16 +120,7 @@ class TorchBackend:
         batch = build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version)
         with self.computing():
             samples = self._passes.accumulate(batch)
-        end = end_step(
-            samples,
-            spec=self._loss_spec,
-            config=self._config,
-            step=step,
-            applied_steps=self._applied_steps,
-            update=self._update,
-        )
-        self._applied_steps += end.is_applied
-        self.last_extras, self.last_metrics = end.extras, end.metrics
+        end = self._end_step(samples, step=step, update=self._update)
         self.last_log_ratios = wanted_log_ratios(samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)

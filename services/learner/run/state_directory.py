@@ -174,28 +174,17 @@ def write_run_file(config: LearnerConfig) -> None:
 
 async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, backoff: Backoff) -> None:
     """Send release and configuration to the coordinator, for people.
-    An earlier release does not know the call.
 
     Raises:
         StaleEpoch: another learner took over.
     """
     facts = facts_of(_run(config))
-
-    async def tell() -> None:
-        try:
-            await api.describe_run(epoch=epoch, facts=facts)
-        except RemoteError as error:
-            # A server of an earlier release refuses with an unnamed error, now and later.
-            if type(error) is not RemoteError:
-                raise
-            _warn(error)
-
     try:
-        await backoff.retry(tell)
+        await backoff.retry(lambda: api.describe_run(epoch=epoch, facts=facts))
     except StaleEpoch:
         raise
     except RemoteError as error:
-        _warn(error)
+        _LOG.warning("the coordinator refused the description of the run; the run goes on: %s", error)
 
 
 def _changes(path: Path, run: dict[str, Any]) -> list[str]:
@@ -209,10 +198,6 @@ def _changes(path: Path, run: dict[str, Any]) -> list[str]:
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     ]
-
-
-def _warn(error: RemoteError) -> None:
-    _LOG.warning("the coordinator refused the description of the run; the run goes on: %s", error)
 
 
 def _run(config: LearnerConfig) -> dict[str, Any]:

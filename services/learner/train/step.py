@@ -19,18 +19,19 @@ from torch import nn
 from heterorl.learner.loss.custom import LossBatch, batch_of
 from heterorl.learner.loss.group import expected_learner_log_denominator, log_denominators, masked_mean
 from heterorl.learner.loss.importance import within_second_moment
-from heterorl.learner.loss.loss_spec import LossSpec
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates, token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.train.backend_config import BackendConfig
 from heterorl.learner.train.batch import Batch, MicroBatch, collate
 from heterorl.learner.train.step_report import (
+    LogRatios,
     MicroBatchSample,
     StepEnd,
     join,
     measure,
     metric_means,
-    step_extras,
     step_size_factor,
     summed,
 )
@@ -56,30 +57,33 @@ def apply_gradients(
     return is_applied, grad_norm
 
 
-def end_step(
-    samples: Sequence[MicroBatchSample],
-    *,
-    spec: LossSpec,
-    config: BackendConfig,
-    step: int,
-    applied_steps: int,
-    update: Callable[[float, float], tuple[bool, float]],
-) -> StepEnd:
-    """Choose the step size, update the weights, and measure the step.
+class StepRecorder:
+    """Ends a backend's steps, and keeps what the newest one measured."""
 
-    It is the same for every backend. `update` takes loss and step size; it returns whether the step was taken, and the
-    norm of the gradient. Without samples there is no update. `step` is of the run, from 1.
-    """
-    sequences = join([sample.sequences for sample in samples])
-    step_size = config.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
-    is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
-    return StepEnd(
-        samples=samples,
-        is_applied=is_applied,
-        grad_norm=grad_norm,
-        extras=step_extras(sequences) | {"lr": step_size},
-        metrics=metric_means(samples),
-    )
+    def __init__(self, config: BackendConfig, loss: LossConfig) -> None:
+        self._rate = config.rate
+        self._loss = loss
+        self._loss_spec = loss_spec_of(loss)
+        self._applied_steps = 0
+        self.last_sequences = join([])
+        self.last_metrics: dict[str, float] = {}
+        self.last_log_ratios: LogRatios = {}
+
+    def _end_step(
+        self, samples: Sequence[MicroBatchSample], *, step: int, update: Callable[[float, float], tuple[bool, float]]
+    ) -> StepEnd:
+        """Choose the step size, update the weights, and measure the step.
+
+        It is the same for every backend. `update` takes loss and step size; it returns whether the step was taken, and
+        the norm of the gradient. Without samples there is no update. `step` is of the run, from 1.
+        """
+        sequences = join([sample.sequences for sample in samples])
+        rate = self._rate(step=step, applied_steps=self._applied_steps)
+        lr = rate * step_size_factor(self._loss_spec, sequences)
+        is_applied, grad_norm = update(sum(sample.loss for sample in samples), lr) if samples else (False, 0.0)
+        self._applied_steps += is_applied
+        self.last_sequences, self.last_metrics = sequences, metric_means(samples)
+        return StepEnd(samples=samples, is_applied=is_applied, grad_norm=grad_norm, lr=lr)
 
 
 def micro_batch_loss(

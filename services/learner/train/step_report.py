@@ -18,7 +18,7 @@ from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.group import masked_mean
 from heterorl.learner.loss.loss_spec import LossSpec
-from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossInputs, LossTerms
+from heterorl.learner.loss.objectives import LossInputs, LossTerms
 from heterorl.learner.train.completion_stats import by_source, completion_numbers
 
 SEQUENCE_RATIO_CAP = 8.0
@@ -144,36 +144,7 @@ def step_size_factor(spec: LossSpec, sample: SequenceSample) -> float:
         return math.sqrt(ess_fraction(_shifted(sample.log_products_B.clamp(max=spec.max_log_weight))))
     if spec.has_group_denominator:
         return math.sqrt(ess_fraction(sample.weights_B))
-    return math.sqrt(ess_fraction(_capped_products(sample)))
-
-
-def step_extras(sample: SequenceSample) -> dict[str, float]:
-    """Numbers of a closed step beyond its report.
-
-    bias_x is (mean w A)^2; iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of x = gepo
-    (contraharmonic) and gspo, for every loss. advantage_estimate is the mean of w A over rollouts with the loss's own
-    weights. A is here the reward minus the group's mean, for every loss. clip_fraction_positive and _negative are
-    shares of the rollouts or tokens with that sign of the loss's own A; dropped_token_fraction is the share that masks
-    left out; second_moment is the mean of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout
-    ratios capped at 8.
-    """
-    numbers: dict[str, float] = {}
-    for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
-        weights_B = logs_B.clamp(max=MAX_LOG_WEIGHT).exp()
-        numbers[f"bias_{name}"] = _ratio((weights_B * sample.centred_rewards_B).sum(), weights_B.numel()) ** 2
-        numbers[f"iw_variance_{name}"] = float(weights_B.var(correction=0)) if weights_B.numel() else 0.0
-        numbers[f"ess_fraction_{name}"] = ess_fraction(weights_B)
-    numbers["ess_fraction_sequence"] = ess_fraction(_capped_products(sample))
-    estimated = (sample.weights_B * sample.centred_rewards_B).sum()
-    numbers["advantage_estimate"] = _ratio(estimated, sample.centred_rewards_B.numel())
-    for name, is_chosen in (("positive", sample.advantages_B > 0), ("negative", sample.advantages_B < 0)):
-        numbers[f"clip_fraction_{name}"] = _ratio(
-            sample.clipped_B[is_chosen].sum(), float(sample.clippable_B[is_chosen].sum())
-        )
-    num_tokens = float(sample.lengths_B.sum())
-    numbers["dropped_token_fraction"] = _ratio(sample.dropped_B.sum(), num_tokens)
-    numbers["second_moment"] = _ratio(sample.squares_B.sum(), num_tokens)
-    return numbers
+    return math.sqrt(ess_fraction(capped_products(sample)))
 
 
 def summed(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -198,16 +169,12 @@ def mean(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepEnd:
-    """A step after its update.
-
-    `extras` are `step_extras` and the step size `lr`; `metrics` are a custom loss's.
-    """
+    """A step after its update; `lr` is its step size."""
 
     samples: Sequence[MicroBatchSample]
     is_applied: bool
     grad_norm: float
-    extras: dict[str, float]
-    metrics: dict[str, float]
+    lr: float
 
     def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
         """The report of the step.
@@ -239,7 +206,7 @@ class StepEnd:
             num_tokens=entropies_N.numel(),
             step_s=step_s,
             is_applied=self.is_applied,
-            lr=self.extras["lr"],
+            lr=self.lr,
             mask_share_bad=share_of_bad(join([sample.sequences for sample in self.samples])),
             kl_token_fresh=self._fresh_kl(staleness),
             sources=by_source(groups),
@@ -264,17 +231,14 @@ def share_of_bad(sequences: SequenceSample) -> float | None:
     return mean(bad) if bad.numel() else None
 
 
-def _capped_products(sample: SequenceSample) -> torch.Tensor:
+def capped_products(sample: SequenceSample) -> torch.Tensor:
+    """Ratios of whole rollouts up to the cap, times a common factor."""
     return _shifted(sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP)))
 
 
 def _shifted(logs_B: torch.Tensor) -> torch.Tensor:
     # By the largest logarithm, which keeps the share: exp(-20000) would be 0 for every rollout.
     return (logs_B - logs_B.max()).exp() if logs_B.numel() else logs_B
-
-
-def _ratio(total: torch.Tensor, count: float) -> float:
-    return float(total) / count if count else 0.0
 
 
 def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:

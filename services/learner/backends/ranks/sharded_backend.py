@@ -32,16 +32,15 @@ from heterorl.learner.backends.ranks.passes import Passes
 from heterorl.learner.backends.ranks.sharded_weights import ShardedVersions, VersionEngine
 from heterorl.learner.backends.ranks.sharding import Sharding, settle_untrained
 from heterorl.learner.loss.loss_config import LossConfig
-from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.backend_config import RanksConfig
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.step import end_step
-from heterorl.learner.train.step_report import LogRatios, StepEnd, wanted_log_ratios
+from heterorl.learner.train.step import StepRecorder
+from heterorl.learner.train.step_report import StepEnd, wanted_log_ratios
 
 _LOG = logging.getLogger(__name__)
 
 
-class ShardedBackend:
+class ShardedBackend(StepRecorder):
     """One rank's backend; made on every rank with equal arguments but `ranks`."""
 
     def __init__(
@@ -55,7 +54,7 @@ class ShardedBackend:
         passes: step_metrics.PassCount | None = None,
         replays_routing: bool = False,
     ) -> None:
-        self._loss_spec = loss_spec_of(loss)
+        super().__init__(config, loss)
         self._sharding = sharding
         self.layout = sharding.layout
         self.torch_model = sharding.model
@@ -63,7 +62,6 @@ class ShardedBackend:
         self._buffers = dict(sharding.buffers)
         settle_untrained(sharding, is_rounded=config.forward_weights == "published")
         self._config = config
-        self._loss = loss
         self.lora = sharding.lora
         self._ranks = ranks
         self._clock = SystemClock()
@@ -91,11 +89,6 @@ class ShardedBackend:
         self.versions = VersionEngine(held, tell=self._tell)
         """Versions that several ranks make together; `store` is for one rank."""
         self._writing: Writing | None = None
-        self._applied_steps = 0
-        self.last_extras: dict[str, float] = {}
-        """Numbers of the newest step beyond its report, see `step_extras`; with the step size, `lr`."""
-        self.last_metrics: dict[str, float] = {}
-        self.last_log_ratios: LogRatios = {}
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
@@ -203,17 +196,7 @@ class ShardedBackend:
         batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)
         with self._sharding.computing():
             samples = self._passes.accumulate(batch)
-        end = end_step(
-            samples,
-            spec=self._loss_spec,
-            config=self._config,
-            step=step,
-            applied_steps=self._applied_steps,
-            update=self._sharding.update,
-        )
-        self._applied_steps += end.is_applied
-        self.last_extras, self.last_metrics = end.extras, end.metrics
-        return end
+        return self._end_step(samples, step=step, update=self._sharding.update)
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
         for name in (*sorted(self._state.shapes), *self._buffers):

@@ -1,15 +1,11 @@
 """What a learner says of a run: read out of its configuration, parsed where another machine sends it."""
 
-import random
-
 import pytest
 
-from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.errors import InvalidRequest, StaleEpoch
 from heterorl.common.types.run import changed_facts, changed_steps, facts_of, parse_facts, steps_wanted, with_changes
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.state_directory import describe_run, write_run_file
-from tests.support.clock import ManualClock
 from tests.support.secure_run import SecureRun
 
 
@@ -96,21 +92,6 @@ class Old:
 
     async def retry(self, call):
         raise self.error
-
-
-async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog):
-    asked = []
-
-    class Earlier:
-        async def describe_run(self, **values):
-            asked.append(values)
-            raise RemoteError("UNIMPLEMENTED: unknown method", retry_after_s=5.0)
-
-    backoff = Backoff(clock=ManualClock(), rng=random.Random(0))
-    await describe_run(Earlier(), LearnerConfig(), epoch=1, backoff=backoff)
-
-    assert len(asked) == 1
-    assert "the run goes on" in caplog.text
 
 
 async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):

@@ -85,7 +85,7 @@ def _assert_close(actual, expected, *, tolerance):
     for one, other in zip(actual, expected, strict=True):
         assert one["is_applied"] == other["is_applied"]
         assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
-        assert one["extra_lr"] == pytest.approx(other["extra_lr"], rel=1e-12)
+        assert one["lr"] == pytest.approx(other["lr"], rel=1e-12)
         # Ten times wider: functions of weights that have gone apart by rounding, AdamW enlarging what is near 0.
         assert {key for key in one if key.startswith("metric_")} == {key for key in other if key.startswith("metric_")}
         metrics = [key for key in one if key.startswith("metric_")]

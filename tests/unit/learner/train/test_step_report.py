@@ -25,7 +25,7 @@ def _sample(loss=0.5, weights=(1.0, 3.0), clipped=(False, True), kl=(0.2, 0.4), 
 
 
 def _report(samples, groups, *, is_applied=True, **changes):
-    end = StepEnd(samples=samples, is_applied=is_applied, grad_norm=0.5, extras={"lr": 0.0}, metrics={})
+    end = StepEnd(samples=samples, is_applied=is_applied, grad_norm=0.5, lr=0.0)
     return end.report(groups, **{"step": 7, "head_version": 10, "step_s": 0.1, **changes})
 
 

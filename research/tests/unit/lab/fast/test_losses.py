@@ -5,9 +5,9 @@ import torch
 from pydantic import TypeAdapter
 
 from heterorl.learner.loss.loss_spec import ALGORITHMS, loss_spec_of
-from heterorl.learner.train.step_report import step_extras
 from heterorl_research.lab.fast import losses as fast
 from heterorl_research.lab.fast.layout import Sizes
+from heterorl_research.lab.measure import step_extras
 from heterorl_research.losses.kinds import LabLoss, learner_loss
 from research.tests.support.fast_lab import random_rollouts
 

@@ -99,7 +99,7 @@ async def _serve(
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, process.clock, engine=engine)
     # A session or disk that hangs keeps the store from a standby.
-    process.watch.silent_s = core.database.silent_s
+    process.watch.silent_s = core.context.database.silent_s
     server = Server(config.model_copy(update={"max_concurrent_rpcs": calls}))
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollouts = RolloutServicer(core.rollout, max_prompt_tokens=config.max_prompt_tokens)
@@ -107,7 +107,7 @@ async def _serve(
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.context), server.grpc)
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
-    backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
+    backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.context.backups), server.grpc)
     evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
     metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(page.reported), server.grpc)
     try:
@@ -122,8 +122,8 @@ async def _serve(
         process.notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, server, process.clock))
-            merger = tasks.create_task(core.merger.run())
-            collector = tasks.create_task(core.collector.run())
+            merger = tasks.create_task(core.context.merger.run())
+            collector = tasks.create_task(core.context.collector.run())
             direct_uploads = tasks.create_task(core.context.direct_uploads.run())
             core.on_fatal.add_done_callback(lambda _: process.stop.set())
             await process.stop.wait()
@@ -157,8 +157,8 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
 
     async def look() -> None:
         nonlocal revoked
-        if await asyncio.to_thread(core.disk.look):
-            core.collector.poke()
+        if await asyncio.to_thread(core.context.disk.look):
+            core.context.collector.poke()
         core.context.sites.revoked = server.authorizer.revoked_sites()
         await run_metrics.observe_run(core)
         if revoked != (now := server.revoked_serials()):

@@ -6,6 +6,7 @@ Each change is one store operation, answered after its commit. A bell wakes its 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
@@ -48,56 +49,18 @@ class Coordinator:
         self.rollout = RolloutColumn(context, held_out=self.evaluation.lease)
         self.run = RunColumn(context)
         self.sample = SampleColumn(context)
-        # Parts that run between the calls, or are read from outside.
-        self.config = context.config
-        self.clock = context.clock
-        self.database = context.database
-        self.blobs = context.blobs
-        self.merges = context.merges
-        self.merger = context.merger
-        self.leases = context.leases
-        self.damage = context.damage
-        self.collector = context.collector
-        self.disk = context.disk
-        self.backups = context.backups
+        self.push_groups = self.rollout.take_groups
         self.on_fatal = context.database.on_fatal
         """Resolves when the store has failed and the process must end."""
-        # CoordinatorApi, call by call, for a caller in this process.
-        self.acquire_lease = self.lease.acquire_lease
-        self.renew_lease = self.lease.renew_lease
-        self.release_lease = self.lease.release_lease
-        self.query_upload = self.policy.query_upload
-        self.upload_payload = self.policy.upload_payload
-        self.put_payload = self.policy.put_payload
-        self.take_payload = self.policy.take_payload
-        self.publish_version = self.policy.publish_version
-        self.get_step = self.policy.get_step
-        self.watch_head = self.policy.watch_head
-        self.get_signed_manifest = self.policy.get_signed_manifest
-        self.list_manifests = self.policy.list_manifests
-        self.plan_pull = self.policy.plan_pull
-        self.read_payload = self.policy.read_payload
-        self.lease_work = self.rollout.lease_work
-        self.abandon_work = self.rollout.abandon_work
-        self.push_groups = self.rollout.take_groups
-        self.stream_groups = self.rollout.stream_groups
-        self.abandon_groups = self.rollout.abandon_groups
-        self.reject_groups = self.rollout.reject_groups
-        self.register = self.run.register
-        self.heartbeat = self.run.heartbeat
-        self.report_canary = self.run.report_canary
-        self.get_status = self.run.get_status
-        self.list_steps = self.run.list_steps
-        self.drain = self.run.drain
-        self.rollback = self.run.rollback
-        self.list_restorable = self.run.list_restorable
-        self.release_site = self.run.release_site
-        self.describe_run = self.run.describe_run
-        self.note_samples = self.sample.note_samples
-        self.list_samples = self.sample.list_samples
-        self.get_sample = self.sample.get_sample
-        self.push_evaluation = self.evaluation.push_evaluation
-        self.list_evaluations = self.evaluation.list_evaluations
+
+    def __getattr__(self, name: str) -> Any:
+        """CoordinatorApi and parts of the context, for callers in this process."""
+        if not name.startswith("_"):
+            columns = (self.lease, self.policy, self.evaluation, self.rollout, self.run, self.sample)
+            for part in (*columns, self.context):
+                if hasattr(part, name):
+                    return getattr(part, name)
+        raise AttributeError(name)
 
     @classmethod
     async def open(
@@ -121,9 +84,9 @@ class Coordinator:
 
     async def close(self) -> None:
         await self.end_streams()
-        await self.collector.close()
+        await self.context.collector.close()
         await self.context.reader.close()
-        await self.database.close()
+        await self.context.database.close()
 
 
 async def open_context(

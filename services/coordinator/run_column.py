@@ -194,9 +194,7 @@ class RunColumn:
         return before
 
     async def note_refusals(self) -> None:
-        """Count refusals by quotas, and write due summaries to the audit log."""
-        for (site, quota), count in self._context.queue.quotas.new_refusals().items():
-            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
+        """Write due summaries of refusals by quotas to the audit log."""
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
         if due := self._context.queue.quotas.due_summaries(instant):
             await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))

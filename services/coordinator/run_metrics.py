@@ -59,8 +59,8 @@ def _read_waiting(
 async def observe_run(core: Coordinator) -> None:
     """Set all gauges of the run."""
     status = await core.run.get_status()
-    bytes_by_site, samples, oldest, published = await core.database.run(_read_waiting)
-    config, now = core.config, core.clock.wall()
+    bytes_by_site, samples, oldest, published = await core.context.database.run(_read_waiting)
+    config, now = core.context.config, core.context.clock.wall()
     metrics.HEAD_VERSION.set(status.head_version)
     metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
     metrics.LEARNER_EPOCH.set(status.epoch)
@@ -84,7 +84,7 @@ async def observe_run(core: Coordinator) -> None:
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, bytes_by_site)
     for site in {entry.site for entry in status.sites}:
-        for quota, share in core.context.queue.quotas.used(site, core.clock.monotonic()).items():
+        for quota, share in core.context.queue.quotas.used(site, core.context.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
             # A counter must exist before its first increase, or rate() misses it.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)

@@ -603,24 +603,6 @@ async def test_client_rides_through_a_restart_of_the_coordinator(tmp_path):
     await core.close()
 
 
-async def test_all_watchers_of_health_see_serving_and_its_end(served):
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        early, *watchers = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
-        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="other"))
-        first = [(await watcher.read()).status for watcher in (early, *watchers, unknown)]
-        early.cancel()
-        stopping = asyncio.create_task(served.server.stop(5.0))
-        last = [(await watcher.read()).status for watcher in watchers]
-        for watcher in (*watchers, unknown):
-            watcher.cancel()
-        await stopping
-
-    status = health_pb2.HealthCheckResponse
-    assert first == [status.SERVING] * 3 + [status.SERVICE_UNKNOWN]
-    assert last == [status.NOT_SERVING] * 2
-
-
 async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())

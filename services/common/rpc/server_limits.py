@@ -251,7 +251,6 @@ SHORT = frozenset(
         "/heterorl.v1.RolloutService/AbandonWork",
         "/heterorl.v1.RunService/Heartbeat",
         "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/Watch",
     }
 )
 """Methods of samplers and relays whose longest request has at most SHORT_BYTES."""

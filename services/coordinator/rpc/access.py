@@ -99,7 +99,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.MetricsService/PushRelayMetrics": _pushes_metrics(Role.RELAY),
         "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
         "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
-        "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,
     }
 )
 

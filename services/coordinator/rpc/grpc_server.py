@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -26,39 +25,16 @@ _HealthContext = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
-    """Answers for the service of the empty name; `set_serving` wakes every watcher."""
+    """Answers `Check` for the server as a whole; `Watch` is not served."""
 
-    def __init__(self) -> None:
-        self._is_serving = False
-        self._changed = asyncio.Condition()
-
-    async def set_serving(self, is_serving: bool) -> None:
-        async with self._changed:
-            self._is_serving = is_serving
-            self._changed.notify_all()
+    is_serving = False
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _HealthContext
     ) -> health_pb2.HealthCheckResponse:
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole has a health")
-        return _Status(status=self._status(request.service))
-
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: _HealthContext
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        last = _Status.UNKNOWN
-        while True:
-            async with self._changed:
-                while (status := self._status(request.service)) == last:
-                    await self._changed.wait()
-            last = status
-            yield _Status(status=status)
-
-    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
-        if service:
-            return _Status.SERVICE_UNKNOWN
-        return _Status.SERVING if self._is_serving else _Status.NOT_SERVING
+        return _Status(status=_Status.SERVING if self.is_serving else _Status.NOT_SERVING)
 
 
 _LOG = logging.getLogger(__name__)
@@ -116,10 +92,10 @@ class Server:
         Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
         port = add_port(self.grpc, address, tls=self._tls, files=self._files)
         await self.grpc.start()
-        await self._health.set_serving(True)
+        self._health.is_serving = True
         return port
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, cut running ones after `grace_s` seconds."""
-        await self._health.set_serving(False)
+        self._health.is_serving = False
         await self.grpc.stop(grace_s)

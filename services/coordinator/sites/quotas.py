@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from heterorl.common.process import metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Connection
@@ -126,7 +127,6 @@ class Quotas:
         """Sites whose newest group was refused, because theirs in the queue leave it no room."""
         self.refused: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[str] = Counter()
-        self._counted: Counter[tuple[str, str]] = Counter()
         self._summed: Counter[tuple[str, str]] = Counter()
         self._summary_time = -math.inf
 
@@ -154,6 +154,7 @@ class Quotas:
     def _refuse(self, site: str, quota: str) -> None:
         self.refused[site, quota] += 1
         self._refusals[site] += 1
+        metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc()
 
     def used(self, site: str, now: float) -> dict[str, float]:
         shares = {"pending_bytes": self._used.get((site, "pending_bytes"), 0.0)}
@@ -164,12 +165,6 @@ class Quotas:
 
     def refusals_of(self, site: str) -> int:
         return self._refusals[site]
-
-    def new_refusals(self) -> Counter[tuple[str, str]]:
-        """Refusals since the last call, by site and quota."""
-        refused = self.refused.copy()
-        new, self._counted = refused - self._counted, refused
-        return new
 
     def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
         """New refusals by site and quota; empty if no summary is due."""

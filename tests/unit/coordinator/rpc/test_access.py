@@ -14,25 +14,25 @@ from heterorl.v1 import common_pb2, rollout_pb2, run_pb2
 from tests.support.protos import METHODS
 
 ALLOWED = {
-    Role.COORDINATOR: {"Check", "Watch", "Diagnose"},
+    Role.COORDINATOR: {"Check", "Diagnose"},
     Role.OPERATOR: {
-        "Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ListRestorable", "ReleaseSite", "Backup",
+        "Check", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ListRestorable", "ReleaseSite", "Backup",
         "ListSamples", "GetSample", "ListEvaluations",
     },
     Role.LEARNER: {
-        "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
+        "Check", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
         "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose", "DescribeRun",
         "NoteSamples", "PushLearnerMetrics",
     },
     Role.SAMPLER: {
-        "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
+        "Check", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
         "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary", "Diagnose",
         "PushEvaluation", "PushSamplerMetrics",
     },
     # For itself; what it carries is judged by the node whose it is.
     Role.RELAY: {
-        "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "Diagnose",
+        "Check", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "Diagnose",
         "PushRelayMetrics",
     },
 }  # fmt: skip
@@ -44,8 +44,8 @@ def identity(role, **changes):
 
 
 def test_table_has_every_rpc_of_the_protos_and_no_other():
-    # Two services of Health come with the package; only what we serve counts.
-    served = {name for name in METHODS if not name.endswith("/List")}
+    # Of Health the package has calls that we do not serve.
+    served = {name for name in METHODS if not name.endswith(("/List", "/Watch"))}
 
     assert set(RULES) == served
 
@@ -66,7 +66,7 @@ def test_every_rpc_is_open_to_a_role_or_refused_by_it(role):
 def test_protocol_of_a_role_has_what_the_table_opens_to_it_and_no_more(protocol, role):
     # Not of these Protocols: health, the doctor's questions and backups have clients of their own, and metrics are no
     # part of what a role does.
-    others = {"Check", "Watch", "Diagnose", "Backup", "PushSamplerMetrics", "PushLearnerMetrics"}
+    others = {"Check", "Diagnose", "Backup", "PushSamplerMetrics", "PushLearnerMetrics"}
     open_to_it = ALLOWED[role] - others
     # These call QueryUpload and UploadPayload, by other fields.
     methods = {name for name in dir(protocol) if not name.startswith("_")} - {"put_payload", "take_payload"}

@@ -9,13 +9,11 @@ so a process without descriptors fails before the first change.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -23,8 +21,6 @@ from typing import IO, BinaryIO
 from heterorl.common.errors import DiskFull
 
 _LOG = logging.getLogger(__name__)
-_KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE, which os.posix_fallocate does not offer."""
 SUFFIX = ".tmp"
 """Ending of incomplete files."""
 
@@ -109,18 +105,6 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
-    """Reserve disk blocks for a file of unchanged size; False where impossible.
-
-    Blocks reserved at once lie together and cost less than one search a write.
-    """
-    call = getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform == "linux" else None
-    if call is None:
-        return False
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return bool(call(descriptor, _KEEP_SIZE, begin, num_bytes) == 0)
 
 
 def try_lock(file: IO[bytes] | IO[str]) -> bool:

@@ -24,7 +24,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import room
 from heterorl.common.process.threads import in_thread, settle
-from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved
+from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join
 from heterorl.common.rpc.calls import Calls, WeightCalls
 from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
@@ -130,7 +130,7 @@ class Fetcher:
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
         gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self.num_streams)
-        self._check_room(payload, sum(gap.num_bytes for gap in gaps))
+        self._check_room(sum(gap.num_bytes for gap in gaps))
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
@@ -161,13 +161,11 @@ class Fetcher:
         name = file_name(payload.digest)
         return self.spool / (name if start == 0 else f"{name}.{start}")
 
-    def _check_room(self, payload: PayloadRef, num_bytes: int) -> None:
+    def _check_room(self, num_bytes: int) -> None:
         # Fails before hours of fetching; writes still meet a disk that fills meanwhile.
         if not num_bytes:
             return
-        files = [path for path in (self._path(payload), *self._parts(payload).values()) if path.exists()]
-        # Blocks that an earlier attempt reserved and did not write.
-        free = shutil.disk_usage(self.spool).free + sum(num_reserved(path) for path in files)
+        free = shutil.disk_usage(self.spool).free
         if free < num_bytes:
             raise DiskFull(str(self.spool), needed_bytes=num_bytes, free_bytes=free)
 
@@ -238,7 +236,7 @@ class Fetcher:
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._path(payload, gap.start)
-        writer = PieceWriter(path, clock=self.clock, num_bytes=gap.num_bytes, digest=digest if gap.start == 0 else None)
+        writer = PieceWriter(path, clock=self.clock, digest=digest if gap.start == 0 else None)
         frames = self.api.read_payload(digest=payload.digest, offset=offset, **bound)
         try:
             async for frame in frames:

@@ -7,8 +7,7 @@ A thread writes and hashes frames while the next ones arrive:
 
 Over a slow link each frame goes to the thread at once; over a fast one, batches do. Written bytes become durable every
 SYNC_S and when a fetch breaks, so a power cut costs seconds of the link. A complete file is not synced: it is used at
-once and removed, and after a power cut its digest is checked first. Blocks are reserved RESERVE_BYTES ahead of the
-writer; the file's size is the bytes written.
+once and removed, and after a power cut its digest is checked first.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 import blake3
 
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import reserve, write_all
+from heterorl.common.process.files import write_all
 from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
 
@@ -75,10 +74,7 @@ def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> l
 
 BATCH_BYTES = 4 << 20
 SYNC_S = 30.0
-RESERVE_BYTES = 64 << 20
 COPY_BYTES = 1 << 20
-BLOCK_BYTES = 512
-"""Unit of st_blocks."""
 
 
 class RunningDigest:
@@ -105,14 +101,12 @@ class RunningDigest:
 class PieceWriter:
     """Appends to one file, which it owns."""
 
-    def __init__(self, path: Path, *, clock: Clock, num_bytes: int = 0, digest: RunningDigest | None = None) -> None:
-        """Open or create the file, reserve `num_bytes`; `digest` follows the bytes."""
+    def __init__(self, path: Path, *, clock: Clock, digest: RunningDigest | None = None) -> None:
+        """Open or create the file; `digest` follows the bytes."""
         self._path = path
         self._clock = clock
         self._file = path.open("ab", buffering=0)
         self._digest = digest
-        self._num_left = num_bytes
-        self._num_reserved = 0
         self._synced_at = clock.monotonic()
         self._is_new = True
         self._batch: list[bytes] = []
@@ -187,30 +181,14 @@ class PieceWriter:
             self._digest.catch_up(self._path)
         self._is_new = False
         for frame in batch:
-            self._reserve(len(frame))
             write_all(self._file, frame)
             if self._digest is not None:
                 self._digest.update(frame)
-
-    def _reserve(self, num_bytes: int) -> None:
-        if self._num_reserved < num_bytes and self._num_left:
-            more = min(RESERVE_BYTES, self._num_left)
-            # After a refusal ask no more; the write itself meets a full disk.
-            is_there = reserve(self._file.fileno(), self._file.tell() + self._num_reserved, more)
-            self._num_left = self._num_left - more if is_there else 0
-            self._num_reserved += more * is_there
-        self._num_reserved -= min(num_bytes, self._num_reserved)
 
     def _close(self, durable: bool) -> None:
         with self._file:
             if durable:
                 os.fsync(self._file.fileno())
-
-
-def num_reserved(path: Path) -> int:
-    """Bytes of disk reserved beyond a file's end."""
-    stat = path.stat()
-    return max(0, stat.st_blocks * BLOCK_BYTES - stat.st_size)
 
 
 def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:

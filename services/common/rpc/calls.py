@@ -266,29 +266,15 @@ class WeightCalls(Calls):
             age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
             yield HeadUpdate(version=message.version, age_s=age_s)
 
-    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
-        answer = await self._call("GetManifest", version=version, variant=variant)
+    async def get_signed_manifest(self, **asked: Any) -> SignedManifest:
+        answer = await self._call("GetManifest", **asked)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
-    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
-        wanted: dict[str, Any] = {"first_version": first_version, "last_version": last_version, "variant": variant}
-        return tuple((await self._call("ListManifests", **wanted)).manifests)
+    async def list_manifests(self, **asked: Any) -> tuple[bytes, ...]:
+        return tuple((await self._call("ListManifests", **asked)).manifests)
 
-    async def plan_pull(
-        self,
-        *,
-        have_version: int,
-        have_root: str,
-        want_version: int,
-        accept_merged: bool = False,
-        base_root: str = "",
-        object_bytes: int = 0,
-        variant: str = "",
-    ) -> PullPlan:
-        answer = await self._call(
-            "PlanPull", have_version=have_version, have_root=have_root, want_version=want_version,
-            accept_merged=accept_merged, base_root=base_root, object_bytes=object_bytes, variant=variant,
-        )  # fmt: skip
+    async def plan_pull(self, **asked: Any) -> PullPlan:
+        answer = await self._call("PlanPull", **asked)
         try:
             plan = to_value(PullPlan, answer)
         except InvalidRequest as error:

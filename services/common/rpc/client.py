@@ -17,7 +17,7 @@ from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
 from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.rpc.presigned import PresignedWrites
-from heterorl.common.types.common import Contract, Digest, LearnerProgress, Series, SiteId, StepReport, peer_words
+from heterorl.common.types.common import Digest, Series, SiteId, StepReport, peer_words
 from heterorl.common.types.evaluation import MAX_TEXT, Evaluation, EvaluationSet, PromptResult, cut_texts
 from heterorl.common.types.policy import LeaseGrant, PublishRequest, PutPlace
 from heterorl.common.types.rollout import (
@@ -93,28 +93,13 @@ class CoordinatorClient(WeightCalls):
             **how,
         )
 
-    async def acquire_lease(
-        self,
-        *,
-        holder: str,
-        contract: Contract,
-        request_id: str,
-        variants: Sequence[str] = (),
-        incarnation: str = "",
-        groups_per_version: int = 0,
-        statement: bytes = b"",
-    ) -> LeaseGrant:
-        answer = await self._call(
-            "AcquireLease", request_id=request_id, holder=holder, contract=contract, variants=variants,
-            incarnation=incarnation, groups_per_version=groups_per_version, statement=statement,
-        )  # fmt: skip
-        return grant_from_pb(answer)
+    # Arguments that go into a message as they are: heterorl.common.api states them.
 
-    async def renew_lease(
-        self, *, epoch: int, progress: LearnerProgress | None = None, refused_rollback: str = ""
-    ) -> LeaseGrant:
-        answer = await self._call("RenewLease", epoch=epoch, progress=progress, refused_rollback=refused_rollback)
-        return grant_from_pb(answer)
+    async def acquire_lease(self, **asked: Any) -> LeaseGrant:
+        return grant_from_pb(await self._call("AcquireLease", **asked))
+
+    async def renew_lease(self, **asked: Any) -> LeaseGrant:
+        return grant_from_pb(await self._call("RenewLease", **asked))
 
     async def release_lease(self, *, epoch: int) -> None:
         await self._call("ReleaseLease", epoch=epoch)
@@ -194,21 +179,9 @@ class CoordinatorClient(WeightCalls):
         answer = await self._call("GetStep", step_id=step_id)
         return int(answer.version) if answer.HasField("version") else None
 
-    async def lease_work(
-        self,
-        *,
-        site: SiteId,
-        incarnation: str,
-        max_groups: int,
-        policy_version: int,
-        request_id: str = "",
-        sets: Sequence[EvaluationSet] = (),
-    ) -> WorkGrant:
-        grant = await self._call(
-            "LeaseWork", site=site, incarnation=incarnation, max_groups=max_groups, policy_version=policy_version,
-            request_id=request_id or secrets.token_hex(8), sets=list(sets),
-        )  # fmt: skip
-        return to_value(WorkGrant, grant)
+    async def lease_work(self, *, request_id: str = "", sets: Sequence[EvaluationSet] = (), **asked: Any) -> WorkGrant:
+        request_id = request_id or secrets.token_hex(8)
+        return to_value(WorkGrant, await self._call("LeaseWork", request_id=request_id, sets=list(sets), **asked))
 
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
@@ -331,7 +304,7 @@ class CoordinatorClient(WeightCalls):
         return int((await self._call("PushEvaluation", request, timeout_s=PUSH_TIMEOUT_S)).num_counted)
 
     async def list_evaluations(
-        self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
+        self, *, after_version: int = -1, limit: int = 1000, **asked: Any
     ) -> tuple[Evaluation, ...]:
-        answer = await self._call("ListEvaluations", task_set=task_set, after_version=after_version, limit=limit)
+        answer = await self._call("ListEvaluations", after_version=after_version, limit=limit, **asked)
         return tuple(evaluation_from_pb(message) for message in answer.evaluations)

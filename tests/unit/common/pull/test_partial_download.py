@@ -12,10 +12,9 @@ import blake3
 import pytest
 
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
-from heterorl.common.process import files
 from heterorl.common.pull import fetcher, partial_download
 from heterorl.common.pull.fetcher import STALL_S, Fetcher
-from heterorl.common.pull.partial_download import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest, num_reserved
+from heterorl.common.pull.partial_download import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 from tests.support.sampler_world import CountingThreads
@@ -148,34 +147,8 @@ async def test_long_fetch_is_made_durable_behind_the_writer_by_time_and_not_by_s
     assert synced == [4 * FRAME, 6 * FRAME]
 
 
-async def test_room_is_reserved_ahead_of_the_writer_and_the_size_is_what_was_written(tmp_path, monkeypatch):
-    asked = []
-
-    def reserve(descriptor, begin, num_bytes):
-        asked.append((begin, num_bytes))
-        return files.reserve(descriptor, begin, num_bytes)
-
-    monkeypatch.setattr(partial_download, "reserve", reserve)
-    monkeypatch.setattr(partial_download, "RESERVE_BYTES", 4 * FRAME)
-    path = tmp_path / "piece"
-    path.write_bytes(DATA[:FRAME])
-    writer = PieceWriter(path, clock=ManualClock(), num_bytes=10 * FRAME)
-    for number in range(9):
-        await writer.put(DATA[:FRAME])
-        await until(lambda number=number: path.stat().st_size == (number + 2) * FRAME)
-    # Broken off: the size says what came, whatever the disk keeps free behind it.
-    await writer.close(durable=True)
-
-    assert asked == [(FRAME, 4 * FRAME), (5 * FRAME, 4 * FRAME), (9 * FRAME, 2 * FRAME)]
-    assert path.stat().st_size == 10 * FRAME
-    assert num_reserved(path) < 2 * FRAME
-
-
-async def test_fetch_reserves_what_is_missing_and_syncs_what_came_every_half_minute(tmp_path, monkeypatch):
-    asked, synced = [], []
-    monkeypatch.setattr(
-        partial_download, "reserve", lambda _, begin, num_bytes: asked.append((begin, num_bytes)) or True
-    )
+async def test_fetch_syncs_what_came_every_half_minute(tmp_path, monkeypatch):
+    synced = []
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     source, clock = Source(), ManualClock()
     path = tmp_path / PAYLOAD.digest
@@ -192,34 +165,19 @@ async def test_fetch_reserves_what_is_missing_and_syncs_what_came_every_half_min
     source.read_payload = frames
     await begin(source, tmp_path, clock)
 
-    assert asked == [(FRAME, len(DATA) - FRAME)]
     num_frames = (len(DATA) - FRAME) // FRAME
     assert num_frames / 4 <= len(synced) <= num_frames / 3 + 1
 
 
-@pytest.mark.parametrize("why", ["refused", "unknown"])
-async def test_disk_that_reserves_nothing_is_written_to_all_the_same(tmp_path, monkeypatch, why):
-    if why == "refused":
-        monkeypatch.setattr(partial_download, "reserve", lambda *_: False)
-    else:
-        monkeypatch.setattr(files.ctypes, "CDLL", lambda _: object())
-
-    assert (await begin(Source(), tmp_path)).read_bytes() == DATA
-
-
-async def test_what_an_earlier_attempt_reserved_counts_as_room(tmp_path, monkeypatch):
-    path = tmp_path / PAYLOAD.digest
-    path.write_bytes(DATA[:FRAME])
-    with path.open("ab") as file:
-        if not files.reserve(file.fileno(), FRAME, len(DATA) - FRAME):
-            pytest.skip("this disk reserves nothing")
-    full = shutil.disk_usage(tmp_path)._replace(free=0)
+async def test_disk_without_room_is_refused_before_the_first_byte(tmp_path, monkeypatch):
+    (tmp_path / PAYLOAD.digest).write_bytes(DATA[:FRAME])
+    full = shutil.disk_usage(tmp_path)._replace(free=len(DATA) - FRAME - 1)
     monkeypatch.setattr(fetcher.shutil, "disk_usage", lambda _: full)
+    source = Source()
 
-    assert (await begin(Source(), tmp_path)).read_bytes() == DATA
-    path.write_bytes(DATA[:FRAME])
     with pytest.raises(DiskFull):
-        await begin(Source(), tmp_path)
+        await begin(source, tmp_path)
+    assert source.sent == 0
 
 
 @pytest.mark.parametrize("call", ["write_all", "fdatasync"])

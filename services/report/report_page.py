@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.filesize import decimal
 
 import heterorl
 from heterorl.common.evaluation.summary import HEADS, evaluation_rows
@@ -177,7 +178,7 @@ def _numbers(run: PastRun, applied: Sequence[StepReport]) -> list[tuple[str, str
     sizes = [int(row["bytes"]) for row in run.versions[1:]]
     if sizes:
         sent, full = statistics.median(sizes), int(run.versions[-1]["full_bytes"])
-        label = f"smaller than all weights: sent per version, median {_size(sent)} of {_size(full)}"
+        label = f"smaller than all weights: sent per version, median {decimal(int(sent))} of {decimal(full)}"
         numbers.append((label, f"{full / sent:.1f}x" if sent else "-"))
     if len(run.published) > 1:
         begin, end = (datetime.datetime.fromtimestamp(run.published[i][1], datetime.UTC) for i in (0, -1))
@@ -250,13 +251,6 @@ def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:
 def _mean(reports: Sequence[StepReport]) -> str:
     values = [report.reward_mean for report in reports if math.isfinite(report.reward_mean)]
     return f"{statistics.fmean(values):.3f}" if values else "-"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
 
 
 def _duration(seconds: float) -> str:

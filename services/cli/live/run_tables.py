@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.live.step_curves import progress_words, report_rows, series
+from heterorl.cli.live.step_curves import progress_words, report_rows
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
@@ -31,13 +31,8 @@ from heterorl.common.types.run import (
     quarantined_sites,
     steps_wanted,
 )
-from heterorl.report.figures import sparkline
 
 STANDS_STILL = "STANDS STILL"
-_ALWAYS = ("ordered", "version", "now", "step", "staleness", "queue", "rate", "dropped", "time")
-"""Rows by importance, most important first; problems come before them."""
-_NAME, _NEWEST = 14, 23
-"""Characters of a curve's name and newest value."""
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -166,17 +161,8 @@ def _store(status: RunStatus) -> str:
     snapshot = "no verified snapshot"
     if status.snapshot_version >= 0:
         snapshot = f"snapshot of version {status.snapshot_version}, {status.snapshot_age_s:.0f} s old"
-    used = f"{_rounded(status.store_bytes)} of {_rounded(status.store_limit_bytes)}"
-    return f"{used}, {snapshot}, {_rounded(status.reclaimed_bytes)} reclaimed"
-
-
-def _rounded(num_bytes: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        # 999.5 and more is shown as 1e+03.
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    used = f"{decimal(status.store_bytes)} of {decimal(status.store_limit_bytes)}"
+    return f"{used}, {snapshot}, {decimal(status.reclaimed_bytes)} reclaimed"
 
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
@@ -199,17 +185,6 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
         narrow[0].add_row(*work)
         narrow[1].add_row(work[0], *state)
     return tuple(map(_uncut, narrow))
-
-
-def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
-    """Head and lines of the first table of sites, without a frame."""
-    rows = [[cell.plain for cell in _work(site, head_version)] for site in fold_incarnations(sites)]
-    widths = [max(map(cell_len, column)) for column in zip(_WORK, *rows, strict=True)]
-    head, *lines = (
-        "  ".join(f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (_WORK, *rows)
-    )
-    return head, lines
 
 
 def _work(site: Folded, head_version: int) -> list[Text]:
@@ -346,35 +321,3 @@ def _cell(value: float | None, *, best: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f} best" if value == best else f"{value:.3f}"
-
-
-def lines_of(
-    status: RunStatus,
-    reports: Sequence[StepReport],
-    *,
-    accuracy: float | None,
-    rates: str,
-    height: int,
-    line: int,
-    is_unicode: bool,
-) -> list[str]:
-    """At most `height` lines for a small screen.
-
-    `rates` is the text for versions and groups a minute, `line` the characters of a curve.
-    """
-    rows = dict(status_rows(status, accuracy=accuracy)) | ({"rate": rates} if rates else {})
-    wanted = [name for name in (*dict(_problem_rows(status)), *_ALWAYS) if name in rows]
-    run = [f"{name:<11}  {' '.join(rows[name].split())}" for name in wanted][: height // 3]
-    head, sites = work_lines(status.sites, head_version=status.head_version)
-    room = max(1, height // 3 - 1)
-    if len(sites) > room:
-        sites = [*sites[: room - 1], f"and {amount(len(sites) - room + 1, 'more site')}"]
-    curves = [
-        f"{name:<{_NAME}.{_NAME}}  {newest:<{_NEWEST}.{_NEWEST}} {sparkline(values[-line:], is_unicode=is_unicode)}"
-        for name, newest, values in series(reports)
-    ]
-    shown = [f"run {status.run_id}", *run, *((head, *sites) if sites else ()), *curves]
-    if len(shown) > height:
-        shown[height - 1 :] = ["more needs a taller screen; `heterorl status` shows all"]
-    # Names come from other machines: control characters and line ends must not reach the terminal.
-    return ["".join(each if each.isprintable() else "?" for each in one) for one in shown]

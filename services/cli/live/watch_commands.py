@@ -171,17 +171,14 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
             return
 
 
-def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: bool = False) -> Group:
+def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> Group:
     """One picture of the run, `width` characters wide.
-
-    `wall` is in seconds since the epoch. Above `height` lines the picture has only the most important ones, without
-    frames; height 0 is unlimited.
-    """
+    `wall` is in seconds since the epoch."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from heterorl.cli.live.run_tables import evaluation_tables, lines_of, status_tables
+    from heterorl.cli.live.run_tables import evaluation_tables, status_tables
     from heterorl.cli.live.step_curves import series
     from heterorl.report.figures import newest_accuracy, sparkline
 
@@ -205,15 +202,7 @@ def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: b
             # Users name the parts of a reward, so markup is off.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)
-    picture = Group(*parts, *evaluation_tables(view.evaluations.values()))
-    screen = Console(width=width, height=height or None, markup=False, emoji=False, highlight=False)
-    if not height or len(screen.render_lines(picture)) <= height:
-        return picture
-    reports = [view.reports[step] for step in sorted(view.reports)]
-    lines = lines_of(
-        view.status, reports, accuracy=accuracy, rates=rates, height=height - 1, line=LINE, is_unicode=is_unicode
-    )
-    return Group(head, *(Text(each, no_wrap=True, overflow="ellipsis") for each in lines))
+    return Group(*parts, *evaluation_tables(view.evaluations.values()))
 
 
 def _rates(view: View) -> str:
@@ -263,8 +252,7 @@ def top(
                     reason = " -> ".join(await explain_link(address, tls=tls) or ())
                 if view.unreachable_since is not None:
                     view.problem = reason or view.problem
-                height = 0 if once else console.height
-                show(frame(view, wall=clock.wall(), width=console.width, height=height, is_unicode=is_unicode))
+                show(frame(view, wall=clock.wall(), width=console.width, is_unicode=is_unicode))
                 if once:
                     return
                 await clock.sleep(interval)
@@ -272,7 +260,7 @@ def top(
     if once:
         asyncio.run(watch(console.print))
         raise typer.Exit(int(view.unreachable_since is not None))
-    # Each picture fills the screen; lines that do not fit are left out, not scrolled.
+    # Each picture begins at the top of the screen, problems first; lines that do not fit are left out, not scrolled.
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))

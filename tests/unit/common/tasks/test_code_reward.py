@@ -65,6 +65,22 @@ def test_right_code_passes_and_wrong_code_does_not(sandbox):
     assert not ends(sandbox, "print(42); exit(1)", UnitTest(standard_output="42"))
 
 
+READS = (
+    "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + 1)",
+    "import mmap\nprint(int(mmap.mmap(0, 0, mmap.MAP_PRIVATE, mmap.PROT_READ).readline()) + 1)",
+    "import sys\nsys.stdin.seek(0, 2)\nsys.stdin.seek(0)\nprint(int(sys.stdin.readline()) + 1)",
+    "import os\ntry: os.write(0, b'9')\nexcept PermissionError: print(int(input()) + 1)",
+    "import os\ntry: os.ftruncate(0, 1 << 20)\nexcept PermissionError: print(int(input()) + 1)",
+)
+
+
+def test_standard_input_is_a_file_that_nothing_changes(sandbox):
+    test = UnitTest(standard_input="41\n" + "x\n" * (1 << 17), standard_output="42")
+
+    assert [code for code in READS if not ends(sandbox, code, test)] == []
+    assert ends(sandbox, "import os\nprint(os.fstat(0).st_size, os.read(0, 1))", UnitTest(standard_output="0 b''"))
+
+
 def test_code_that_reads_a_set_in_its_order_says_the_same_each_time(sandbox):
     code = "print(hash('a'), list({str(n) for n in range(99)}))"
     outputs = {

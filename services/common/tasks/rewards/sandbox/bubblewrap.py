@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import importlib.util
 import json
 import os
@@ -39,6 +40,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from heterorl.common.tasks.rewards.worker_pool import children_of
 
@@ -133,7 +135,7 @@ class Sandbox:
         """Run `sandbox_main` on a document; raises NoSandbox where none is built.
 
         `first` is read before any foreign code runs. `second` is sent after `sandbox_main` reported that it loaded the
-        code; empty: never. `standard_input` is the foreign code's.
+        code; empty: never. `standard_input` is the foreign code's, as a file of its own.
         """
         outcome = self.outcome_of(first, second, standard_input=standard_input, errors=subprocess.DEVNULL)
         began, end, _ = outcome.report.partition(b"\n")
@@ -149,20 +151,18 @@ class Sandbox:
         """
         before_s = _used_s()
         with ExitStack() as pipes, _adopting():
+            given = pipes.enter_context(_sealed(standard_input))
             (orders_out, orders_in), (report_out, report_in), (info_out, info_in) = (_pipe(pipes) for _ in range(3))
             others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
             command = self.command(*others)
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
+                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
                 env={}, bufsize=0,
             )  # fmt: skip
             for other_side in (orders_out, report_in, info_in):
                 other_side.close()
             try:
-                outcome = _converse(
-                    process, orders_in, report_out.fileno(), self.limits, first=first, second=second,
-                    standard_input=standard_input,
-                )  # fmt: skip
+                outcome = _converse(process, orders_in, report_out.fileno(), self.limits, first=first, second=second)
             finally:
                 # The context closes its pipes and waits for it.
                 with process:
@@ -306,6 +306,20 @@ class SandboxOutcome:
     took_s: float = 0.0
 
 
+def _sealed(content: bytes) -> IO[bytes]:
+    """File in memory at its start; nothing can change it.
+
+    Programs ask for the size of their standard input, which a pipe has none of. The seals keep a limit: no program
+    stores data there.
+    """
+    file = os.fdopen(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    file.write(content)
+    file.seek(0)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
 def _pipe(pipes: ExitStack) -> tuple[FileIO, FileIO]:
     out, into = os.pipe()
     return pipes.enter_context(FileIO(out)), pipes.enter_context(FileIO(into, "w"))
@@ -355,19 +369,17 @@ def _used_s() -> float:
 
 def _converse(
     process: subprocess.Popen[bytes], orders: FileIO, reported: int, limits: SandboxLimits, *, first: bytes,
-    second: bytes, standard_input: bytes,
+    second: bytes,
 ) -> SandboxOutcome:  # fmt: skip
-    assert process.stdin is not None
     assert process.stdout is not None
     output, report, most = b"", b"", limits.output_bytes
     began, deadline = 0.0, time.monotonic() + START_TIMEOUT_S
     ordered = orders.fileno()
-    unsent = {ordered: memoryview(first), process.stdin.fileno(): memoryview(standard_input)}
+    unsent = {ordered: memoryview(first)}
     poll = select.poll()
     reading = {process.stdout.fileno(), reported}
-    for number in unsent:
-        os.set_blocking(number, False)
-        poll.register(number, select.POLLOUT)
+    os.set_blocking(ordered, False)
+    poll.register(ordered, select.POLLOUT)
     for number in reading:
         poll.register(number, select.POLLIN)
     os.set_blocking(reported, False)
@@ -386,11 +398,7 @@ def _converse(
     def finish(number: int) -> None:
         poll.unregister(number)
         unsent.pop(number)
-        if number == ordered:
-            orders.close()
-        else:
-            assert process.stdin is not None
-            process.stdin.close()
+        orders.close()
 
     while reading:
         left_s = deadline - time.monotonic()
@@ -403,9 +411,8 @@ def _converse(
                 except BrokenPipeError:
                     finish(number)
                     continue
-                is_waiting = number == ordered and second
                 if not unsent[number]:
-                    poll.unregister(number) if is_waiting else finish(number)
+                    poll.unregister(number) if second else finish(number)
                 continue
             piece = os.read(number, 65536)
             if not piece:

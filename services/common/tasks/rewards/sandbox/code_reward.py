@@ -341,7 +341,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 4", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 5", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

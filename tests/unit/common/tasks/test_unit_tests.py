@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterorl.common.tasks.reward_config import CodeRewardConfig
-from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
+from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward, _is_printed
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.task import Prompt, answer_problem_of, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
@@ -126,11 +126,81 @@ RIGHT_SUM = (
             "def area(r): return r",
         ),
         ({"tests": ["f", "assert f(2) == 4"]}, {}, "def f(x): return 2 * x", "def g(x): return 2 * x"),
+        (
+            [{"type": "function_call", "fn_name": "add", "input": [3, 4], "output": [7]}],
+            {},
+            "def add(a, b): return a + b",
+            "def add(a, b): return a",
+        ),
+        (
+            {"inputs": ["1 3", "1 1"], "outputs": ["0.333333", "1.0"]},
+            {},
+            "a, b = map(int, input().split())\nprint(' ', a / b)",
+            "a, b = map(int, input().split())\nprint(round(a / b, 3))",
+        ),
     ],
 )
 def test_tests_of_public_data_sets_are_run_as_they_are_meant(reward, answer, columns, right, wrong):
     assert worth(reward, answer, right, columns) == 1.0
     assert worth(reward, answer, wrong, columns) < 1.0
+
+
+SAME = {
+    "counted": ({"1": 2, "2": 1}, "collections.Counter([1, 1, 2])", "collections.Counter([1, 2, 2])"),
+    "by default": ({"a": []}, "collections.defaultdict(list, a=[])", "[('a', [])]"),
+    "ordered": ({"a": 1}, "collections.OrderedDict(a=1)", "{'a': '1'}"),
+    "deque": ([1, [2, 3]], "collections.deque([1, range(2, 4)])", "collections.deque([1, 2, 3])"),
+    "near zero": (0.0, "1e-17", "1e-6"),
+    "near": (0.1, "3 * 0.1 - 0.2", "0.1001"),
+    "integer": (10**15, "10**15", "10**15 + 1"),
+    "float for integer": (1, "1.0", "'1'"),
+    "truth": (True, "1", "'True'"),
+    "truths": ([True, False], "[1, 0]", "[1.0000000001, 0]"),
+    "one": (1, "True", "None"),
+    "fraction": (0.5, "__import__('fractions').Fraction(1, 2)", "__import__('fractions').Fraction(1, 3)"),
+    "text": ("a", "type('Text', (str,), {})('a')", "b'a'"),
+    "null": (None, "None", "0"),
+}
+
+
+@pytest.mark.process
+def test_results_are_equal_as_in_python(reward):
+    def right(column):
+        cases = ", ".join(f"{name!r}: lambda: {case[column]}" for name, case in SAME.items())
+        code = f"def f(name):\n    return {{{cases}}}[name]()"
+        return [
+            name
+            for name, case in SAME.items()
+            if worth(reward, {"fn_name": "f", "inputs": [[name]], "outputs": [case[0]]}, code)
+        ]
+
+    assert right(1) == list(SAME)
+    assert right(2) == []
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "is_same"),
+    [
+        ("0.5000000000\n", "0.5", True),
+        ("0.3333333333333333", "0.333333", True),
+        ("3", "3.0", True),
+        ("1e3", "1000", True),
+        ("1000000.5", "1000000", True),
+        (" 1  2\t3 \n\n", "1 2 3", True),
+        ("a\nb", "a b", False),
+        ("0.334", "0.333333", False),
+        ("1000001", "1000000", False),
+        ("007", "7", False),
+        ("0.5 x", "0.5", False),
+        ("1_0.0", "10.0", False),
+        ("1e999", "2e999", False),
+        ("nan", "nan", True),
+        ("nan", "0.5", False),
+        ("0.5.0", "0.50", False),
+    ],
+)
+def test_printed_words_are_compared_and_numbers_with_a_point_nearly(printed, wanted, is_same):
+    assert _is_printed(printed, wanted) is is_same
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -59,19 +61,25 @@ from typing import *
 """Imports before the code of a named function, as judges of contests have them."""
 _CALL = """
 def _call_and_compare(name, given, wanted):
-    import json, math
+    import collections, json, math, numbers
 
     def is_same(got, want):
         if isinstance(want, list):
-            return isinstance(got, (list, tuple)) and len(got) == len(want) and all(map(is_same, got, want))
+            is_row = isinstance(got, (list, tuple, range, collections.deque))
+            return is_row and len(got) == len(want) and all(map(is_same, got, want))
         if isinstance(want, dict):
-            if type(got) is not dict or len(got) != len(want):
+            if not isinstance(got, dict) or len(got) != len(want):
                 return False
             named = {{str(key): value for key, value in got.items()}}
             return all(key in named and is_same(named[key], value) for key, value in want.items())
-        if type(want) in (int, float) and type(got) in (int, float, bool):
-            return got == want or (float in (type(got), type(want)) and math.isclose(got, want, rel_tol=1e-9))
-        return type(got) is type(want) and got == want
+        if isinstance(want, (int, float)) and isinstance(got, numbers.Number):
+            return bool(got == want and want == got) or (not isinstance(want, bool) and is_near(got, want))
+        return isinstance(got, type(want)) and got == want
+
+    def is_near(got, want):
+        if isinstance(want, int) and isinstance(got, numbers.Integral):
+            return False
+        return isinstance(got, numbers.Real) and math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-9)
 
     found = globals()
     of_class = getattr(found.get("Solution"), name, None)
@@ -112,7 +120,8 @@ def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
         entries = entries.get("tests")
     if not isinstance(entries, list):
         entries = []
-    return _bounded([_test(entry, columns, name) for entry in entries[: MAX_TESTS + 1]])
+    is_wrapped = _are_wrapped([_wanted(entry) for entry in entries if _kind(entry) in _OF_FUNCTIONS])
+    return _bounded([_test(entry, columns, name, is_wrapped=is_wrapped) for entry in entries[: MAX_TESTS + 1]])
 
 
 def _bounded(tests: list[Test]) -> list[Test]:
@@ -121,17 +130,33 @@ def _bounded(tests: list[Test]) -> list[Test]:
     return tests
 
 
-def _test(entry: Any, columns: Mapping[str, Any], name: str) -> Test:
+def _are_wrapped(outputs: list[Any]) -> bool:
+    """Whether all outputs are lists of one, as APPS wraps return values.
+
+    Both forms are right then.
+    """
+    return all(isinstance(one, list) and len(one) == 1 for one in outputs)
+
+
+def _kind(entry: Any) -> str:
+    return str(entry.get("testtype") or entry.get("type") or "stdin") if isinstance(entry, dict) else ""
+
+
+def _wanted(entry: Mapping[str, Any]) -> Any:
+    return entry.get("output", entry.get("stdout"))
+
+
+def _test(entry: Any, columns: Mapping[str, Any], name: str, *, is_wrapped: bool) -> Test:
     if isinstance(entry, str) and entry.strip():
         return _of_code(entry, columns)
     if not isinstance(entry, dict):
         raise ValueError(f"no test: {entry!r:.80}; write a text of Python, or stdin and stdout")
     _refuse_unknown(entry, _ENTRY_KEYS)
-    kind = str(entry.get("testtype") or entry.get("type") or "stdin")
+    kind = _kind(entry)
     name = str(entry.get("fn_name") or "") or name
-    given, wanted = entry.get("input", entry.get("stdin", "")), entry.get("output", entry.get("stdout"))
+    given, wanted = entry.get("input", entry.get("stdin", "")), _wanted(entry)
     if kind in _OF_FUNCTIONS:
-        return _of_function(name, given, wanted, is_wrapped=False)
+        return _of_function(name, given, wanted, is_wrapped=is_wrapped)
     if kind not in _OF_PROGRAMS:
         raise ValueError(f"a test of type {kind!r:.40} is not known; write stdin or functional")
     return _of_program(given, wanted)
@@ -143,8 +168,7 @@ def _of_lists(inputs: Any, outputs: Any, name: str) -> list[Test]:
     pairs = zip(inputs, outputs, strict=True)
     if not name:
         return [_of_program(given, wanted) for given, wanted in pairs]
-    # APPS wraps return values in lists of one: where all outputs are such, both forms are right.
-    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
+    is_wrapped = _are_wrapped(outputs)
     return [_of_function(name, given, wanted, is_wrapped=is_wrapped) for given, wanted in pairs]
 
 
@@ -233,6 +257,7 @@ def _refuse_unknown(entry: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 MAX_CODE_CHARS = 1 << 18
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -293,7 +318,7 @@ def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, SandboxOutcome
     """Whether code passes one test, and how its process ended."""
     if test.standard_output is not None:
         outcome = sandbox.run(_order("program", code), b"", standard_input=test.standard_input.encode(errors="replace"))
-        is_right = _lines(outcome.output.decode(errors="replace")) == _lines(test.standard_output)
+        is_right = _is_printed(outcome.output.decode(errors="replace"), test.standard_output)
     else:
         token = secrets.token_hex(16)
         second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
@@ -305,6 +330,29 @@ def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, SandboxOutcome
 
 def _order(kind: str, code: str, *, before: str = "") -> bytes:
     return json.dumps({"kind": kind, "code": code, "before": before}).encode() + b"\n"
+
+
+def _is_printed(got: str, want: str) -> bool:
+    """Whether two outputs are the same by lines, words and numbers."""
+    lines, wanted = _lines(got), _lines(want)
+    return len(lines) == len(wanted) and all(map(_is_line, lines, wanted))
+
+
+def _is_line(got: str, want: str) -> bool:
+    if got == want:
+        return True
+    words, wanted = got.split(), want.split()
+    return len(words) == len(wanted) and all(map(_is_word, words, wanted))
+
+
+def _is_word(got: str, want: str) -> bool:
+    """Whether words are equal, or near numbers, one of them no integer."""
+    if got == want:
+        return True
+    if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(want)) or not (set(got) | set(want)) & set(".eE"):
+        return False
+    # An infinity is near to itself alone.
+    return math.isfinite(float(want)) and math.isclose(float(got), float(want), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def _lines(text: str) -> list[str]:

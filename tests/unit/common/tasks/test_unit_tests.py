@@ -1,5 +1,6 @@
 """The unit tests of public data sets: run as they are meant, in the real bubblewrap, and refused where they are unknown."""
 
+import itertools
 import json
 
 import pytest
@@ -133,6 +134,34 @@ RIGHT_SUM = (
             "def add(a, b): return a",
         ),
         (
+            [{"input": "3\n4", "output": "7", "testtype": "functional", "metadata": {"func_name": "add"}}],
+            {},
+            "def add(a, b): return a + b",
+            "def add(a, b): return a",
+        ),
+        (
+            {
+                "language": "python",
+                "test_cases": [{"fn_name": None, "input": "2", "output": "4", "type": "stdin_stdout"}],
+            },
+            {},
+            "print(2 * int(input()))",
+            "print(input())",
+        ),
+        (
+            {
+                "public_tests": {"input": ["1"], "output": ["2"]},
+                "private_tests": {"input": [], "output": []},
+                "generated_tests": {"input": ["3"], "output": ["6"]},
+            },
+            {},
+            "print(2 * int(input()))",
+            "print(2)",
+        ),
+        ({"input": ["1", "3"], "output": ["2", "6"]}, {}, "print(2 * int(input()))", "print(2)"),
+        ("['assert f(1) == 1', \"assert f('a') == 'a'\"]", {}, "def f(x): return x", "def f(x): return 1"),
+        ("{'fn_name': 'f', 'inputs': [(1,)], 'outputs': [True]}", {}, "def f(x): return x == 1", "def f(x): return 2"),
+        (
             {"inputs": ["1 3", "1 1"], "outputs": ["0.333333", "1.0"]},
             {},
             "a, b = map(int, input().split())\nprint(' ', a / b)",
@@ -216,17 +245,43 @@ def test_printed_words_are_compared_and_numbers_with_a_point_nearly(printed, wan
         ({"inputs": [[1, 2]], "outputs": [3]}, "name a function in fn_name"),
         ({"inputs": ["1", "2"], "outputs": ["3"]}, "not two lists of one length"),
         ({"fn_name": "f", "inputs": ["what?"], "outputs": ["1"]}, "'what.' is not an argument"),
-        ("{'inputs': [1], 'outputs': [2]}", "checks nothing"),
+        ("{'inputs': [1], 'outputs': [2]}", "name a function in fn_name"),
+        ("{'inputs': {1}, 'outputs': {2}}", "checks nothing"),
+        ({"language": "cpp", "test_cases": [{"input": "1", "output": "1"}]}, "tests of 'cpp' are not known"),
+        ({"public_tests": ["1"]}, "no table of input and output: .'1'."),
+        ({"public_tests": {"input": ["1"], "output": []}}, "not two lists of one length"),
+        ({"public_tests": {"input": ["1"], "out": ["1"]}}, "the key 'out'"),
         ("def check(candidate):\n    assert candidate(1)", "checks nothing"),
         ('{"inputs": ["1"', "is not Python"),
-        ([], "no list of 1 to"),
-        (["assert f()"] * 129, "no list of 1 to"),
+        ([], "holds no list of tests"),
+        ({"inputs": [], "outputs": []}, "holds no list of tests"),
+        ({"tests": []}, "holds no list of tests"),
     ],
 )
 def test_tests_that_cannot_be_read_are_refused_with_their_key(answer, message):
     text = answer if isinstance(answer, str) else json.dumps(answer)
     with pytest.raises(ValueError, match=message):
         unit_tests_of(text, {})
+
+
+def test_of_many_tests_an_even_sample_runs():
+    numbers = [str(number) for number in range(1000)]
+    tables = (
+        [f"assert f({number})" for number in numbers],
+        {"inputs": numbers, "outputs": numbers},
+        {
+            "public_tests": {"input": numbers[:1], "output": numbers[:1]},
+            "private_tests": {"input": numbers[1:], "output": numbers[1:]},
+        },
+    )
+    for table in tables:
+        text = json.dumps(table)
+        drawn = [int((test.standard_input or test.code).strip("aserft( )")) for test in unit_tests_of(text, {})]
+
+        assert (len(drawn), drawn[0], drawn[-1]) == (128, 0, 999)
+        assert {after - before for before, after in itertools.pairwise(drawn)} == {7, 8}
+        assert unit_tests_of(text, {}) == unit_tests_of(text, {})
+    assert len(unit_tests_of(json.dumps(tables[0][:128]), {})) == 128
 
 
 @pytest.mark.process

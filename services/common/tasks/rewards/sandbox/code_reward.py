@@ -2,10 +2,10 @@
 
 Tests come from the prompt's answer; each runs in a sandbox.
 
-The answer is JSON: a list of tests, an object with the list `tests`, or an object with the lists `inputs` and
-`outputs`, and `fn_name` for a function. An answer that is not JSON is one test in Python. A test is Python that runs
-after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ..., "output": ...,
-"testtype": "stdin" or "functional"}. Unknown keys, and Python without a test, are refused.
+The answer is JSON: a list of tests, an object with the list `tests` or `test_cases`, or an object with the lists
+`inputs` and `outputs`, and `fn_name` for a function. Another text is a list of Python, or one test in Python. A test is
+Python that runs after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ...,
+"output": ..., "testtype": "stdin" or "functional"}. Unknown keys, and Python without a test, are refused.
 
 Code that fails, hangs, takes or prints too much fails its test. Without a sandbox there is an error, not a value.
 """
@@ -18,6 +18,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +42,14 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.reward_config import CodeRewardConfig
 
 MAX_TESTS = 128
+"""Of more, an even sample runs."""
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
 """Columns that some datasets need to make a test."""
-_TABLE_KEYS = frozenset({"tests", "inputs", "outputs", "fn_name"})
-_ENTRY_KEYS = frozenset({"stdin", "stdout", "input", "output", "testtype", "type", "fn_name"})
+_SETS = ("public_tests", "private_tests", "generated_tests")
+_PAIR_KEYS = frozenset({"input", "output"})
+_TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs", "fn_name", *_PAIR_KEYS, *_SETS})
+_ENTRY_KEYS = frozenset({"stdin", "stdout", "testtype", "type", "fn_name", "metadata", *_PAIR_KEYS})
+_LANGUAGES = ("python", "python3", "py")
 _OF_FUNCTIONS = frozenset({"functional", "function_call", "call_based"})
 _OF_PROGRAMS = frozenset({"stdin", "stdin_stdout", "standard_input"})
 
@@ -104,30 +109,59 @@ class Test:
 
 
 def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
-    """Tests of an answer; raises ValueError for none, too many, invalid ones."""
-    try:
-        entries: Any = json.loads(answer)
-    except (ValueError, RecursionError):
-        entries = answer
-    name = _function_of(columns)
+    """Tests of an answer, at most MAX_TESTS; raises ValueError for none."""
+    entries, name = _read(answer), _function_of(columns)
     if isinstance(entries, str):
         entries = [entries]
     if isinstance(entries, dict):
         _refuse_unknown(entries, _TABLE_KEYS)
+        if str(entries.get("language") or "python") not in _LANGUAGES:
+            raise ValueError(f"tests of {entries['language']!r:.40} are not known; write Python")
         name = str(entries.get("fn_name") or "") or name
-        if "inputs" in entries or "outputs" in entries:
-            return _bounded(_of_lists(entries.get("inputs"), entries.get("outputs"), name))
-        entries = entries.get("tests")
+        if tables := [entries[key] for key in _SETS if entries.get(key)]:
+            return _of_lists(*_joined(tables), name)
+        for given, wanted in (("inputs", "outputs"), ("input", "output")):
+            if given in entries or wanted in entries:
+                return _of_lists(entries.get(given), entries.get(wanted), name)
+        entries = entries.get("tests") or entries.get("test_cases")
     if not isinstance(entries, list):
         entries = []
     is_wrapped = _are_wrapped([_wanted(entry) for entry in entries if _kind(entry) in _OF_FUNCTIONS])
-    return _bounded([_test(entry, columns, name, is_wrapped=is_wrapped) for entry in entries[: MAX_TESTS + 1]])
+    return [_test(entry, columns, name, is_wrapped=is_wrapped) for entry in _sampled(entries)]
 
 
-def _bounded(tests: list[Test]) -> list[Test]:
-    if not 1 <= len(tests) <= MAX_TESTS:
-        raise ValueError(f"the answer of the prompt holds no list of 1 to {MAX_TESTS} tests")
-    return tests
+def _read(answer: str) -> Any:
+    """Content of an answer: JSON, a literal of Python, or its text."""
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        pass
+    if answer.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):
+            return _value(answer)
+    return answer
+
+
+def _joined(tables: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs of all tables, as CodeContests divides its tests."""
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    for table in tables:
+        if not isinstance(table, dict):
+            raise ValueError(f"no table of input and output: {table!r:.80}")
+        _refuse_unknown(table, _PAIR_KEYS)
+        given, wanted = _two_lists(table.get("input"), table.get("output"))
+        inputs, outputs = [*inputs, *given], [*outputs, *wanted]
+    return inputs, outputs
+
+
+def _sampled(tests: list[Any]) -> list[Any]:
+    """At most MAX_TESTS tests, spread evenly, the first and last included."""
+    if not tests:
+        raise ValueError("the answer of the prompt holds no list of tests")
+    if len(tests) <= MAX_TESTS:
+        return tests
+    return [tests[number * (len(tests) - 1) // (MAX_TESTS - 1)] for number in range(MAX_TESTS)]
 
 
 def _are_wrapped(outputs: list[Any]) -> bool:
@@ -153,7 +187,7 @@ def _test(entry: Any, columns: Mapping[str, Any], name: str, *, is_wrapped: bool
         raise ValueError(f"no test: {entry!r:.80}; write a text of Python, or stdin and stdout")
     _refuse_unknown(entry, _ENTRY_KEYS)
     kind = _kind(entry)
-    name = str(entry.get("fn_name") or "") or name
+    name = _function_of(entry) or name
     given, wanted = entry.get("input", entry.get("stdin", "")), _wanted(entry)
     if kind in _OF_FUNCTIONS:
         return _of_function(name, given, wanted, is_wrapped=is_wrapped)
@@ -163,13 +197,18 @@ def _test(entry: Any, columns: Mapping[str, Any], name: str, *, is_wrapped: bool
 
 
 def _of_lists(inputs: Any, outputs: Any, name: str) -> list[Test]:
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("inputs and outputs are not two lists of one length")
-    pairs = zip(inputs, outputs, strict=True)
+    inputs, outputs = _two_lists(inputs, outputs)
+    pairs = _sampled(list(zip(inputs, outputs, strict=True)))
     if not name:
         return [_of_program(given, wanted) for given, wanted in pairs]
     is_wrapped = _are_wrapped(outputs)
     return [_of_function(name, given, wanted, is_wrapped=is_wrapped) for given, wanted in pairs]
+
+
+def _two_lists(inputs: Any, outputs: Any) -> tuple[list[Any], list[Any]]:
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("inputs and outputs are not two lists of one length")
+    return inputs, outputs
 
 
 def _of_program(given: Any, wanted: Any) -> Test:
@@ -200,7 +239,7 @@ def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Tes
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return json.loads(json.dumps(ast.literal_eval(text.strip())))
@@ -237,7 +276,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def _function_of(columns: Mapping[str, Any]) -> str:
-    """Function that a row names outside its tests, as LiveCodeBench does."""
+    """Function that a row or test names, also in its metadata."""
     facts: dict[str, Any] = {name: columns[name] for name in ("fn_name", "func_name") if name in columns}
     metadata = columns.get("metadata")
     if isinstance(metadata, str):

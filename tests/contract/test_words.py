@@ -61,7 +61,7 @@ BUDGETS = {
     "docs/peers.md": 800,
     "docs/plan.md": 525,
     "docs/quickstart.md": 700,
-    "docs/recipes.md": 1705,
+    "docs/recipes.md": 1720,
     "docs/relay.md": 405,
     "docs/results.md": 765,
     "docs/rewards.md": 1580,

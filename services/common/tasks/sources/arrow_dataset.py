@@ -13,7 +13,9 @@ import hashlib
 import heapq
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ import pyarrow.compute as pc
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig, SourceConfig
-from heterorl.common.tasks.sources.cells import answer_text, json_value, log_held_out, short_prompts
+from heterorl.common.tasks.sources.cells import answer_text, json_value, log_held_out, refuse_other_kinds, short_prompts
 from heterorl.common.tasks.sources.dataset_files import Loaded
 from heterorl.common.tasks.task import BETWEEN, ROLES, SYSTEM_ROLES, Measure, Message, Prompt
 from heterorl.common.types.common import Digest
@@ -65,7 +67,7 @@ class ArrowTask(MatchedTask):
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
         self._words = [
-            "table 2", loaded.digest, held_out.digest if held_out else "", self.match_name,
+            "table 3", loaded.digest, held_out.digest if held_out else "", self.match_name,
             columns.asked_in, columns.answered_in,
         ]  # fmt: skip
         self._count()
@@ -167,6 +169,9 @@ class Columns:
         """Check a pyarrow.Table's types; with `needs_answers` the answer column must exist."""
         self.num_rows: int = table.num_rows
         self._table = table
+        if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
+            problem = f"there are {table.column_names.count(twice[0])} columns {twice[0]}"
+            raise ConfigError("task.name", problem, action="rename or drop all but one of them")
         self.asked_in = config.messages or config.prompt
         needs_messages = bool(config.messages)
         if self.asked_in == PROMPT not in table.column_names and MESSAGES in table.column_names:
@@ -190,23 +195,14 @@ class Columns:
             raise ConfigError("task.data.answer", "is empty, but the reward compares with an answer; name a column")
         self._answers = _column(table, "task.data.answer", self.answered_in) if self.answered_in else None
         kind = None if self._answers is None else self._answers.type
-        if kind is not None and (pa.types.is_boolean(kind) or pa.types.is_binary(kind)):
+        if kind is not None and (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
             problem = f"column {config.answer} is {kind}, no answer"
             raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
 
     def sound(self) -> Mask:
         """Rows with prompt and answer; messages have known roles, the user's last."""
-        mask = self._sound_messages() if self._has_messages else self._written(self._prompts)
-        return mask if self._answers is None else mask & self._written(self._answers)
-
-    def _written(self, column: Any) -> Mask:
-        """Cells that are not null, NaN or blank."""
-        if _is_text(column.type):
-            length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(pa.large_string())))
-            return _mask(pc.fill_null(pc.greater(length, 0), False))
-        if pa.types.is_floating(column.type):
-            return _mask(pc.fill_null(pc.is_finite(column.cast(pa.float64())), False))
-        return _mask(pc.is_valid(column))
+        mask = self._sound_messages() if self._has_messages else _written(self._prompts)
+        return mask if self._answers is None else mask & _written(self._answers)
 
     def texts(self) -> Any:
         """Text that identifies a prompt: own text, or messages' roles and contents."""
@@ -251,9 +247,9 @@ class Columns:
         if self._answers is None:
             return ""
         value = self._answers[row].as_py()
-        if pa.types.is_float32(self._answers.type):
+        if value is not None and (short := _SHORT_FLOATS.get(self._answers.type)):
             # With the digits of its own type.
-            value = float(str(np.float32(value)))
+            value = float(str(short(value)))
         return answer_text(value)
 
     def kept(self, config: DataConfig) -> Mask:
@@ -262,14 +258,16 @@ class Columns:
         for name, wanted in config.where.items():
             column = _column(self._table, f"task.data.where.{name}", name)
             values = list(wanted) if isinstance(wanted, tuple) else [wanted]
+            if kind := _kind_of(column.type):
+                refuse_other_kinds(name, values, [kind], f"column {name} is {column.type}")
             try:
-                allowed = pa.array(values).cast(column.type)
+                allowed = _allowed(values, column.type)
             except pa.ArrowException as error:
                 problem = f"{values} are not values of a column of {column.type}"
                 raise ConfigError(
                     f"task.data.where.{name}", problem, action="give values of the column's type"
                 ) from error
-            mask &= _mask(pc.is_in(column, value_set=allowed))
+            mask &= _mask(pc.is_in(column, value_set=allowed, skip_nulls=True))
         for kind, bounds, compare in (
             ("at_least", config.at_least, pc.greater_equal),
             ("at_most", config.at_most, pc.less_equal),
@@ -277,7 +275,7 @@ class Columns:
             for name, bound in bounds.items():
                 key = f"task.data.{kind}.{name}"
                 column = _column(self._table, key, name)
-                if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+                if _kind_of(column.type) != "a number":
                     raise ConfigError(
                         key,
                         f"column {name} is {column.type}, not numbers",
@@ -305,7 +303,7 @@ class Columns:
             if values.type.get_field_index("tool_calls") >= 0:
                 # A prompt does not show them.
                 known &= ~_filled(values.field("tool_calls"))
-            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
+            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & _written(values.field("content"))
             # Cumulative counts of bad messages; a difference is the count of a row.
             bad = np.concatenate(([0], np.cumsum(~known)))
             lengths = np.diff(offsets)
@@ -355,7 +353,70 @@ def _column(table: Any, key: str, name: str) -> Any:
                 action="name one of these fields",
             )
         column = pc.struct_field(column, part)
-    return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
+    return column if (plain := _plain(column.type)) == column.type else column.cast(plain)
+
+
+_LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+_SHORT_FLOATS = {pa.float16(): np.float16, pa.float32(): np.float32}
+
+
+def _plain(kind: Any) -> Any:
+    """Type for the same values without views, codes and fixed lists."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if isinstance(kind, pa.ListType | pa.LargeListType) and _plain(kind.value_type) == kind.value_type:
+        return kind
+    if isinstance(kind, _LISTS):
+        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    return kind
+
+
+def _kind_of(kind: Any) -> str:
+    """`cells.kind_of` of a column's cells; empty for other types."""
+    if pa.types.is_boolean(kind):
+        return "a bool"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "a number"
+    return "text" if _is_text(kind) else ""
+
+
+def _allowed(values: list[Any], kind: Any) -> Any:
+    """Values as cells of a type, without numbers that it cannot hold."""
+    if _kind_of(kind) != "a number":
+        return pa.array(values).cast(kind)
+    cells = []
+    for value in values:
+        with suppress(pa.ArrowInvalid):
+            cells.append(pa.scalar(value).cast(kind).as_py())
+    return pa.array(cells, kind)
+
+
+def _written(column: Any) -> Mask:
+    """Cells that are not null, NaN, blank, nor hold only such."""
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):
+        return np.concatenate([np.zeros(0, np.bool_), *map(_written, column.chunks)])
+    if _is_text(kind):
+        length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(pa.large_string())))
+        return _mask(pc.fill_null(pc.greater(length, 0), False))
+    if pa.types.is_floating(kind):
+        return _mask(pc.fill_null(pc.is_finite(column.cast(pa.float64())), False))
+    mask = np.zeros(len(column), np.bool_)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        parents = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+        mask[parents[_written(pc.list_flatten(column))]] = True
+    elif pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            mask |= _written(pc.struct_field(column, [number]))
+    else:
+        mask = _mask(pc.is_valid(column))
+    return mask
 
 
 def _is_text(kind: Any) -> bool:

@@ -27,17 +27,28 @@ _LARGEST, _SMALLEST = 1e21, 1e-9
 
 
 def answer_text(value: Any) -> str:
-    """Text of an answer; empty for null, NaN, an infinity, or blanks."""
+    """Text of an answer; empty for null, NaN, blanks, lists of those."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value if value.strip() else ""
     if isinstance(value, list | dict):
         # Such as tests of code.
+        if not _is_written(value):
+            return ""
         return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     if isinstance(value, float | Decimal):
         return _number(value)
     return str(value)
+
+
+def _is_written(value: Any) -> bool:
+    """Whether a cell, or anything in it, has a text."""
+    if isinstance(value, dict):
+        return any(map(_is_written, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_written, value))
+    return bool(answer_text(value))
 
 
 def _number(value: float | Decimal) -> str:
@@ -61,6 +72,22 @@ def cell_of(row: Mapping[str, Any], name: str) -> Any:
             return ABSENT
         value = value[part]
     return value
+
+
+def kind_of(value: Any) -> str:
+    """Kind of a cell or of a value in `where`."""
+    if isinstance(value, bool):
+        return "a bool"
+    if isinstance(value, int | float):
+        return "a number"
+    return "text" if isinstance(value, str) else "neither text, number nor bool"
+
+
+def refuse_other_kinds(name: str, wanted: Sequence[Any], kinds: Collection[str], cells: str) -> None:
+    """Raise ConfigError where `where` compares cells with values of another kind."""
+    if other := [value for value in wanted if kind_of(value) not in kinds]:
+        problem = f"{cells}, and {other[0]!r} is {kind_of(other[0])}"[:300]
+        raise ConfigError(f"task.data.where.{name}", problem, action="give values of the column's type")
 
 
 def json_value(value: Any) -> Any:

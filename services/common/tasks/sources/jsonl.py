@@ -17,7 +17,15 @@ from typing import Any
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig, SourceConfig
-from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, log_held_out, short_prompts
+from heterorl.common.tasks.sources.cells import (
+    ABSENT,
+    answer_text,
+    cell_of,
+    kind_of,
+    log_held_out,
+    refuse_other_kinds,
+    short_prompts,
+)
 from heterorl.common.tasks.task import Measure, Message, Prompt, question_of, read_messages
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common_messages import bytes_digest
@@ -132,6 +140,7 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
     has_answers = needs_answers or data.answer != ANSWER
     rows: list[Prompt] = []
     num_read, lacking = 0, ""
+    kinds: dict[str, set[str]] = {}
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
@@ -145,7 +154,7 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
                     place = f"{path}, line {number}"
                     entry = _entry(key, place, line, data)
                     num_read += 1
-                    if not _is_kept(place, entry, data):
+                    if not _is_kept(place, entry, data, kinds):
                         continue
                     row = _row(key, place, entry, data)
                     lacking = lacking or ("" if row.answer else place)
@@ -159,15 +168,19 @@ def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[P
         raise ConfigError(
             key, f"cannot read {path}: {error.strerror}", action="check the path, and that this user can read the file"
         ) from error
+    for name, found in kinds.items():
+        cells = f"{name} of {path} is {' or '.join(sorted(found))}"
+        refuse_other_kinds(name, _listed(data.where[name]), found, cells)
     if num_read and not rows:
         problem = f"no row of {path} is left of {num_read}"
         raise ConfigError(key, problem, action="check task.data.where, at_least and at_most")
     return rows
 
 
-def _is_kept(place: str, entry: Mapping[str, Any], data: DataConfig) -> bool:
+def _is_kept(place: str, entry: Mapping[str, Any], data: DataConfig, kinds: dict[str, set[str]]) -> bool:
     """Whether `where`, `at_least` and `at_most` keep a row.
-    Raises ConfigError for wrong columns."""
+
+    Adds the kinds of its cells to `kinds`. Raises ConfigError for wrong columns."""
 
     def cell(kind: str, name: str) -> Any:
         value = cell_of(entry, name)
@@ -177,10 +190,14 @@ def _is_kept(place: str, entry: Mapping[str, Any], data: DataConfig) -> bool:
             raise ConfigError(f"task.data.{kind}.{name}", problem[:500], action=action)
         return value
 
+    asked = {name: cell("where", name) for name in data.where}
+    for name, value in asked.items():
+        if value is not None:
+            kinds.setdefault(name, set()).add(kind_of(value))
     for name, wanted in data.where.items():
-        value = cell("where", name)
+        value = asked[name]
         # True is no 1.
-        if not any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in _listed(wanted)):
+        if not any(each == value and kind_of(each) == kind_of(value) for each in _listed(wanted)):
             return False
     for kind, bounds in (("at_least", data.at_least), ("at_most", data.at_most)):
         for name, bound in bounds.items():
@@ -251,13 +268,6 @@ def _answer(key: str, place: str, entry: Mapping[str, Any], data: DataConfig) ->
     value = cell_of(entry, data.answer) if data.answer else ABSENT
     if value is ABSENT:
         return ""
-    # bool is a subclass of int, and not an answer.
-    if isinstance(value, bool):
-        raise ConfigError(
-            key,
-            f"{place}: {data.answer} must be text, a number, a list or an object",
-            action="change the field, or name another one in task.data.answer",
-        )
     if not (text := answer_text(value)):
         problem = f"{place}: {data.answer} is {json.dumps(value)[:40]}, and no answer"
         raise ConfigError(key, problem, action='take the line out; task.data.answer = "" reads no answers at all')

@@ -244,7 +244,7 @@ def test_wrong_evaluation_file_names_its_key(tmp_path, rows, message):
         ([{"prompt": 3, "answer": "b"}], "line 1"),
         ([b"x" * (2 << 20)], "longer than"),
         ([b"[" * 900_000], "line 1"),
-        ([{"prompt": "a", "answer": True}], "line 1"),
+        ([{"prompt": "a", "answer": []}], "line 1"),
         ([{"prompt": "", "answer": "b"}], "line 1.*empty"),
         ([b'{"prompt": "\\ud800", "answer": "b"}'], "line 1.*surrogate"),
         ([b"\xff\xfe"], "line 1"),

@@ -10,7 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.source_config import DataConfig, SourceConfig
+from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
 from heterorl.common.tasks.sources.cells import answer_text
+from heterorl.common.tasks.sources.dataset_files import Loaded
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 ASKED = [f"q{number}" for number in range(6)]
@@ -30,6 +33,13 @@ def built(name, *, data=None, measure=None, **changes):
     return build_task(TaskConfig(name=name, data=data or {}, evaluation_size=1, **changes), measure=measure)
 
 
+def table_task(columns, **data):
+    """A task over a table that no file could hold."""
+    config = SourceConfig(name="parquet:x", data=DataConfig(**data))
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    return ArrowTask(Loaded(table=table, digest="d"), None, config, evaluation_size=1, measure=None)
+
+
 def prompts(task):
     every = [task.prompt(index) for index in range(task.num_prompts)]
     return sorted(
@@ -43,6 +53,7 @@ def prompts(task):
     [
         (72.0, "72"), (1e5, "100000"), (0.1, "0.1"), (-2.50, "-2.5"), (-0.0, "0"), (1e-7, "0.0000001"), (1e300, "1e+300"),
         (3, "3"), (" 7 ", " 7 "), (decimal.Decimal("72.00"), "72"), ([1, "a"], '[1, "a"]'), ({"b": 1}, '{"b": 1}'),
+        (True, "True"), ([False], "[false]"), ([], ""), ([None, [""]], ""), ({"value": " "}, ""), ({"a": [None, 0]}, '{"a": [null, 0]}'),
         (None, ""), (math.nan, ""), (math.inf, ""), ("", ""), (" \n", ""), (decimal.Decimal("NaN"), ""),
     ],
 )  # fmt: skip
@@ -61,25 +72,40 @@ def test_a_column_of_numbers_is_read_alike_whatever_its_type(tmp_path, kind):
     assert [prompt.answer for prompt in prompts(task)] == ["72", "0.5", "100", "2.25", "-3"]
 
 
-def test_a_short_float_has_no_digits_of_a_long_one(tmp_path):
-    task = built(parquet(tmp_path, {"prompt": ASKED, "answer": pa.array([0.1, 0.7, 1.3, 2, 3, 4], pa.float32())}))
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32()])
+def test_a_short_float_has_no_digits_of_a_long_one(tmp_path, kind):
+    answers = pa.array([0.1, 0.7, 1.3, 2, 3, 4], pa.float32()).cast(kind)
+    task = table_task({"prompt": ASKED, "answer": answers})
 
     assert [prompt.answer for prompt in prompts(task)] == ["0.1", "0.7", "1.3", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(
     "answers",
-    [["1", "", "3", " \n", None, "6"], [1.0, math.nan, 3.0, math.inf, None, 6.0], [1, None, 3, None, None, 6]],
+    [
+        ["1", "", "3", " \n", None, "6"],
+        [1.0, math.nan, 3.0, math.inf, None, 6.0],
+        [1, None, 3, None, None, 6],
+        [["1"], [], ["3"], [None], None, ["", "6"]],
+        [
+            {"a": "1", "b": [1]},
+            {"a": "", "b": []},
+            {"a": "3", "b": None},
+            {"a": " ", "b": [None]},
+            None,
+            {"a": None, "b": [6]},
+        ],
+    ],
 )
 def test_rows_of_a_table_without_an_answer_are_left_out_and_counted(tmp_path, caplog, answers):
     with caplog.at_level(logging.WARNING):
         task = built(parquet(tmp_path, {"prompt": ASKED, "answer": answers}))
 
-    assert [prompt.answer for prompt in prompts(task)] == ["1", "3", "6"]
+    assert [prompt.answer for prompt in prompts(task)] == [answer_text(answers[row]) for row in (0, 2, 5)]
     assert "3 rows without a prompt or an answer are left out, the first is row 1" in caplog.text
 
 
-@pytest.mark.parametrize("absent", [None, "", " \t", math.nan, math.inf])
+@pytest.mark.parametrize("absent", [None, "", " \t", math.nan, math.inf, [], [None], {"value": ""}])
 def test_a_line_without_an_answer_is_refused(tmp_path, absent):
     rows = [{"prompt": asked, "answer": absent if asked == "q3" else "1"} for asked in ASKED]
 
@@ -193,3 +219,81 @@ def test_long_prompts_of_every_source_are_left_out_and_counted(tmp_path, caplog,
         built(name, data={"max_prompt_tokens": 3})
     with pytest.raises(ConfigError, match="no prompt .*is left"):
         built(name, data={"max_prompt_tokens": 1}, measure=lambda some: [9 for _ in some])
+
+
+def test_bools_are_answers_of_tables_and_lines(tmp_path):
+    answers = [number % 2 == 0 for number in range(6)]
+    rows = [{"prompt": asked, "answer": answer} for asked, answer in zip(ASKED, answers, strict=True)]
+
+    for task in (built(jsonl(tmp_path, rows)), built(parquet(tmp_path, {"prompt": ASKED, "answer": answers}))):
+        assert [prompt.answer for prompt in prompts(task)] == ["True", "False"] * 3
+
+
+@pytest.mark.parametrize("name", ["answer", "unused"])
+def test_two_columns_of_one_name_are_refused_by_it(name):
+    table = pa.Table.from_arrays([pa.array(ASKED)] * 4, names=["prompt", "answer", name, name][:4])
+
+    with pytest.raises(ConfigError, match=f"there are [23] columns {name} .rename"):
+        table_task(table)
+
+
+def said_in(kind, length=-1):
+    """Messages whose texts are of one type, in lists of one length."""
+    fields = pa.struct([("role", kind), ("content", kind)])
+    return pa.array([[{"role": "user", "content": asked}] for asked in ASKED], pa.list_(fields, length))
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array(ASKED, pa.string_view()), said_in(pa.string(), 1), said_in(pa.string_view())]
+)
+def test_prompts_are_read_from_each_form_of_texts_and_lists(column):
+    answers = pa.array(["1"] * 6, pa.string_view())
+
+    assert [prompt.text for prompt in prompts(table_task({"prompt": column, "answer": answers}))] == ASKED
+
+
+def test_decimals_have_bounds():
+    price = pa.array([decimal.Decimal(number) / 2 for number in range(6)], pa.decimal128(9, 2))
+    task = table_task({"prompt": ASKED, "answer": ASKED, "price": price}, at_least={"price": 1.5})
+
+    assert [prompt.text for prompt in prompts(task)] == ASKED[3:]
+
+
+@pytest.mark.parametrize(
+    ("where", "rows"),
+    [
+        ({"ok": True}, (0, 2, 4)), ({"level": 3}, (3,)), ({"level": [3.0, 2.5, 1e30]}, (3,)), ({"share": [0.5, 1]}, (1, 2)),
+        ({"kind": "2"}, (2,)), ({"ok": 1}, "ok .*is .*, and 1 is a number"), ({"ok": [True, 0]}, "and 0 is a number"),
+        ({"level": ["3", "4"]}, "level .*is .*, and '3' is text"), ({"level": True}, "and True is a bool"),
+        ({"kind": 2}, "kind .*is .*, and 2 is a number"), ({"kind": [False]}, "and False is a bool"),
+    ],
+)  # fmt: skip
+def test_where_keeps_the_same_rows_of_tables_and_of_lines(tmp_path, where, rows):
+    cells = [
+        {
+            "prompt": asked,
+            "answer": asked,
+            "ok": number % 2 == 0,
+            "level": number,
+            "share": number / 2,
+            "kind": str(number),
+        }
+        for number, asked in enumerate(ASKED)
+    ]
+    # Held out by another file, so that one row is enough.
+    held_out = tmp_path / "held"
+    held_out.mkdir()
+    other = [{**cell, "prompt": f"other {cell['prompt']}"} for cell in cells]
+    table = pa.Table.from_pylist
+    names = {
+        jsonl(tmp_path, cells): jsonl(held_out, other),
+        parquet(tmp_path, table(cells).to_pydict()): parquet(held_out, table(other).to_pydict()),
+    }
+    for name, evaluation in names.items():
+        task = {"name": name, "data": {"where": where}, "evaluation_path": evaluation.partition(":")[2]}
+        if isinstance(rows, str):
+            with pytest.raises(ConfigError, match=f"task.data.where.{next(iter(where))}: .*{rows}"):
+                built(**task)
+        else:
+            kept = built(**task)
+            assert [kept.prompt(index).text for index in range(kept.num_prompts)] == [ASKED[row] for row in rows]

@@ -27,6 +27,7 @@ from heterorl.common.text.chat_template import (
     source_of,
     tool_name,
 )
+from heterorl.common.text.thoughts import Thoughts, opens_thoughts
 from heterorl.common.types.common import MAX_END_TOKENS, Digest, Int32Array
 from heterorl.common.wire.common_messages import bytes_digest
 
@@ -36,7 +37,6 @@ _SWITCH = "set use_chat_template = true"
 _NO_TOOLS = "take an environment without tools, or another model"
 _CORRECT = "correct the data, or what refuses it"
 _PROBE = "0"
-_THINK, _THOUGHT = "<think>", "</think>"
 _ENDS = "eos_token_id"
 
 
@@ -90,6 +90,7 @@ class Prompter:
         self._template = self._compiled(model_dir, template_arguments) if use_chat_template else None
         self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
+        self._thoughts = Thoughts(self.tokenizer)
         self._opens_thoughts = self._is_open(Prompt(index=0, text=_PROBE, answer="")) if use_chat_template else False
         self._given: GivenTokens | None = None
         self.digests = (
@@ -253,21 +254,17 @@ class Prompter:
 
     def _is_open(self, prompt: Prompt) -> bool:
         with suppress(PromptRefused):
-            return self._written(prompt).rstrip().endswith(_THINK)
+            return opens_thoughts(self._written(prompt))
         return False
 
     def completion(self, token_ids: Int32Array, prompt: Prompt | None = None) -> str:
         """Text of a completion, or of a later turn, to be scored.
 
-        A prompt may open thoughts, by the template or its own text. Where they do not end, the text begins with
-        `<think>`: all of it is thoughts.
+        Thoughts stand in `<think>` and `</think>`, whatever tokens mark them. A prompt may open them, by the template or
+        its own text. Where they do not end, the text begins with `<think>`: all of it is thoughts.
         """
-        text = self.decode(token_ids)
-        opens = self._opens_thoughts if self._template or prompt is None else self._is_open(prompt)
-        # The end may be a special token, which the text lacks.
-        if not opens or _THOUGHT in text or _THOUGHT in self.decode(token_ids, keeps_special=True):
-            return text
-        return f"{_THINK}{text}"
+        is_open = self._opens_thoughts if self._template or prompt is None else self._is_open(prompt)
+        return self._thoughts.text(token_ids, is_open=is_open)
 
     def tokens(self, completion: str) -> Int32Array:
         """Token ids of a completion, int32, without its end."""

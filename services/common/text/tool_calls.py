@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.text.prompter import Prompter
+from heterorl.common.text.thoughts import THINK, THOUGHT
 
 MAX_CALLS = 32
 """Calls of a turn."""
@@ -29,7 +30,6 @@ Parser = Literal["hermes", "json"]
 PARSERS: tuple[Parser, ...] = ("hermes", "json")
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
 _FORMS = {
     "hermes": f'{_OPEN}{{"name": "TOOL", "arguments": {{...}}}}{_CLOSE}',
     "json": '{"name": "TOOL", "parameters": {...}}',
@@ -55,8 +55,8 @@ class _UnreadableError(Exception):
 
 def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
     """Read a turn's text; only calls behind its last thoughts count."""
-    start = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
-    end = text.find(_THINK, start)
+    start = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
+    end = text.find(THINK, start)
     end = len(text) if end < 0 else end
     answer = text[start:end]
     rest, written, problem = _from_tags(answer) if parser == "hermes" else _from_whole(answer)

@@ -12,6 +12,7 @@ from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.prompter import Prompter, chat_template_digest
 from tests.support.conversations import prompter_of, words_of
 from tests.support.templates import QWEN, THINKING
+from tests.support.tokenizers import words
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -125,11 +126,59 @@ def test_thoughts_that_the_prompt_opened_are_no_answer_when_they_are_cut(tmp_pat
     assert (answer("perhaps", None) == "") is is_open
 
 
-def test_thoughts_that_end_by_a_special_token_are_not_cut(tmp_path):
-    prompter = prompter_of(tmp_path, THINKING, words_of(eos="<|im_end|>", are_tags_special=True))
+def test_thoughts_in_special_tokens_are_thoughts(tmp_path):
+    opened, plain = (
+        prompter_of(tmp_path / name, template, words_of(eos="<|im_end|>", are_tags_special=True))
+        for name, template in (("opened", THINKING), ("plain", QWEN))
+    )
 
-    assert prompter.completion(prompter.tokens("perhaps 3</think>2")) == "perhaps 32"
-    assert prompter.completion(prompter.tokens("perhaps 3")) == "<think>perhaps 3"
+    assert opened.completion(opened.tokens("perhaps 3</think>2<|im_end|>")) == "perhaps 3</think>2"
+    assert opened.completion(opened.tokens("perhaps 3")) == "<think>perhaps 3"
+    assert plain.completion(plain.tokens("<think>perhaps 3</think>2<|im_end|>")) == "<think>perhaps 3</think>2"
+
+
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|return|>")
+ANALYSIS = "<|channel|>analysis<|message|>not 3"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("is_special", [True, False], ids=["special", "added"])
+@pytest.mark.parametrize(
+    ("marks", "said", "text"),
+    [
+        (("[THINK]", "[/THINK]"), "[THINK]not 3[/THINK]2", "<think>not 3</think>2"),
+        (("<|channel>", "<channel|>"), "<|channel>thought\n3<channel|>2", "<think>thought\n3</think>2"),
+        (CHANNELS, f"{ANALYSIS}<|end|>{FINAL}2<|return|>", "<think>not 3</think>2"),
+        (CHANNELS, ANALYSIS, "<think>not 3"),
+        (CHANNELS, "<|channel|>analysis", "<think>analysis"),
+        (CHANNELS, f"{ANALYSIS}<|end|>{FINAL}2<|end|>{FINAL}4<|return|>", "<think>not 3</think>2\n4"),
+        (CHANNELS, "<|message|>2<|return|>", "2"),
+        (CHANNELS, "2<|return|>", "2"),
+    ],
+)
+def test_thoughts_of_other_families_are_thoughts(tmp_path, marks, said, text, is_special):
+    tokenizer = words(eos="<|end|>")
+    tokenizer.add_tokens(list(marks), special_tokens=is_special)
+    prompter = prompter_of(tmp_path, TEMPLATE, tokenizer)
+
+    assert prompter.completion(prompter.tokens(said)) == text
+
+
+@pytest.mark.parametrize(
+    ("marks", "opening", "said"),
+    [
+        (("[THINK]", "[/THINK]"), "[THINK]", "not 3[/THINK]2"),
+        (("<|channel>", "<channel|>"), "<|channel>thought\n", "not 3<channel|>2"),
+        (CHANNELS, "<|start|>assistant<|channel|>analysis<|message|>", f"not 3<|end|>{FINAL}2"),
+    ],
+)
+def test_a_prompt_may_open_thoughts_of_other_families(tmp_path, marks, opening, said):
+    tokenizer = words(eos="<|end|>")
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    prompter = prompter_of(tmp_path, TEMPLATE + opening.replace("\n", "{{ '\\n' }}"), tokenizer)
+
+    assert answer_of(prompter.completion(prompter.tokens(said))) == "2"
+    assert prompter.completion(prompter.tokens("not 3")) == "<think>not 3"
 
 
 def test_a_prompt_without_template_may_open_thoughts_too(model_dir):

@@ -20,7 +20,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.pull import fetcher, puller
 from heterorl.common.rpc import server_limits
 from heterorl.common.tasks.environments import episodes
-from heterorl.common.tasks.rewards import http_reward, math_expressions, worker_pool
+from heterorl.common.tasks.rewards import answer_match, http_reward, math_expressions, worker_pool
 from heterorl.common.tasks.rewards.sandbox import gym_reward
 from heterorl.common.text import conversation
 from heterorl.common.types.common import MAX_ASKED_S
@@ -226,6 +226,7 @@ PROMISES = [
         f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) of processor time, so the load of a machine"
         f" does not change its score. By the clock it has {WORDS[worker_pool.PATIENCE]} times as much",
     ),
+    ("docs/rewards.md", f"A comparison by math_verify has at most {answer_match.LIMIT_S:g} s. Below"),
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (
         "docs/rewards.md",

@@ -112,7 +112,7 @@ class ContractConfig(NodeConfig):
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     task: TaskConfig = TaskConfig()
     """Prompts and reward; equal on every node, except paths, workers, memory, sandbox and time limits
-    (`reward_timeout_s` counts with `code`)."""
+    (`reward_timeout_s` counts with `code`, and below 5 with `math_verify`)."""
     sampling: SamplingConfig = SamplingConfig()
     """How samplers draw tokens; equal on every node."""
     lora: LoraConfig = LoraConfig()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
@@ -20,8 +21,15 @@ from heterorl.common.types.rollout import RewardPart
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
+LIMIT_S = 5.0
+"""Most processor time of a comparison, so that nodes with longer limits agree."""
 _CACHED_ANSWERS = 1 << 14
 _UNREADABLE = "the right answer cannot be parsed"
+
+
+def limit_of(timeout_s: float) -> float:
+    """Processor time of a comparison, from task.reward_timeout_s."""
+    return min(LIMIT_S, timeout_s)
 
 
 class MathVerifier:
@@ -29,10 +37,10 @@ class MathVerifier:
 
     def __init__(self, *, timeout_s: float, num_workers: int = 1) -> None:
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
-        self._cpu_s = timeout_s
-        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
+        self._cpu_s = cpu_s = limit_of(timeout_s)
+        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s, num_workers=num_workers)
         # Its own worker: answers are read before generation, which must not wait for scores.
-        self.reader = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s)
+        self.reader = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s)
         self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
         self.near = NearLimit()
         """Comparisons whose result another machine may not repeat within the limit."""
@@ -93,9 +101,19 @@ def _joined(answer: str) -> str:
     return ", ".join(_texts_of(answer)) or answer
 
 
+_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
+"""They decide which texts are equal."""
 _PART = "correct"
 _RULES = {"exact": 5, "math_verify": 6}
 """A number rises where equal completions get other scores."""
+
+
+def _version_of(package: str) -> str:
+    """A package's version; empty without it, which the first comparison reports."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 class MatchedTask:
@@ -108,6 +126,9 @@ class MatchedTask:
         self._verifier: MathVerifier | None = None
         if config.match == "math_verify":
             self.num_workers = config.reward_workers
+            # A site that ran out of a shorter limit would state 0 where another node computes 1.
+            limit_s = limit_of(config.reward_timeout_s)
+            self.match_name += " ".join(["", *map(_version_of, _PACKAGES), f"{limit_s:g}"])
             self._verifier = MathVerifier(timeout_s=config.reward_timeout_s, num_workers=self.num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:

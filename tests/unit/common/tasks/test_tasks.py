@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 
 import pytest
 
@@ -282,6 +283,24 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
     finally:
         verifier.close()
         task._verifier.close()
+
+
+def test_digest_says_what_decides_a_comparison(tmp_path, monkeypatch):
+    path = lines(tmp_path, *({"prompt": f"{number}?", "answer": "2"} for number in range(2)))
+
+    def digest(match="math_verify", **options):
+        task = build_task(TaskConfig(name=f"jsonl:{path}", match=match, **options))
+        close_task(task)
+        return task.digest
+
+    first, exact = digest(), digest("exact")
+    # A longer limit changes no comparison.
+    assert digest(reward_timeout_s=60) == first != digest(reward_timeout_s=1)
+    for package in ("math-verify", "latex2sympy2_extended", "sympy"):
+        with monkeypatch.context() as patch:
+            patch.setattr(answer_match, "version", lambda name, own=package: "0" if name == own else version(name))
+            assert digest() != first
+            assert digest("exact") == exact
 
 
 @pytest.mark.process

@@ -26,7 +26,7 @@ class Message:
     role: str
     content: str
     name: str = ""
-    """The tool whose result this is; only with the role `tool`."""
+    """The tool whose result this is, or the speaker that an agent program names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,34 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None,),
     "modalities": (None, ["text"]),
+    # Of vLLM and SGLang.
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+            "structural_tag",
+            "regex",
+            "ebnf",
+            "json_schema",
+            "chat_template",
+            "thinking_token_budget",
+            "custom_logit_processor",
+            "logits_processors",
+            "stop_regex",
+            "lora_path",
+        ),
+        (None, "", {}, []),
+    ),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "chat_template_kwargs"), (None, [], {})),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message", "echo"), (None, False)),
+    **dict.fromkeys(("min_tokens", "min_p", "prompt_logprobs"), (None, 0)),
+    "top_k": (None, -1, 0),
+    "best_of": (None, 1),
+    "skip_special_tokens": (None, True),
+    "add_generation_prompt": (None, True),
 }
 """Fields that would change sampling or output, with their values that do not."""
 
@@ -57,6 +85,8 @@ class ChatMessage:
     """Id, name and arguments of each tool call; arguments as JSON with sorted keys."""
     call_id: str = ""
     """Call that a tool's result belongs to."""
+    name: str = ""
+    """Speaker, of the user or the system; frameworks name the assistant as they like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +99,17 @@ class Request:
     is_streamed: bool
     has_usage: bool
 
+    def asks_as(self, other: Request) -> bool:
+        """Whether both ask for one turn; ignored fields may differ."""
+        return self.messages == other.messages and self.tools == other.tools
+
 
 def read_request(body: Any) -> Request:
     """A request from parsed JSON; raises RequestRefused for unsupported settings or form."""
     if not isinstance(body, dict):
         raise RequestRefused("the body is not an object")
     for name, values in _TAKEN.items():
-        if body.get(name) not in values:
+        if body.get(name) not in values and not (name == "tool_choice" and _has_no_choice(body)):
             raise RequestRefused(f"{name} is not supported: the run's own settings decide what is drawn", param=name)
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
@@ -94,6 +128,11 @@ def read_request(body: Any) -> Request:
         is_streamed=body.get("stream") is True,
         has_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
+
+
+def _has_no_choice(body: Mapping[str, Any]) -> bool:
+    """Whether the policy would call no tool anyway."""
+    return body["tool_choice"] == "none" and not body.get("tools")
 
 
 @dataclass(slots=True)
@@ -150,21 +189,23 @@ def _message(said: ChatMessage, names: Mapping[str, str], number: int) -> Messag
     if said.role == "tool" and said.call_id not in names:
         words = f"messages[{number}].tool_call_id is none of the calls of the answer before"
         raise RequestRefused(words, param="messages")
-    return Message(role=said.role, content=said.content, name=names.get(said.call_id, ""))
+    return Message(role=said.role, content=said.content, name=names.get(said.call_id, said.name))
 
 
 def _said(entry: Any, place: str) -> ChatMessage:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
         raise RequestRefused(f"{place} is not an object with a role", param="messages")
     role = "system" if entry["role"] == "developer" else entry["role"]
-    content = _text(entry.get("content"), place)
+    content = _text(entry.get("content"), f"{place}.content")
     stated = entry.get("tool_calls") or []
     if not isinstance(stated, list):
         raise RequestRefused(f"{place}.tool_calls is not a list", param="messages")
     calls = tuple(_call(each, place) for each in stated)
     # Many programs strip answers; the drawn tokens keep the white space.
     content = content.strip() if role == "assistant" else content
-    return ChatMessage(role, content, calls, str(entry.get("tool_call_id") or ""))
+    name = entry.get("name") if role in ("user", "system") else ""
+    name = _text(name if isinstance(name, str) else "", f"{place}.name")
+    return ChatMessage(role, content, calls, str(entry.get("tool_call_id") or ""), name)
 
 
 def _text(content: Any, place: str) -> str:
@@ -173,15 +214,13 @@ def _text(content: Any, place: str) -> str:
     for part in parts if isinstance(parts, list) else [None]:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str):
-            raise RequestRefused(
-                f"{place}.content is neither a text nor a list of parts of the type text", param="messages"
-            )
+            raise RequestRefused(f"{place} is neither a text nor a list of parts of the type text", param="messages")
         texts.append(text)
     whole = "".join(texts)
     try:
         whole.encode()
     except UnicodeEncodeError:
-        raise RequestRefused(f"{place}.content is not Unicode text", param="messages") from None
+        raise RequestRefused(f"{place} is not Unicode text", param="messages") from None
     return whole
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import secrets
+import socket
 import socketserver
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -37,6 +40,11 @@ MODEL = "policy"
 MAX_BODY_BYTES = 16 << 20
 """Largest request, checked before parsing."""
 MAX_CONNECTIONS = 64
+ROOM_S = 5.0
+"""Seconds in which a connection beyond them gets the place of a client that went away."""
+CHECK_S = 0.5
+MAX_LINE_BYTES, MAX_TRAILERS = 1024, 64
+"""Of a chunked body."""
 KEEPALIVE_S = 10.0
 """Seconds between comments in a stream that waits for its turn."""
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
@@ -44,7 +52,7 @@ _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    body: Any
+    request: Request
     number: int
     done: threading.Event = field(default_factory=threading.Event)
     message: dict[str, Any] = field(default_factory=dict)
@@ -98,18 +106,18 @@ class Endpoint:
             self._thread.join()
         self._server.server_close()
 
-    def asked(self, body: Any, request: Request) -> _Turn:
+    def asked(self, request: Request) -> _Turn:
         """Turn of a request or an earlier equal; raises RequestRefused during another."""
         with self._lock:
             turn = self._turn
-            if turn is not None and turn.body == body:
+            if turn is not None and turn.request.asks_as(request):
                 return turn
             if self._refusal is not None:
                 raise self._refusal
             if turn is not None and not turn.done.is_set():
                 raise RequestRefused("another request is open: an episode is one conversation, one turn at a time")
             added = self.history.extend(request)
-            self._turn = turn = _Turn(body, number=turn.number + 1 if turn else 1)
+            self._turn = turn = _Turn(request, number=turn.number + 1 if turn else 1)
             self._on_request(added)
             return turn
 
@@ -153,10 +161,14 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._room = threading.Semaphore(MAX_CONNECTIONS)
+        self.is_full = False
+        """Whether a connection waits for a place."""
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        self.is_full = not self._room.acquire(blocking=False)
+        if not self.is_full or self._room.acquire(timeout=ROOM_S):
+            self.is_full = False
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -202,21 +214,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(500, RequestRefused(f"{type(error).__name__}: {error}", status=500).body)
 
     def _models(self) -> None:
-        if urlsplit(self.path).path != _MODELS:
+        if self._place() != _MODELS:
             raise self._unknown()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "heterorl"}
         self._send(200, {"object": "list", "data": [model]})
 
     def _chat(self) -> None:
-        if urlsplit(self.path).path != _CHAT:
+        if self._place() != _CHAT:
             raise self._unknown()
-        body = self._body()
-        request = read_request(body)
-        turn = self.server.endpoint.asked(body, request)
+        request = read_request(self._body())
+        turn = self.server.endpoint.asked(request)
         if request.is_streamed:
             self._stream(turn, request)
             return
-        turn.done.wait()
+        while not self._ends_within(turn, KEEPALIVE_S):
+            pass
         if turn.refusal is not None:
             raise turn.refusal
         made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
@@ -225,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, turn: _Turn, request: Request) -> None:
         """Server-sent events of a turn; comments until it ends."""
-        is_done = turn.done.wait(self.server.endpoint.keepalive_s)
+        is_done = self._ends_within(turn, self.server.endpoint.keepalive_s)
         if is_done and turn.refusal is not None:
             raise turn.refusal
         self.send_response(200)
@@ -234,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         while not is_done:
             self.wfile.write(b": the turn is being drawn\n\n")
-            is_done = turn.done.wait(self.server.endpoint.keepalive_s)
+            is_done = self._ends_within(turn, self.server.endpoint.keepalive_s)
         if turn.refusal is not None:
             pieces: Any = [turn.refusal.body]
         else:
@@ -244,16 +256,46 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
 
+    def _ends_within(self, turn: _Turn, seconds: float) -> bool:
+        """Whether a turn ends in time.
+        Raises OSError for a client that went away, where others need its place."""
+        while seconds > 0:
+            if turn.done.wait(min(seconds, CHECK_S)):
+                return True
+            seconds -= CHECK_S
+            if self.server.is_full and self._is_left():
+                raise ConnectionAbortedError
+        return turn.done.is_set()
+
+    def _is_left(self) -> bool:
+        with suppress(BlockingIOError):
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
+
     def _body(self) -> Any:
-        size = self.headers.get("Content-Length", "")
-        if not (size.isascii() and size.isdigit()):
-            raise RequestRefused("a request needs a Content-Length", status=411)
-        if len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
-            raise RequestRefused(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+        is_chunked = self.headers.get("Transfer-Encoding", "").strip().lower() == "chunked"
+        size = "" if is_chunked else self.headers.get("Content-Length", "")
+        content = self._joined_chunks() if is_chunked else self.rfile.read(_size(size, 10))
         try:
-            return json.loads(self.rfile.read(int(size)))
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise RequestRefused(f"the body is not JSON: {error}") from None
+
+    def _joined_chunks(self) -> bytearray:
+        """A body without a stated length, to its end."""
+        content = bytearray()
+        while size := _size(self.rfile.readline(MAX_LINE_BYTES).partition(b";")[0].strip().decode("latin-1"), 16):
+            _size(str(len(content) + size), 10)
+            content += self.rfile.read(size)
+            self.rfile.readline(MAX_LINE_BYTES)
+        # Trailers, up to an empty line.
+        for _ in range(MAX_TRAILERS):
+            if not self.rfile.readline(MAX_LINE_BYTES).strip():
+                return content
+        raise RequestRefused("a request has no trailers")
+
+    def _place(self) -> str:
+        return re.sub("/+", "/", urlsplit(self.path).path)
 
     def _unknown(self) -> RequestRefused:
         words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"
@@ -268,3 +310,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
+
+
+def _size(digits: str, base: int) -> int:
+    """Stated bytes of a body or a chunk; raises RequestRefused."""
+    if not re.fullmatch("[0-9]+" if base == 10 else "[0-9A-Fa-f]+", digits):
+        raise RequestRefused("a request needs a Content-Length, or chunks with their sizes", status=411)
+    if len(digits.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(digits, base) > MAX_BODY_BYTES:
+        raise RequestRefused(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+    return int(digits, base)

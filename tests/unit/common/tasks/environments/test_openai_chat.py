@@ -36,6 +36,17 @@ def refused(function, *args, **fields):
         ("tool_choice", "required"),
         ("parallel_tool_calls", False),
         ("modalities", ["text", "audio"]),
+        ("guided_json", {"type": "object"}),
+        ("guided_regex", "a+"),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("regex", "a+"),
+        ("stop_token_ids", [1]),
+        ("min_tokens", 5),
+        ("ignore_eos", True),
+        ("top_k", 5),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
     ],
 )
 def test_what_would_change_the_distribution_is_refused_by_its_name(name, value):
@@ -49,8 +60,27 @@ def test_what_the_run_decides_itself_is_taken_and_ignored():
     fields = {
         "temperature": 0, "top_p": 0.1, "max_tokens": 5, "max_completion_tokens": 5, "seed": 7, "n": 1, "logprobs": False,
         "response_format": {"type": "text"}, "tool_choice": "auto", "user": "x", "stop": None, "presence_penalty": 1,
+        "guided_json": None, "stop_token_ids": [], "min_tokens": 0, "top_k": -1, "ignore_eos": False, "cache_salt": "x",
     }  # fmt: skip
     assert request(ASKED, **fields) == request(ASKED)
+
+
+def test_no_choice_of_no_tools_changes_nothing():
+    assert request(ASKED, tool_choice="none") == request(ASKED, tool_choice="none", tools=[]) == request(ASKED)
+    assert refused(request, ASKED, tool_choice="none", tools=[TOOL]).body["error"]["param"] == "tool_choice"
+
+
+def test_a_speaker_keeps_the_name():
+    history = History()
+    named = {**ASKED, "name": "alice"}
+    assert history.extend(request(named)) == (Message(role="user", content="Guess.", name="alice"),)
+    answer = history.answer(Action("50"))
+
+    # Frameworks name the assistant as they like.
+    added = history.extend(request(named, {**answer, "name": "agent"}, {**ASKED, "name": "bob"}))
+    assert added == (Message(role="user", content="Guess.", name="bob"),)
+    assert refused(request, {**ASKED, "name": "\ud800"}).status == 400
+    assert "name" not in str(History().extend(request({**ASKED, "name": None}))[0].name)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from heterorl.common.tasks.environments import openai_endpoint
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.openai_endpoint import MAX_BODY_BYTES, Endpoint, over
 
@@ -103,6 +104,39 @@ def test_the_same_request_again_is_no_second_turn(begun):
     late = program.post()
 
     assert len({json.dumps(each.result().json()["choices"]) for each in (first, second, late)}) == 1
+    assert program.requests.empty()
+
+
+def test_a_retry_may_differ_in_what_is_ignored(begun):
+    program = begun()
+    first, second = program.post(stream=True), program.post(temperature=0.1, user="x")
+    assert program.told() == ["Guess."]
+    program.endpoint.answer(Action("50"))
+    late = program.post(seed=7)
+
+    assert '"content": "50"' in first.result().text
+    assert {each.result().json()["choices"][0]["message"]["content"] for each in (second, late)} == {"50"}
+    assert program.requests.empty()
+
+
+def test_requests_that_were_given_up_leave_their_places(begun, monkeypatch):
+    monkeypatch.setattr(openai_endpoint, "ROOM_S", 600.0)
+    asked, ask = queue.SimpleQueue(), Endpoint.asked
+    monkeypatch.setattr(Endpoint, "asked", lambda self, request: (asked.put(request), ask(self, request))[1])
+    program = begun()
+    headers = {"Authorization": f"Bearer {program.endpoint.api_key}"}
+    for _ in range(openai_endpoint.MAX_CONNECTIONS):
+        connection = program.connection()
+        connection.request("POST", CHAT, json.dumps(BODY), headers)
+        connection.close()
+    assert program.told() == ["Guess."]
+    last = program.post()
+    # The answer would end those that were given up too.
+    for _ in range(openai_endpoint.MAX_CONNECTIONS + 1):
+        asked.get()
+    program.endpoint.answer(Action("50"))
+
+    assert last.result().json()["choices"][0]["message"]["content"] == "50"
     assert program.requests.empty()
 
 
@@ -208,6 +242,58 @@ def test_the_bytes_of_a_request_are_bounded_before_it_is_read(begun, size, statu
 
     assert connection.getresponse().status == status
     connection.close()
+
+
+def chunked(program, *pieces, path=CHAT):
+    connection = program.connection()
+    connection.putrequest("POST", path)
+    connection.putheader("Authorization", f"Bearer {program.endpoint.api_key}")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    for piece in pieces:
+        connection.send(piece)
+    return connection
+
+
+def test_a_body_may_come_in_chunks(begun):
+    program = begun()
+    body = json.dumps(BODY).encode()
+    parts = [b"%x;a=b\r\n%s\r\n" % (len(part), part) for part in (body[:7], body[7:])]
+    connection = chunked(program, *parts, b"0\r\nTrailer: x\r\n\r\n")
+    assert program.told() == ["Guess."]
+    program.endpoint.answer(Action("50"))
+
+    assert json.loads(connection.getresponse().read())["choices"][0]["message"]["content"] == "50"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ([b"%x\r\n" % (MAX_BODY_BYTES + 1)], 413),
+        ([b"1\r\n \r\n", b"%x\r\n" % MAX_BODY_BYTES], 413),
+        ([b"f" * 30 + b"\r\n"], 413),
+        ([b"-1\r\n"], 411),
+        ([b"\r\n"], 411),
+        ([b"0\r\n", b"a: b\r\n" * openai_endpoint.MAX_TRAILERS], 400),
+    ],
+)
+def test_chunks_have_the_bounds_of_other_bodies(begun, pieces, status):
+    connection = chunked(begun(), *pieces)
+
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_doubled_slashes_are_one(begun):
+    program = begun()
+    reply = program.threads.submit(
+        program.client.post, str(program.client.base_url).removesuffix("v1/") + "v1//chat//completions", json=BODY
+    )
+    assert program.told() == ["Guess."]
+    program.endpoint.answer(Action("50"))
+
+    assert reply.result().status_code == 200
 
 
 def test_what_is_no_json_and_what_is_not_served_are_refused(begun):

@@ -47,7 +47,7 @@ BUDGETS = {
     "deploy/runbook.md": 1880,
     "docs/concepts.md": 1130,
     "docs/configuration.md": 6200,
-    "docs/environments.md": 2225,
+    "docs/environments.md": 2240,
     "docs/evaluation.md": 735,
     "docs/gpu.md": 715,
     "docs/index.md": 210,

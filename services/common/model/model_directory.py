@@ -22,7 +22,7 @@ CONNECT_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
-    "*.tiktoken", "tekken.json",
+    "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files without which engines refuse a model that also reads images."""
@@ -135,7 +135,9 @@ def copy_tokenizer(model_dir: str, out_dir: Path) -> None:
         for pattern in _TOKENIZER_FILES:
             for path in Path(model_dir).glob(pattern):
                 if path.is_file():
-                    shutil.copyfile(path, out_dir / path.name)
+                    target = out_dir / path.relative_to(model_dir)
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, target)
         return
     from transformers import AutoTokenizer
 

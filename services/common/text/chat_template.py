@@ -38,12 +38,20 @@ TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, 
 _ANSWER = "Yes"
 
 
-def source_of(tokenizer: Any) -> str:
-    """The tokenizer's template, its default of several, or empty without one."""
+def source_of(tokenizer: Any, *, with_tools: bool = False) -> str:
+    """The tokenizer's template, or empty without one.
+
+    Of several it is `default`, and `tool_use` where tools are shown.
+    """
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
-        found = found.get("default")
+        found = (found.get("tool_use") if with_tools else None) or found.get("default")
     return found or ""
+
+
+def sources_of(tokenizer: Any) -> list[str]:
+    """Different templates of a tokenizer: the plain one, then that for tools."""
+    return list(dict.fromkeys(source_of(tokenizer, with_tools=with_tools) for with_tools in (False, True)))
 
 
 def as_variables(message: Message) -> dict[str, Any]:
@@ -77,10 +85,13 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals[CLOCK] = _time_of(arguments).strftime
         del environment.filters["random"], environment.globals["lipsum"]
-        source = source_of(tokenizer)
-        self._knows_developer = "developer" in source
+        sources = sources_of(tokenizer)
+        self.has_tool_form = len(sources) > 1
+        """Whether another template writes messages where tools are shown."""
         try:
-            self._template: Template = environment.from_string(source)
+            self._forms: list[tuple[Template, bool]] = [
+                (environment.from_string(source), "developer" in source) for source in sources
+            ]
         except TemplateError as error:
             raise ConfigError(
                 "model_dir",
@@ -98,11 +109,12 @@ class ChatTemplate:
         `tools` are JSON schemas; an empty list becomes None, which templates expect. Raises TemplateError if the
         template refuses them; its computations may raise Python's errors.
         """
-        if not self._knows_developer:
+        template, knows_developer = self._forms[-1 if tools else 0]
+        if not knows_developer:
             # It would leave such a message out.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         variables = {"messages": messages, "add_generation_prompt": begins_answer, "tools": list(tools) or None}
-        return self._template.render({**self._variables, **variables})
+        return template.render({**self._variables, **variables})
 
     def answer_end(self) -> str:
         turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
@@ -160,6 +172,11 @@ _DRAWN = "answer0of0heterorl"
 _ASKED = Message(role="user", content="asked")
 _PROBES = ("probe0one", "probe0two")
 _THOUGHT = "<think>\nthought\n</think>\n\n"
+_STAND_IN = (
+    {"type": "function", "function": {
+        "name": "probe0tool", "description": "", "parameters": {"type": "object", "properties": {}},
+    }},
+)  # fmt: skip
 
 
 class GivenTokens:
@@ -240,6 +257,9 @@ class GivenTokens:
         return text.partition(_DRAWN)[2]
 
     def _write(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        if not tools and self._template.has_tool_form and any(each.role == "tool" for each in messages):
+            # Results exist only where tools are shown.
+            tools = _STAND_IN
         return self._template.write([as_variables(each) for each in messages], begins_answer=True, tools=tools)
 
     def _encoded(self, behind: str) -> list[int]:

@@ -25,6 +25,7 @@ from heterorl.common.text.chat_template import (
     as_variables,
     has_clock,
     source_of,
+    sources_of,
     tool_name,
 )
 from heterorl.common.text.thoughts import Thoughts, opens_thoughts
@@ -118,7 +119,7 @@ class Prompter:
                 f"{', '.join(sorted(taken))}: heterorl sets it itself",
                 action="remove these names",
             )
-        if has_clock(source):
+        if any(map(has_clock, sources_of(self.tokenizer))):
             told = arguments.get(CLOCK, DATE)
             _LOG.info("the chat template may write the date, which is %s (chat_template_arguments.%s)", told, CLOCK)
         return ChatTemplate(self.tokenizer, arguments=arguments)
@@ -343,10 +344,10 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the template, its arguments and date; without one, of nothing."""
+    """Digest of the templates, their arguments and date; without one, of nothing."""
     if not use_chat_template:
         return bytes_digest(b"")
-    source, arguments = source_of(tokenizer), dict(template_arguments)
+    source, arguments = "\0".join(sources_of(tokenizer)), dict(template_arguments)
     if has_clock(source):
         arguments.setdefault(CLOCK, DATE)
     written = f"\n{json.dumps(arguments, sort_keys=True)}" if arguments else ""

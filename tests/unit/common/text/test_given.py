@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.model.model_directory import copy_tokenizer
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.conversation import try_prompts, try_turns
+from heterorl.common.text.prompter import Prompter
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.examples import examples
 from tests.support.templates import THINKING
@@ -170,6 +172,28 @@ def test_templates_that_write_turns_one_behind_another_are_taken(tmp_path, templ
     parser = try_turns(prompter_of(tmp_path / "model", template, tokenizer), tools=tools)
 
     assert parser == ({QWEN3: "hermes", LLAMA3: "json"}[template] if tools else None)
+
+
+def test_a_template_for_tools_is_used_where_tools_are_shown(tmp_path):
+    named = {"default": CHATML, "tool_use": QWEN3}
+    both, plain, tools_only = (
+        prompter_of(tmp_path / name, template, words_of(eos="<|im_end|>"))
+        for name, template in (("both", named), ("plain", CHATML), ("tools", QWEN3))
+    )
+    asked = Prompt(index=0, text="1+1=", answer="2")
+    said, result = Message(role="user", content="x"), Message(role="tool", content="2", name="lookup")
+
+    assert (try_turns(both, tools=TOOLS), try_turns(both)) == ("hermes", None)
+    assert both.encode_prompt(asked).tolist() == plain.encode_prompt(asked).tolist()
+    assert both.encode_prompt(asked, tools=TOOLS).tolist() == tools_only.encode_prompt(asked, tools=TOOLS).tolist()
+    for new in ([said], [result], [result, said]):
+        assert both.given(new, is_cut=False).tolist() == tools_only.given(new, is_cut=False).tolist()
+    assert len({each.digests[1] for each in (both, plain, tools_only)}) == 3
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    copy_tokenizer(str(tmp_path / "both"), copied)
+    (copied / "config.json").write_text("{}")
+    assert Prompter(str(copied), use_chat_template=True).digests == both.digests
 
 
 LOOP = "{% for m in messages %}" + "{}" + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

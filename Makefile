@@ -73,7 +73,7 @@ test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
 	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q tests/trackers
 
-test-verifiers: $(VERIFIERS_SETUP)  ## Run the tests of verifiers and textarena in an environment of their own
+test-verifiers: $(VERIFIERS_SETUP)  ## Run the tests of verifiers, textarena, OpenEnv and the OpenAI SDK in an environment of their own
 	OMP_NUM_THREADS=1 $(VERIFIERS)/pytest -q tests/verifiers
 
 programs:  ## Install the Debian packages of the tests: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, and a newer Compose; as root

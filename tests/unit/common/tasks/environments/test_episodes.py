@@ -551,10 +551,14 @@ def test_what_is_no_environment_is_refused_at_the_start(opened, name, words):
         opened(name)
 
 
-def test_without_textarena_its_extra_is_named(opened):
-    said = r"textarena is not installed \(in a clone of heterorl: pip install '\.\[games\]'\)"
-    with pytest.raises(DependencyMissing, match=said):
-        opened("textarena:GuessTheNumber-v0")
+@pytest.mark.parametrize(
+    ("name", "extra"), [("textarena:GuessTheNumber-v0", "games"), ("openenv:http://127.0.0.1:1", "openenv")]
+)
+def test_without_its_package_the_extra_is_named(opened, name, extra):
+    with pytest.raises(
+        DependencyMissing, match=rf"not installed \(in a clone of heterorl: pip install '\.\[{extra}\]'\)"
+    ):
+        opened(name)
 
 
 def test_what_a_class_states_too_late_is_refused(opened):

@@ -2,18 +2,16 @@
 
 import json
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import ConfigError, DependencyMissing, EnvironmentFailed
+from heterorl.common.errors import ConfigError, EnvironmentFailed
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.task import Message
 
 pytestmark = pytest.mark.process
-NEEDS_SOCKETS = pytest.mark.skipif(find_spec("websockets") is None, reason="the extra openenv is not installed")
 TEXT = {"guess": {"type": "string"}, "metadata": {"type": "object"}}
 WHOLE = {"guess": {"type": "integer"}, "loud": {"type": "boolean"}, "metadata": {"type": "object"}}
 
@@ -86,7 +84,6 @@ def said(observation):
     return [message.content for message in observation.messages]
 
 
-@NEEDS_SOCKETS
 def test_an_action_of_one_text_is_the_answer_and_rewards_add_up(opened):
     episodes, server = opened()
     assert not episodes.is_deterministic
@@ -105,7 +102,6 @@ def test_an_action_of_one_text_is_the_answer_and_rewards_add_up(opened):
     ]
 
 
-@NEEDS_SOCKETS
 def test_an_action_of_several_fields_is_written_as_json(opened):
     episodes, server = opened(WHOLE)
     with episodes.open({}, seed=42) as episode:
@@ -117,7 +113,6 @@ def test_an_action_of_several_fields_is_written_as_json(opened):
     assert {"type": "step", "data": {"guess": 7, "loud": True}} in server.said
 
 
-@NEEDS_SOCKETS
 def test_what_is_no_action_is_said_to_the_policy_and_costs_nothing(opened):
     episodes, _ = opened(WHOLE)
     with episodes.open({}, seed=42) as episode:
@@ -132,7 +127,6 @@ def test_what_is_no_action_is_said_to_the_policy_and_costs_nothing(opened):
         assert episode.score()[0].value == 0.0
 
 
-@NEEDS_SOCKETS
 def test_an_error_of_the_server_or_its_end_ends_the_episode(opened):
     episodes, server = opened()
     with episodes.open({}, seed=42) as episode, pytest.raises(EnvironmentFailed, match="EXECUTION_ERROR: it broke"):
@@ -146,9 +140,5 @@ def test_an_error_of_the_server_or_its_end_ends_the_episode(opened):
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:1", "ftp://127.0.0.1"])
 def test_where_no_server_answers_is_said_at_the_start(url):
     limits = {"step_timeout_s": 60.0, "memory_bytes": 1 << 28, "max_observation_chars": 1000, "num_processes": 2}
-    if find_spec("websockets") is None:
-        with pytest.raises(DependencyMissing, match=r"'\.\[openenv\]'"):
-            Episodes(f"openenv:{url}", directory=Path(), **limits)
-    else:
-        with pytest.raises(ConfigError, match="no OpenEnv server|not a server address"):
-            Episodes(f"openenv:{url}", directory=Path(), **limits)
+    with pytest.raises(ConfigError, match="no OpenEnv server|not a server address"):
+        Episodes(f"openenv:{url}", directory=Path(), **limits)

@@ -28,6 +28,8 @@ from heterorl.common.wire.common_messages import bytes_digest
 
 MAX_POSITIONS = 1 << 48
 """More positions come from a wrong weight."""
+MAX_OF_ONE = 1 << 32
+"""Prompts of one source that weights count, the first ones; arithmetic with 8 digits has more than any run takes."""
 MAX_HELD_OUT = 1 << 23
 """Held-out prompts of one source, the first ones; arithmetic with more digits holds out billions."""
 
@@ -64,7 +66,7 @@ class MixtureTask:
                     action="take it out of the mixture, or make that source the only task of the run",
                 )
         self.sources = tuple(sources)
-        sizes = [source.task.num_prompts for source in sources]
+        sizes = [min(source.task.num_prompts, MAX_OF_ONE) for source in sources]
         total = sum(source.weight for source in sources)
         shares = [source.weight / total for source in sources]
         whole = max(size / share for size, share in zip(sizes, shares, strict=True))

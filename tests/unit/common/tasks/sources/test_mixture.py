@@ -65,6 +65,14 @@ def test_source_that_holds_out_billions_fits_into_memory(monkeypatch):
     assert len({task.evaluation_prompt(index).text for index in range(105)}) == 105
 
 
+@pytest.mark.parametrize("digits", [7, 8, 9])
+def test_a_source_without_end_mixes_with_equal_weights(digits):
+    task = build_task(mixture({**SMALL, "weight": 1}, {"label": "large", "name": "arithmetic", "digits": digits}))
+
+    assert task.num_prompts == 2 << 32
+    assert [source_of(task, index) for index in (0, task.num_prompts - 1)] == ["small", "large"]
+
+
 def test_the_first_held_out_prompts_have_the_shares():
     task = build_task(mixture(SMALL, LONG))
 

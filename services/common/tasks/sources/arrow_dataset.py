@@ -100,11 +100,18 @@ class ArrowTask(MatchedTask):
 
 
 def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | None) -> Rows:
-    sound, kept = columns.sound(), columns.kept(config)
-    if bad := int((~sound & kept).sum()):
-        first = int((~sound & kept).argmax())
-        _LOG.warning("%s: %d rows without a prompt or an answer are left out, the first is row %d", key, bad, first)
-    rows: Rows = np.flatnonzero(sound & kept)
+    flaws, kept = columns.flaws(), columns.kept(config)
+    flawed = np.logical_or.reduce(list(flaws.values())) & kept
+    most = ""
+    if bad := int(flawed.sum()):
+        counts = {flaw: int((mask & kept).sum()) for flaw, mask in flaws.items()}
+        flaw = max(counts, key=lambda flaw: counts[flaw])
+        most = f"{counts[flaw]} {flaw}"
+        _LOG.warning(
+            "%s: %d rows without a prompt or an answer are left out, the first is row %d: %s",
+            key, bad, int(flawed.argmax()), most,
+        )  # fmt: skip
+    rows: Rows = np.flatnonzero(kept & ~flawed)
     if config.max_prompt_tokens:
 
         def prompt_at(position: int) -> Prompt:
@@ -112,7 +119,8 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
 
         rows = rows[short_prompts(rows.size, prompt_at, most=config.max_prompt_tokens, measure=measure)]
     if not rows.size:
-        raise ConfigError(key, f"no prompt is left of {columns.num_rows} rows", action="look at [task.data]")
+        problem = f"no prompt is left of {columns.num_rows} rows" + (f": {most}" if most else "")
+        raise ConfigError(key, problem, action="look at [task.data]")
     return rows
 
 
@@ -199,10 +207,15 @@ class Columns:
             problem = f"column {config.answer} is {kind}, no answer"
             raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
 
-    def sound(self) -> Mask:
-        """Rows with prompt and answer; messages have known roles, the user's last."""
-        mask = self._sound_messages() if self._has_messages else _written(self._prompts)
-        return mask if self._answers is None else mask & _written(self._answers)
+    def flaws(self) -> dict[str, Mask]:
+        """Rows that are no prompts, by flaw; messages end with the user's."""
+        if self._has_messages:
+            flaws = self._flaws_of_messages()
+        else:
+            flaws = {f"have no text in {self.asked_in}": ~_written(self._prompts)}
+        if self._answers is not None:
+            flaws[f"have no answer in {self.answered_in}"] = ~_written(self._answers)
+        return flaws
 
     def texts(self) -> Any:
         """Text that identifies a prompt: own text, or messages' roles and contents."""
@@ -290,27 +303,39 @@ class Columns:
         kind = self._prompts.type
         wide = self._prompts.cast(pa.large_list(kind.value_type))
         # Offsets of a slice start elsewhere; offsets of a copy start at 0.
-        return [chunk.take(pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
+        return [chunk.take(pa.array(np.arange(len(chunk)))) for chunk in wide.chunks or [pa.array([], wide.type)]]
 
-    def _sound_messages(self) -> Mask:
-        masks = [np.zeros(0, np.bool_)]
-        for chunk in self._lists():
-            offsets = chunk.offsets.to_numpy().astype(np.int64)
-            values = chunk.values
-            roles = values.field("role").cast(pa.string())
-            known = _mask(pc.is_in(roles, value_set=pa.array(ROLES)))
-            known &= _mask(pc.is_valid(values.field("content")))
-            if values.type.get_field_index("tool_calls") >= 0:
-                # A prompt does not show them.
-                known &= ~_filled(values.field("tool_calls"))
-            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & _written(values.field("content"))
-            # Cumulative counts of bad messages; a difference is the count of a row.
-            bad = np.concatenate(([0], np.cumsum(~known)))
-            lengths = np.diff(offsets)
-            last = np.maximum(offsets[1:] - 1, 0)
-            ends = is_user[last] if is_user.size else np.zeros(len(chunk), np.bool_)
-            masks.append((lengths > 0) & (bad[offsets[1:]] == bad[offsets[:-1]]) & ends)
-        return np.concatenate(masks)
+    def _flaws_of_messages(self) -> dict[str, Mask]:
+        chunks = [_flaws_of(chunk) for chunk in self._lists()]
+        return {flaw: np.concatenate([each[flaw] for each in chunks]) for flaw in chunks[0]}
+
+
+def _flaws_of(chunk: Any) -> dict[str, Mask]:
+    """Lists of messages that are no prompts, by flaw."""
+    offsets = chunk.offsets.to_numpy().astype(np.int64)
+    values = chunk.values
+    roles, contents = values.field("role").cast(pa.string()), values.field("content")
+
+    def any_of(messages: Mask) -> Mask:
+        # Cumulative counts; a difference is the count of a row.
+        counts = np.concatenate(([0], np.cumsum(messages)))
+        has: Mask = counts[offsets[1:]] != counts[offsets[:-1]]
+        return has
+
+    calls = np.zeros(len(values), np.bool_)
+    if values.type.get_field_index("tool_calls") >= 0:
+        # A prompt does not show them.
+        calls = _filled(values.field("tool_calls"))
+    is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & _written(contents)
+    is_empty = offsets[1:] == offsets[:-1]
+    ends = is_user[np.maximum(offsets[1:] - 1, 0)] if is_user.size else is_empty
+    return {
+        "have no messages": is_empty,
+        "do not end with a message of the user": ~ends & ~is_empty,
+        f"have another role than {', '.join(ROLES)}": any_of(~_mask(pc.is_in(roles, value_set=pa.array(ROLES)))),
+        "have a message without content": any_of(~_mask(pc.is_valid(contents))),
+        "have tool calls": any_of(calls),
+    }
 
 
 class _Row(Mapping[str, Any]):

@@ -187,6 +187,31 @@ def test_message_lists_are_prompts_and_bad_ones_are_left_out(place, caplog):
     assert "4 rows" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("messages", "flaw"),
+    [
+        ([("user", "1"), ("assistant", "2")], "do not end with a message of the user"),
+        ([("judge", "1"), ("user", "2")], "have another role than "),
+        ([("user", None), ("user", "2")], "have a message without content"),
+        ([], "have no messages"),
+    ],
+)
+def test_the_commonest_flaw_of_rows_that_are_left_out_is_named(place, caplog, messages, flaw):
+    said = [{"role": role, "content": content} for role, content in messages]
+    asked = [{"role": "user", "content": "1"}]
+    bad = [{"messages": said, "answer": "1"}] * 3 + [{"messages": asked, "answer": ""}]
+    good = [{"messages": [{**asked[0], "content": str(number)}], "answer": "1"} for number in range(2)]
+    place.write("bad.parquet", bad)
+    place.write("mixed.parquet", [*bad, *good])
+
+    with caplog.at_level(logging.WARNING):
+        place.build(f"parquet:{place.path}/mixed.parquet")
+    assert f"4 rows without a prompt or an answer are left out, the first is row 0: 3 {flaw}" in caplog.text
+    if said:
+        with pytest.raises(ConfigError, match=f"no prompt is left of 4 rows: 3 {flaw}"):
+            place.build(f"parquet:{place.path}/bad.parquet")
+
+
 def test_jsonl_takes_message_lists_and_names_the_line_of_a_bad_one(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, CONVERSATIONS)))

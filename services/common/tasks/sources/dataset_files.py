@@ -58,7 +58,35 @@ def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
     found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
     if not found:
         raise ConfigError(key, f"there is no file {pattern}", action="check the path and its pattern")
-    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": [*map(glob.escape, found)]})
+    library()
+    files = _with_rows(key, found)
+    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": [*map(glob.escape, files)]})
+
+
+def _with_rows(key: str, files: Sequence[str]) -> list[str]:
+    """Files with rows; raises ConfigError for other columns, or no Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, set[str]] = {}
+    for file in files:
+        try:
+            about = pq.read_metadata(file)
+        except (OSError, pa.ArrowException) as error:
+            problem = f"cannot read {file} as Parquet: {_words(error)}"
+            raise ConfigError(
+                key, problem, action="name complete files of Parquet, such as DIRECTORY/*.parquet"
+            ) from error
+        if about.num_rows:
+            columns[file] = set(about.schema.to_arrow_schema().names)
+    if not columns:
+        raise ConfigError(key, f"{files[0]} has no rows", action="name files with rows")
+    first = next(iter(columns))
+    for file, names in columns.items():
+        if other := sorted(names ^ columns[first]):
+            problem = f"{file} and {first} have not the same columns: only one of them has {other[0]}"
+            raise ConfigError(key, problem, action="name files with the same columns")
+    return list(columns)
 
 
 def library() -> Any:
@@ -139,7 +167,7 @@ def digest_of(words: Sequence[object], files: Sequence[bytes]) -> str:
 def _words(error: BaseException) -> str:
     # The cause says more than the error of the library.
     cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}".splitlines()[0][:300]
+    return " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
 
 
 def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:

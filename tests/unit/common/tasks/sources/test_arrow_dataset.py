@@ -363,6 +363,26 @@ def test_errors_name_the_key(place, name, data, key):
     assert str(caught.value).startswith(key)
 
 
+def test_parquet_files_that_do_not_fit_are_named(place):
+    place.write("a.parquet", sums(range(4)))
+    place.write("c.parquet", [{**row, "more": 1} for row in sums(range(4, 8))])
+    place.write("types.parquet", [{**row, "answer": "x"} for row in sums(range(4, 8))])
+    empty = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.int64())})
+    pq.write_table(empty, place.path / "empty.parquet")
+    directory = f"parquet:{place.path}"
+
+    with pytest.raises(ConfigError, match=r"c.parquet and .*a.parquet have not the same columns: .* has more"):
+        place.build(f"{directory}/[ac].parquet")
+    with pytest.raises(ConfigError, match=r"empty.parquet has no rows"):
+        place.build(f"{directory}/empty.parquet")
+    with pytest.raises(ConfigError, match=f"cannot read {place.path} as Parquet"):
+        place.build(directory)
+    # The library's words are kept over its lines.
+    with pytest.raises(ConfigError, match="cannot read split train of parquet: .*x"):
+        place.build(f"{directory}/[at]*.parquet")
+    assert sorted(itertools.chain(*texts(place.build(f"{directory}/[ae]*.parquet")))) == [f"{n}+1=" for n in range(4)]
+
+
 def test_without_the_library_its_extra_is_named(place, monkeypatch):
     place.write("rows.parquet", sums(range(4)))
     real = builtins.__import__

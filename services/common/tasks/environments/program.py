@@ -202,7 +202,9 @@ class ProgramEnvironment(EndpointEpisode):
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # A file in memory: the program need not read it.
         task = os.memfd_create("task")
-        os.write(task, json.dumps(dict(row)).encode() + b"\n")
+        # Programs in other languages read no NaN and no Infinity.
+        finite = json.loads(json.dumps(dict(row)), parse_constant=lambda _: None)
+        os.write(task, json.dumps(finite).encode() + b"\n")
         os.lseek(task, 0, os.SEEK_SET)
         try:
             self._process = subprocess.Popen(

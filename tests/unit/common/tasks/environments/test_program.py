@@ -111,6 +111,10 @@ def reserves(row, base_url, api_key):
     ask(base_url, api_key, [user("?")])
     return 1.0
 
+def shows(row, base_url, api_key):
+    ask(base_url, api_key, [user(json.dumps(row["cells"], allow_nan=False))])
+    return 1.0
+
 def differs(row, base_url, api_key):
     ask(base_url, api_key, [user(str(os.getpid()))])
     return 1.0
@@ -169,6 +173,12 @@ def said(observation):
 
 def values(episode):
     return {part.name: part.value for part in episode.score()}
+
+
+def test_a_row_is_json_for_every_language(opened):
+    row = {"prompt": "1", "cells": {"a": [float("nan"), 1.5], "b": float("-inf")}}
+    with opened("agent.py:shows").open(row, 1) as episode:
+        assert [message.content for message in episode.first] == ['{"a": [null, 1.5], "b": null}']
 
 
 def until_gone(pid):

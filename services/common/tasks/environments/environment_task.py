@@ -141,7 +141,7 @@ class EnvironmentTask(TaskWrapper):
             except EpisodeError as error:
                 raise environment_problem("an episode of prompt 0", error) from error
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
-        words = f"{task.digest}\nenvironment 2\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
+        words = f"{task.digest}\nenvironment 3\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
         self._check_columns(task.prompt(0))
 

@@ -20,8 +20,8 @@ METHODS = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-NOT_SERVED = {"/grpc.health.v1.Health/List"}
-"""Comes with the package of health checks."""
+NOT_SERVED = {"/grpc.health.v1.Health/List", "/grpc.health.v1.Health/Watch"}
+"""Come with the package of health checks."""
 REQUESTS = [
     method.input_type
     for module in PROTOS

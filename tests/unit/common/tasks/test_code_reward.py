@@ -585,7 +585,7 @@ def test_tests_are_read_in_the_forms_that_data_sets_have():
     program = UnitTest(standard_input="1", standard_output="2")
     assert unit_tests_of('{"tests": [{"stdin": "1", "stdout": "2"}]}', {}) == [program]
     assert unit_tests_of('{"inputs": ["1"], "outputs": ["2"]}', {}) == [program]
-    for wrong in ("", "[1]", "{}", '[{"stdin": "1"}]', json.dumps(["x"] * 129)):
+    for wrong in ("", "[1]", "{}", '[{"stdin": "1"}]'):
         with pytest.raises(ValueError, match="test"):
             unit_tests_of(wrong, {})
 

@@ -267,7 +267,7 @@ def test_a_package_called_services_is_the_users_own(place):
         ("hang", {"timeout_s": 0.5}, "no answer in 0.5 s"),
         # However long that takes by the clock.
         ("loop", {"cpu_s": 0.2}, "no answer in 0.2 s of processor time"),
-        ("end", {}, "ended: code 3"),
+        ("end", {}, "ended with code 3"),
     ],
 )
 def test_what_hangs_or_crashes_costs_one_answer(place, monkeypatch, completion, limits, message):

@@ -142,9 +142,9 @@ _RULES = {
     "reinforce": "`reinforce`",
 }
 _PAPER = (
-    ('"only a 3 % performance drop from online"', "last less 0.97 x online", "horizon+sawtooth",
+    ('"only a 3 % performance drop from online"', "last accuracy minus 0.97 x online", "horizon+sawtooth",
      "GEPO ends at most 3 % below its online result"),
-    ('"reduces the best-to-last gap by 85 %"', "gap less 15 % of GSPO's", "sawtooth",
+    ('"reduces the best-to-last gap by 85 %"', "gap minus 0.15 x GSPO's gap", "sawtooth",
      "GEPO's gap is 85 % below GSPO's"),
     ('"the highest scores", delayed', "best less GSPO's", "sawtooth", "best accuracy is above GSPO's"),
     ('"the highest scores", online', "best less GSPO's", "horizon",

@@ -55,11 +55,10 @@ class Coordinator:
 
     def __getattr__(self, name: str) -> Any:
         """CoordinatorApi and parts of the context, for callers in this process."""
-        if not name.startswith("_"):
-            columns = (self.lease, self.policy, self.evaluation, self.rollout, self.run, self.sample)
-            for part in (*columns, self.context):
-                if hasattr(part, name):
-                    return getattr(part, name)
+        columns = ("lease", "policy", "evaluation", "rollout", "run", "sample", "context")
+        for part in map(self.__dict__.get, () if name.startswith("_") else columns):
+            if hasattr(part, name):
+                return getattr(part, name)
         raise AttributeError(name)
 
     @classmethod

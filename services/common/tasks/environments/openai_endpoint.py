@@ -171,6 +171,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.is_full = False
             super().process_request(request, client_address)
         else:
+            self.is_full = False
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -53,7 +53,7 @@ _UPRIGHT = re.compile(r"\\(?:mathrm|rm)\s*\{\s*([ei])\s*\}|(?<=.)\\text\s*\{\s*(
 _NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc))\s*\}")
 _JOINED = re.compile(r"\\text\s*\{\s*(and|or)\s*\}")
 _EITHER_SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
-_LETTERS = re.compile(r"[A-H](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-H])+")
+_LETTERS = re.compile(r"[(\[]?[A-H](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-H])+[)\]]?")
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|textnormal|textsf|operatorname)\s*\{([^{}]*)\}"
 )
@@ -66,11 +66,11 @@ _OPTION_NAMED = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|letter|answer)\s*:?\s*)(?=[(\[]?[A-J]\b)"
 )
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
-_FACTORIAL = re.compile(r"(?<!!)!$")
+_FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
-    r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+(?:dozen|squared|cubed|times|plus|minus)\b"
+    r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+"
+    r"(?:(?:squared|cubed)\W*$|(?:times|plus|minus)\s+[\d$\\(])"
 )
-"""A number that words change; math-verify would find the number alone."""
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -314,6 +314,7 @@ def is_right(answers: Sequence[Any], completion: str) -> bool:
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     """Answers of a completion: its readings, or math-verify's findings in prose."""
     stated = statement_of(completion)
+    is_box = stated.is_marked and not stated.prose
     texts = stated.texts or (completion,) * (wants_text or _is_bare(completion))
     found: list[Any] = []
     if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
@@ -325,7 +326,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
             # An exclamation, or a factorial.
             given = _readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
         given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
-        if given and not (stated.is_marked or wants_text):
+        if given and not (is_box or (wants_text and not stated.is_marked)):
             return given
         found += given
     if wants_text or found or not stated.prose:
@@ -390,7 +391,8 @@ def _measured_in(text: str) -> Any:
         found = _parsed(maths)
     else:
         both = [_parsed(_EITHER_SIGN.sub(lambda sign: signs[sign[1] == "mp"], maths)) for signs in ("+-", "-+")]  # noqa: B023
-        found = None if None in both else (sympy.Union if isinstance(both[0], sympy.Set) else sympy.FiniteSet)(*both)
+        kinds = {sympy.Union if isinstance(one, sympy.Set) else sympy.FiniteSet for one in both}
+        found = None if None in both or len(kinds) > 1 else kinds.pop()(*both)
     return Measured(found, unit) if found is not None and any(unit) else found
 
 
@@ -441,7 +443,6 @@ def _measured(read: Any) -> Measured:
     if isinstance(read, Measured):
         return read
     if isinstance(read, sympy.Eq) and isinstance(read.rhs, sympy.Set):
-        # Such as x in [0, 1].
         read = read.rhs
     of_hundred = get_pct_val(read)
     return Measured(read, Unit()) if of_hundred is None else Measured(of_hundred, PERCENT)

@@ -56,8 +56,9 @@ _BETWEEN = re.compile(
     rf"(?P<blank>[ $]{{0,9}})|(?i:{_SIDE}(?:[,;&]|\band\b|\bor\b)[\s,]*(?:and\b|or\b)?{_SIDE}(?:[a-z]\s*=\s*)?)"
 )
 _HEADED = re.compile(r"(?m)(?<!#)####(?!#)[ \t]*([^#\n]*)$")
+_HAS_VALUE = re.compile(r"\d|[\\$]|\([A-J]\)|\b[A-J]\b\W*$")
 _IS_CORRECT = re.compile(
-    r"(?:\b[Oo]ption\s+)?(?<!\w)(\([A-J]\)|[A-J])\**\s+is\s+(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)"
+    r"(?P<open>(?i:if|whether|suppose|assume|assuming|that|neither|nor|not)\s+)?(?:\b[Oo]ption\s+)?(?<!\w)(?P<letter>\([A-J]\)|[A-J])\**\s+is\s+(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)"
 )
 # The text behind is only looked at: it may hold the next statement.
 _SAID = re.compile(
@@ -77,6 +78,8 @@ _HEAD = re.compile(
 _CLAUSE_END = re.compile(
     r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,})|\s+\(|\s+(?:because|since|as|which|so|where|when|for)\b"
 )
+MAX_APART = 70
+"""Most characters between boxes of one answer."""
 _STATED = 2
 """Weight of a statement with a value."""
 
@@ -99,18 +102,20 @@ def statement_of(completion: str) -> Statement:
     if (marked := boxed(text)) is not None:
         return Statement(texts=marked, is_marked=True, prose="")
     said = _said_in(text)
-    # Forms inside a tag count only where the whole is no value.
-    return Statement(texts=(text, *said.texts), is_marked=True, prose=said.prose) if tagged else said
+    return Statement(texts=(*said.texts, text), is_marked=True, prose=said.prose) if tagged else said
 
 
 def _said_in(completion: str) -> Statement:
     headed = list(_HEADED.finditer(completion))
     spoken = _ALTERNATIVES.sub(_as_formula, completion[headed[-1].end() :] if headed else completion)
     found = [one for one in _SAID.finditer(spoken) if not _JUDGED.match(one["said"])]
-    if headed and not any(_weight(one) == _STATED for one in found):
-        return Statement(texts=tuple(one[1].strip() for one in reversed(headed)), is_marked=False, prose=completion)
+    if headed and not any(_weight(one) == _STATED and _HAS_VALUE.search(one["said"]) for one in found):
+        # A last heading with text below it may be a title.
+        is_end = not completion[headed[-1].end() :].strip()
+        lines = [one[1].strip() for one in headed if is_end or _HAS_VALUE.search(one[1])] or [headed[-1][1].strip()]
+        return Statement(texts=(lines[-1],), is_marked=False, prose=completion)
     completion = spoken
-    correct = [one[1] for one in _IS_CORRECT.finditer(completion)]
+    correct = [one["letter"] for one in _IS_CORRECT.finditer(completion) if one["open"] is None]
     if not found or (correct and not any(_says(one) for one in found)):
         return Statement(texts=tuple(correct[-1:]), is_marked=False, prose=completion)
     last = max(reversed(found), key=_weight)
@@ -133,7 +138,8 @@ def boxed(text: str) -> tuple[str, ...] | None:
     joined, is_joined, following = [_content(text[starts[-1] :])], True, starts[-1]
     for start in reversed(starts[:-1]):
         own = _content(segment := text[start:following])
-        between = _BETWEEN.fullmatch(segment.partition(f"{{{own}}}")[2]) if f"{{{own}}}" in segment else None
+        apart = segment.partition(f"{{{own}}}")[2] if f"{{{own}}}" in segment else segment
+        between = _BETWEEN.fullmatch(apart) if len(apart) <= MAX_APART else None
         if between is None or own in joined:
             break
         joined, following, is_joined = [own, *joined], start, is_joined and between["blank"] is None

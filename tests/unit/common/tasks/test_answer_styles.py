@@ -20,6 +20,22 @@ STYLES = [
     (r"\boxed{\textbf{(D)}\ 12}", *OPTION),
     ("(D) 12", *OPTION),
     ("D. 12", *OPTION),
+    # Several statements are no several tries.
+    ("A", [], ["#### A\n#### B\n#### C", "Suppose A is correct. Contradiction, so C.", "We ask whether A is correct."]),
+    ("Paris", [], ["#### Paris\n#### London"]),
+    ("12", [], ["<answer>#### 12\n#### 7</answer>", "#### 12\n#### 7"]),
+    (
+        "12",
+        [
+            "#### 12\n\nLet me know if the answer is unclear.", "#### 12\nNote: the answer is an integer.",
+            "#### 12\nFinal answer: see above", "#### 12\n(Answer: twelve)",
+        ],
+        [],
+    ),
+    ("10", ["The answer is 10 times.", "The answer is 10 times larger.", "**Answer: 10 times**"], []),
+    ("5", ["The answer is 5 squared units"], []),
+    ("5!!", ["The answer is 5!!"], []),
+    ("B, A", [box("(A, B)")], []),
     ("E. coli", ["The answer is E. coli."], ["The answer is E.", "coli"]),
     # A completion that is the answer alone.
     *((alone, [alone], []) for alone in (
@@ -92,7 +108,7 @@ STYLES = [
         "42",
         ["The answer is 42 apples."],
         [
-            "The answer is 42 dozen", "The answer is 42 squared", "The answer is twice 42", "The answer is half of 42",
+            "The answer is 42 squared", "The answer is twice 42", "The answer is half of 42",
             "The answer is 42 times 2", "The answer is 42 plus 1", "The answer is at least 42",
         ],
     ),

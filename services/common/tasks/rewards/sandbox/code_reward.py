@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, RewardError
@@ -296,7 +297,8 @@ def _refuse_unknown(entry: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 MAX_CODE_CHARS = 1 << 18
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d{1,4})?", re.ASCII)
+MAX_NUMBER_CHARS = 400
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -385,13 +387,15 @@ def _is_line(got: str, want: str) -> bool:
 
 
 def _is_word(got: str, want: str) -> bool:
-    """Whether words are equal, or near numbers, one of them no integer."""
+    """Whether words are equal, or near numbers where a fraction is wanted."""
     if got == want:
         return True
-    if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(want)) or not (set(got) | set(want)) & set(".eE"):
+    if max(len(got), len(want)) > MAX_NUMBER_CHARS or not (_NUMBER.fullmatch(want) and _NUMBER.fullmatch(got)):
         return False
+    if not set(want) & set(".eE"):
+        return bool(set(got) & set(".eE")) and Decimal(got) == Decimal(want)
     # An infinity is near to itself alone.
-    return math.isfinite(float(want)) and math.isclose(float(got), float(want), rel_tol=1e-6, abs_tol=1e-6)
+    return math.isfinite(float(want)) and math.isclose(float(got), float(want), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _lines(text: str) -> list[str]:

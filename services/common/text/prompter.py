@@ -261,8 +261,8 @@ class Prompter:
     def completion(self, token_ids: Int32Array, prompt: Prompt | None = None) -> str:
         """Text of a completion, or of a later turn, to be scored.
 
-        Thoughts stand in `<think>` and `</think>`, whatever tokens mark them. A prompt may open them, by the template
-        or its own text. Where they do not end, the text begins with `<think>`: all of it is thoughts.
+        `<think>` and `</think>` mark thoughts, also where the model has other marks. Template or prompt may open
+        thoughts. If they do not end, the text begins with `<think>`, and all of it is thoughts.
         """
         is_open = self._opens_thoughts if self._template or prompt is None else self._is_open(prompt)
         return self._thoughts.text(token_ids, is_open=is_open)

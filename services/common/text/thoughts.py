@@ -69,7 +69,7 @@ class Thoughts:
 
 
 def _of_channels(text: str) -> str:
-    """Text of gpt-oss's messages; all but those of `final` are thoughts."""
+    """Text of gpt-oss's messages; only the channel `final` holds an answer."""
     header, *behind = text.split(_MESSAGE)
     if not behind:
         # A plain text, or a header that was cut.

@@ -44,7 +44,7 @@ ROOM_S = 5.0
 """Seconds in which a connection beyond them gets the place of a client that went away."""
 CHECK_S = 0.5
 MAX_LINE_BYTES, MAX_TRAILERS = 1024, 64
-"""Of a chunked body."""
+"""Bytes of a chunk's size line, and lines after the last chunk."""
 KEEPALIVE_S = 10.0
 """Seconds between comments in a stream that waits for its turn."""
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"

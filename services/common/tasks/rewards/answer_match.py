@@ -89,10 +89,8 @@ class MathVerifier:
 
 def _texts_of(answer: str) -> list[str]:
     """Texts of an answer column that is a list of them."""
-    if not answer.startswith('["'):
-        return []
     with contextlib.suppress(ValueError):
-        found = json.loads(answer)
+        found = json.loads(answer) if answer.startswith('["') else []
         return found if all(isinstance(one, str) for one in found) else []
     return []
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.reward_config import CodeRewardConfig
 
 MAX_TESTS = 128
-"""Of more, an even sample runs."""
+"""Tests of a row that run; of a longer list an even sample."""
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
 """Columns that some datasets need to make a test."""
 _SETS = ("public_tests", "private_tests", "generated_tests")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
+from heterorl.common.errors import AnswerUnreadable, RewardError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -206,32 +206,6 @@ BETWEEN = "\x1e"
 """Separates messages in one text."""
 
 
-def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
-    """Messages of parsed JSON, the user's last; raises ConfigError that names `place`."""
-    if not isinstance(value, list) or not value:
-        raise ConfigError(
-            key,
-            f"{place}: messages must be a list of objects with role and content",
-            action="change the row, or name another column",
-        )
-    messages = []
-    for entry in value:
-        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
-        if role not in ROLES or not isinstance(content, str):
-            raise ConfigError(
-                key,
-                f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content",
-                action="change the row's message",
-            )
-        if entry.get("tool_calls"):
-            problem = f"{place}: a message has tool_calls, which a prompt does not show"
-            raise ConfigError(key, problem, action="write them into its content, or remove the row")
-        messages.append(Message(role=role, content=content))
-    if messages[-1].role != "user":
-        raise ConfigError(key, f"{place}: the last message is not the user's", action="remove the answer")
-    return tuple(messages)
-
-
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
     """Messages that the model reads."""
     return prompt.messages or (Message(role="user", content=prompt.text),)
@@ -244,7 +218,9 @@ def messages_json(prompt: Prompt) -> list[dict[str, str]]:
 
 def question_of(prompt: Prompt) -> str:
     """Roles and contents of all messages except system messages, as one text."""
-    turns = (turn for turn in messages_of(prompt) if turn.role not in SYSTEM_ROLES)
+    if not prompt.messages:
+        return f"user\x1f{prompt.text}"
+    turns = (turn for turn in prompt.messages if turn.role not in SYSTEM_ROLES)
     return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns)
 
 

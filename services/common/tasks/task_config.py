@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,9 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
 from heterorl.common.tasks.reward_config import HttpRewardConfig
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Measure, Message, Prompt, SystemPromptTask, Task, with_system
+
+if TYPE_CHECKING:
+    from heterorl.common.tasks.sources.row_reader import Rows
 
 _KINDS = (
     "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
@@ -126,24 +129,10 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
         if not config.environment:
             raise ConfigError("task.name", "seeds are prompts of an environment", action="set task.environment")
         task = SeedsTask(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
-    elif kind == "jsonl" and argument:
-        from heterorl.common.tasks.sources.jsonl import JsonlTask
+    elif kind in _OF_FILES and argument:
+        from heterorl.common.tasks.sources.rows_task import RowsTask
 
-        task = JsonlTask(Path(argument), config, evaluation_size=num_held_out, measure=measure)
-    elif kind in ("parquet", "hf") and argument:
-        from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
-
-        if kind == "hf":
-            if config.evaluation_path:
-                problem = "hf: takes held-out prompts from a split"
-                raise ConfigError("task.evaluation_path", problem, action="name task.data.evaluation_split")
-            opened = open_repository(argument, config.data, notes=notes)
-        else:
-            opened = open_parquet(argument, config.evaluation_path, config.data)
-        # Only now: it needs pyarrow, and reading the rows names a missing package.
-        from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
-
-        task = ArrowTask(*opened, config, evaluation_size=num_held_out, measure=measure)
+        task = RowsTask(*_opened(kind, argument, config, notes), config, evaluation_size=num_held_out, measure=measure)
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
@@ -153,6 +142,25 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
             action="docs/recipes.md lists the sources of prompts",
         )
     return task
+
+
+def _opened(kind: str, argument: str, config: SourceConfig, notes: Path | None) -> tuple[Rows, Rows | None]:
+    """Rows of files, and of held-out ones if they are named."""
+    from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
+    from heterorl.common.tasks.sources.json_lines import JsonLines
+
+    if kind == "hf":
+        if config.evaluation_path:
+            problem = "hf: takes held-out prompts from a split"
+            raise ConfigError("task.evaluation_path", problem, action="name task.data.evaluation_split")
+        return open_repository(argument, config.data, notes=notes)
+    path = config.evaluation_path
+    if config.data.evaluation_split:
+        action = "name task.evaluation_path, or give the source its own [task.data]"
+        raise ConfigError("task.data.evaluation_split", "files have no splits", action=action)
+    if kind == "parquet":
+        return open_parquet(argument, path, config.data)
+    return JsonLines("task.name", Path(argument)), JsonLines("task.evaluation_path", Path(path)) if path else None
 
 
 def _with_system(measure: Measure, text: str) -> Measure:
@@ -203,8 +211,7 @@ def _with_rewards(task: Task, config: SourceConfig) -> Task:
 
 
 def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
-    from heterorl.common.tasks.sources.cells import without_held_out
-    from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+    from heterorl.common.tasks.sources.mixture import MixtureTask, Source, without_held_out
 
     sources = {each.label: each for each in config.inherited()}
     tasks: dict[str, Task] = {}

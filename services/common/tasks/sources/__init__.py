@@ -1,5 +1,5 @@
 """Datasets: hub repositories at a commit, Parquet, JSONL, weighted mixtures.
 
-Open `arrow_dataset` first, a task over Arrow rows; `jsonl` is one over lines; `mixture` joins several. Rows stay in
-files and are read by position. A task's digest is of the content of its files.
+Open `rows_task` first, a task over rows; `row_reader` reads one row of any file, `arrow_rows` and `json_lines` hold
+them, `mixture` joins tasks. Rows are read by number. A task's digest is of the content of its files.
 """

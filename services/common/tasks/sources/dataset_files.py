@@ -21,21 +21,13 @@ import blake3
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.files import replacing
 from heterorl.common.tasks.source_config import DataConfig
+from heterorl.common.tasks.sources.arrow_rows import ArrowRows
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of `save_to_disk`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """Rows, and a digest of their files."""
-
-    table: Any
-    """pyarrow.Table."""
-    digest: str
-
-
-def load_directory(key: str, directory: Path, split: str, config: DataConfig) -> Loaded:
+def load_directory(key: str, directory: Path, split: str, config: DataConfig) -> ArrowRows:
     """A split of a directory in the hub's or `save_to_disk`'s layout.
 
     Raises:
@@ -52,7 +44,7 @@ def load_directory(key: str, directory: Path, split: str, config: DataConfig) ->
     )
 
 
-def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
+def load_parquet(key: str, pattern: str, *, cache_dir: str) -> ArrowRows:
     """Rows of Parquet files, in the order of their names."""
     # Wildcards may stand in any part of the path.
     found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
@@ -99,7 +91,7 @@ def library() -> Any:
     return datasets
 
 
-def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> Loaded:
+def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> ArrowRows:
     datasets = library()
     root = Path(cache_dir) / "datasets" if cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
     try:
@@ -125,10 +117,10 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
             f"split {split} of {path} has no files, whose digest would identify it",
             action="write it with save_to_disk or to Parquet, and name that",
         )
-    return Loaded(table=rows.data.table, digest=digest_of([split, options.get("name")], sources))
+    return ArrowRows(rows.data.table, digest_of([split, options.get("name")], sources))
 
 
-def _saved(key: str, directory: Path, split: str) -> Loaded:
+def _saved(key: str, directory: Path, split: str) -> ArrowRows:
     datasets = library()
     name = split.partition("[")[0]
     place = directory / name if (directory / "dataset_dict.json").exists() else directory
@@ -148,7 +140,7 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
     if state.get("_indices_data_files"):
         # The library ignores indices, so all rows would be back.
         raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)
-    return Loaded(table=rows.data.table, digest=digest_of([split, None], named))
+    return ArrowRows(rows.data.table, digest_of([split, None], named))
 
 
 _SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), and save it again"
@@ -170,7 +162,7 @@ def _words(error: BaseException) -> str:
     return " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
 
 
-def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
+def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[ArrowRows, ArrowRows | None]:
     """Training rows, and the held-out split's rows if one is named.
 
     `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `pinned`.
@@ -194,10 +186,8 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
     return load_directory(key, directory, name.split, config), held_out
 
 
-def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
+def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[ArrowRows, ArrowRows | None]:
     """Rows of the Parquet files of a pattern, and a held-out file's."""
-    if config.evaluation_split:
-        raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
     held_out = None
     if evaluation_path:
         held_out = load_parquet("task.evaluation_path", evaluation_path, cache_dir=config.cache_dir)

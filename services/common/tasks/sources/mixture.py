@@ -2,17 +2,22 @@
 
 A run takes every position once a pass, in its own order, so positions are divided by weight. The source that is
 scarcest for its weight has one position for each prompt. The others repeat theirs to keep the shares.
+
+No source trains on prompts that another holds out. Files are compared by question, without system prompts; arithmetic
+tasks must hold out the same pairs. A file that repeats arithmetic prompts is not detected.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.arithmetic import NumberPairs
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentSpec,
     environment_at,
@@ -21,6 +26,7 @@ from heterorl.common.tasks.environments.environment_task import (
 )
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.rewards.weighted import WeightedTask
+from heterorl.common.tasks.sources.rows_task import RowsTask
 from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -154,3 +160,38 @@ def _interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray[tu
     turns = np.concatenate([(np.arange(size) + 0.5) / share for size, share in zip(sizes, shares, strict=True)])
     order = np.argsort(turns, kind="stable")
     return np.stack([numbers[order], inside[order]], axis=1)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def without_held_out(tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """Tasks without prompts that another holds out; raises ConfigError where none stays."""
+    _refuse_other_pairs(tasks)
+    rows = {label: task for label, task in tasks.items() if isinstance(task, RowsTask)}
+    kept = dict(tasks)
+    for label, task in rows.items() if len(rows) > 1 else ():
+        others = [other.held_out_questions for other in rows.values() if other is not task]
+        left = task.without(np.concatenate(others))
+        if not left.num_prompts:
+            problem = "other sources hold out every prompt of it"
+            raise ConfigError(f"task.sources, {label}", problem, action="name another split, or take it out")
+        if gone := task.num_prompts - left.num_prompts:
+            _LOG.warning("task.sources, %s: %d prompts are held out by another source, and not trained on", label, gone)
+            kept[label] = left
+    return kept
+
+
+def _refuse_other_pairs(tasks: Mapping[str, Task]) -> None:
+    first: dict[int, tuple[str, int]] = {}
+    for label, task in tasks.items():
+        if not isinstance(task, NumberPairs):
+            continue
+        # Sums and progressions ask the same questions.
+        known, shift = first.setdefault(task.digits, (label, task.shift))
+        if shift != task.shift:
+            raise ConfigError(
+                f"task.sources, {label}.seed",
+                f"holds out other numbers of {task.digits} digits than {known}, which trains on them",
+                action="give both the same seed",
+            )

@@ -173,7 +173,7 @@ def test_jsonl_keeps_the_rows_that_the_columns_say(tmp_path, data, kept):
     [
         ({"where": {"levle": 3}}, r"task\.data\.where\.levle: .*line 1: there is no levle; there are .*level"),
         ({"at_least": {"kind": 3}}, r"task\.data\.at_least\.kind: .*line 1: kind is 'sum'"),
-        ({"where": {"level": 9}}, "no row of .* is left of 2"),
+        ({"where": {"level": 9}}, "no prompt is left of 2 rows"),
         ({"evaluation_split": "test"}, r"task\.data\.evaluation_split: files have no splits"),
     ],
 )

@@ -158,7 +158,9 @@ def test_rows_without_a_prompt_or_an_answer_are_left_out_and_counted(place, capl
         task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1)
 
     assert task.num_prompts + task.num_evaluation_prompts == 4
-    assert "3 rows without a prompt or an answer are left out, the first is row 4" in caplog.text
+    assert (
+        "3 rows without a prompt or an answer are left out, the first is row 4; 2 times: prompt is empty" in caplog.text
+    )
 
 
 CONVERSATIONS = [
@@ -190,10 +192,10 @@ def test_message_lists_are_prompts_and_bad_ones_are_left_out(place, caplog):
 @pytest.mark.parametrize(
     ("messages", "flaw"),
     [
-        ([("user", "1"), ("assistant", "2")], "do not end with a message of the user"),
-        ([("judge", "1"), ("user", "2")], "have another role than "),
-        ([("user", None), ("user", "2")], "have a message without content"),
-        ([], "have no messages"),
+        ([("user", "1"), ("assistant", "2")], "the last message is not the user's"),
+        ([("judge", "1"), ("user", "2")], "a message has another role than "),
+        ([("user", None), ("user", "2")], "a message has no text as content"),
+        ([], "there are no messages"),
     ],
 )
 def test_the_commonest_flaw_of_rows_that_are_left_out_is_named(place, caplog, messages, flaw):
@@ -206,9 +208,9 @@ def test_the_commonest_flaw_of_rows_that_are_left_out_is_named(place, caplog, me
 
     with caplog.at_level(logging.WARNING):
         place.build(f"parquet:{place.path}/mixed.parquet")
-    assert f"4 rows without a prompt or an answer are left out, the first is row 0: 3 {flaw}" in caplog.text
+    assert f"4 rows without a prompt or an answer are left out, the first is row 0; 3 times: {flaw}" in caplog.text
     if said:
-        with pytest.raises(ConfigError, match=f"no prompt is left of 4 rows: 3 {flaw}"):
+        with pytest.raises(ConfigError, match=f"no prompt is left of 4 rows; 3 times: {flaw}"):
             place.build(f"parquet:{place.path}/bad.parquet")
 
 
@@ -327,7 +329,7 @@ def test_messages_written_as_text_are_refused_also_where_the_column_is_found_by_
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    with pytest.raises(ConfigError, match="task.data.messages: column messages is string, not a list of tables"):
+    with pytest.raises(ConfigError, match="task.data.messages: row 0: messages is no list of messages"):
         place.build(f"parquet:{place.path}/rows.parquet")
     with pytest.raises(ConfigError, match="line 1: "):
         place.build(f"jsonl:{path}")
@@ -340,9 +342,9 @@ def test_messages_written_as_text_are_refused_also_where_the_column_is_found_by_
     ("hf:{set}[nope]", {}, "task.name: cannot read split nope"),
     ("hf:{set}", {"evaluation_split": "nope"}, "task.data.evaluation_split"),
     ("hf:{set}", {"subset": "nope"}, "task.name"),
-    ("hf:{set}", {"prompt": "question"}, "task.data.prompt: there is no column question; there are prompt, answer"),
-    ("hf:{set}", {"prompt": "level"}, "task.data.prompt: column level is int64, neither text nor messages"),
-    ("hf:{set}", {"messages": "prompt"}, "task.data.messages: column prompt is string"),
+    ("hf:{set}", {"prompt": "question"}, "task.data.prompt: row 0: there is no question; there are prompt, answer"),
+    ("hf:{set}", {"prompt": "level"}, "task.data.prompt: row 0: level is neither text nor a list of messages"),
+    ("hf:{set}", {"messages": "prompt"}, "task.data.messages: row 0: prompt is no list of messages"),
     ("hf:{set}", {"where": {"kind": 1}}, "task.data.where.kind"),
     ("hf:{set}", {"where": {"level": "easy"}}, "task.data.where.level"),
     ("hf:{set}", {"at_least": {"prompt": 1}}, "task.data.at_least.prompt"),

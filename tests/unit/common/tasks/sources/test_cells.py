@@ -1,5 +1,6 @@
 """Cells of data sets as prompts and answers: how numbers are written, what is absent, and which columns are taken."""
 
+import datetime
 import decimal
 import json
 import logging
@@ -11,9 +12,9 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.source_config import DataConfig, SourceConfig
-from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
+from heterorl.common.tasks.sources.arrow_rows import ArrowRows
 from heterorl.common.tasks.sources.cells import answer_text
-from heterorl.common.tasks.sources.dataset_files import Loaded
+from heterorl.common.tasks.sources.rows_task import RowsTask
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 ASKED = [f"q{number}" for number in range(6)]
@@ -37,7 +38,7 @@ def table_task(columns, **data):
     """A task over a table that no file could hold."""
     config = SourceConfig(name="parquet:x", data=DataConfig(**data))
     table = columns if isinstance(columns, pa.Table) else pa.table(columns)
-    return ArrowTask(Loaded(table=table, digest="d"), None, config, evaluation_size=1, measure=None)
+    return RowsTask(ArrowRows(table, "d"), None, config, evaluation_size=1, measure=None)
 
 
 def prompts(task):
@@ -297,3 +298,38 @@ def test_where_keeps_the_same_rows_of_tables_and_of_lines(tmp_path, where, rows)
         else:
             kept = built(**task)
             assert [kept.prompt(index).text for index in range(kept.num_prompts)] == [ASKED[row] for row in rows]
+
+
+def test_a_cell_below_null_is_null_in_tables_and_lines(tmp_path):
+    rows = [{"prompt": asked, "answer": "1", "about": {"level": 3}} for asked in ASKED]
+    rows[4]["about"] = None
+
+    for name in (jsonl(tmp_path, rows), parquet(tmp_path, pa.Table.from_pylist(rows).to_pydict())):
+        task = built(name, data={"where": {"about.level": 3}})
+        assert [prompt.text for prompt in prompts(task)] == [*ASKED[:4], ASKED[5]]
+
+
+def test_dates_decimals_and_short_floats_are_chosen_by_their_texts():
+    days = pa.array([datetime.date(2024, 1, number + 1) for number in range(6)])
+    price = pa.array([decimal.Decimal(number) / 10 for number in range(6)], pa.decimal128(9, 2))
+    share = pa.array([number / 10 for number in range(6)], pa.float32())
+    table = {"prompt": ASKED, "answer": ASKED, "day": days, "price": price, "share": share}
+
+    for where, row in (({"day": "2024-01-03"}, 2), ({"price": 0.3}, 3), ({"share": 0.3}, 3)):
+        (name,) = where
+        task = table_task(table, where={name: [where[name], *({"day": ["2024-01-01"]}.get(name, [0.0]))]})
+        assert [prompt.text for prompt in prompts(task)] == [ASKED[0], ASKED[row]]
+
+
+def test_an_answer_of_bytes_is_refused():
+    with pytest.raises(ConfigError, match="task.data.answer: row 0: answer is bytes, no answer"):
+        table_task({"prompt": ASKED, "answer": pa.array([b"1"] * 6)})
+
+
+def test_rows_that_mix_answers_and_none_are_refused(tmp_path):
+    rows = [{"prompt": asked, **({"answer": 1} if asked == "q3" else {})} for asked in ASKED]
+
+    with pytest.raises(ConfigError, match="line 4: there is answer, but rows before have none"):
+        built(jsonl(tmp_path, rows), **LENGTH)
+    with pytest.raises(ConfigError, match="line 2: there is no answer; there are prompt"):
+        built(jsonl(tmp_path, rows[3:] + rows[:3]), **LENGTH)

@@ -1,0 +1,77 @@
+"""Rows of an Arrow table; cells become Python values a batch at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.errors import ConfigError
+
+_AT_ONCE = 256
+_SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
+
+
+class ArrowRows:
+    """Rows of mapped files, and a digest of these; implements Rows."""
+
+    is_strict = False
+
+    def __init__(self, table: Any, digest: str) -> None:
+        """Take a pyarrow.Table; raise ConfigError for two columns of one name."""
+        self.table, self.digest = table, digest
+        for name, count in Counter(table.column_names).items():
+            if count > 1:
+                problem = f"there are {count} columns {name}"
+                raise ConfigError("task.name", problem, action="rename or drop all but one of them")
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        first = 0
+        for batch in self.table.to_batches(max_chunksize=_AT_ONCE):
+            columns = _Columns(batch)
+            for number in range(batch.num_rows):
+                yield first + number, _ArrowRow(columns, number)
+            first += batch.num_rows
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        return _ArrowRow(_Columns(self.table.slice(number, 1)), 0)
+
+    def place(self, number: int) -> str:
+        return f"row {number}"
+
+
+class _Columns(dict[str, list[Any]]):
+    """Cells of a batch by column, converted at first use."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self.names = batch, batch.schema.names
+
+    def __missing__(self, name: str) -> list[Any]:
+        column = self._batch.column(name)
+        cells: list[Any] = column.to_pylist()
+        if short := _SHORT_FLOATS.get(str(column.type)):
+            # With the digits of its own type.
+            cells = [None if cell is None else float(str(short(cell))) for cell in cells]
+        self[name] = cells
+        return cells
+
+
+class _ArrowRow(Mapping[str, Any]):
+    __slots__ = ("_columns", "_number")
+
+    def __init__(self, columns: _Columns, number: int) -> None:
+        self._columns, self._number = columns, number
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name][self._number]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.names)
+
+    def __len__(self) -> int:
+        return len(self._columns.names)

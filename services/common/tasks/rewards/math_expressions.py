@@ -1,36 +1,26 @@
 """Mathematics of datasets and models, read as one expression by math-verify's parser.
 
-Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it; `$`, `\\(` and
-`\\boxed` mark its mathematics. What a completion states (`stated_answers`) is read in the same way; if it cannot be
-read, math-verify searches the prose. Unicode signs, numbers, units and words become LaTeX.
+`$`, `\\(` and `\\boxed` mark mathematics. Unicode signs, numbers, units and words become LaTeX.
 
 An answer that cannot be read to its end is None, never a part of itself. Units, currencies, names before `=` and signs
-around mathematics are set apart; other words make a text unreadable. Two known units must agree. An equation of one
-unknown gives its right side only to a name or a function, so `x^2=3` is not 3.
+around mathematics are set apart; other words make a text unreadable.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import resource
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import sympy
 from latex2sympy2_extended.math_normalization import normalize_latex
-from math_verify import parse, verify
-from math_verify.grader import get_pct_val
 from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
 from heterorl.common.tasks.rewards.latex_signs import signs_as_latex
-from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
+from heterorl.common.tasks.rewards.stated_answers import boxed
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
-MAX_BARE = 200
-"""Most characters of a completion that is read as a value alone."""
 MAX_WORDS = 6
 """Most words of an answer in words, such as a name; more are prose."""
 _CLOSED = r"(?<!\\)\$\$?(?P<dollars>(?:[^$\\]|\\.)+)\$\$?|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]"
@@ -65,22 +55,15 @@ _OPTION_AND_VALUE = re.compile(
 _OPTION_NAMED = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|letter|answer)\s*:?\s*)(?=[(\[]?[A-J]\b)"
 )
-_TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
-_FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
-_CHANGED = re.compile(
-    r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+"
-    r"(?:(?:squared|cubed)\W*$|(?:times|plus|minus)\s+[\d$\\(])"
-)
-_SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
 _NOT_WORDS = re.compile(r"\d|(?i:\b(?:hundred|thousand|[mbtr]+illion)\b)")
 _UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d\.\d+\.\d")
 _RAISED_BY = re.compile(r"(?:\*\*|\^)\s*(?:\((-?[^()]*)\)|(-?\d+(?:\.\d+)?))")
 _PHRASE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _NUMBER = re.compile(r"-?\s*[\d.,]+")
-_FUNCTIONS = frozenset([
+FUNCTIONS = frozenset([
     "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "mod", "inf",
     "infinity", "and", "arcsin", "arccos", "arctan", "det", "percent", "percentage", "pct", "degree",
     "degrees",
@@ -176,7 +159,7 @@ def words_of(text: str) -> Text | None:
         return None
     if _SYMBOLS.fullmatch(plain) and plain == text and plain.casefold() not in ("no", "yes"):
         return None
-    if any(word in _FUNCTIONS for word in plain.split()):
+    if any(word in FUNCTIONS for word in plain.split()):
         return None
     if plain == text and not _LONG_WORD.search(plain) and plain.casefold() not in ("no", "yes"):
         return None
@@ -202,10 +185,10 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     text, named = _without_unit(_ORDINAL.sub("", text))
     if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
         return None
-    rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
+    rest = COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
     # Such as xyz: a product of variables.
     words = [word for word in _LONG_WORD.findall(rest) if word not in ascii_lowercase]
-    if any(word.lower() not in _FUNCTIONS for word in words) or _SMALL_WORDS.search(rest):
+    if any(word.lower() not in FUNCTIONS for word in words) or _SMALL_WORDS.search(rest):
         return None
     # Adjacent numbers, or a number with a base inside an expression, cannot be read.
     if _UNREAD.search(text):
@@ -236,7 +219,7 @@ def _without_unit(text: str) -> tuple[str, Unit]:
     is_apart = not text[unit.start()].isalpha()
     known = unit_of(_UNIT_SIGNS.sub("", unit[0]))
     is_known = len(words) > 1 and any(known)
-    if not is_known and set(words.split()) & (_FUNCTIONS | _NO_UNITS):
+    if not is_known and set(words.split()) & (FUNCTIONS | _NO_UNITS):
         return text, Unit()
     is_one = is_known or words.lower() in _SHORT_UNITS or (_LONG_WORD.search(words) and words not in ascii_lowercase)
     if is_one or (is_apart and words in _LETTER_UNITS and _NUMBER.fullmatch(before)):
@@ -257,91 +240,11 @@ _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _NAMED = re.compile(r"(?=[^=]*[A-Za-z])(?:\\[ ,;]|[A-Za-z\\\s\[\](){}_|'~])++=(?P<value>.+)", re.DOTALL)
 """A value behind a name that is no mathematics, such as the area [ABC]."""
-_EXACT, _ROUNDED = 1e-12, 1e-3
-"""Largest relative difference of equal numbers: exact ones, and decimals."""
 # Units are removed here: the library reads t of 4s+3t as tons.
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
-_HASHES = "####"
 
-
-def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of math-verify: reads a row's answer and judges a completion."""
-    resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
-    # The library warns at every call without its own time limits.
-    logging.disable(logging.WARNING)
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        right = answer_of_row(request["answer"])
-        if "completion" not in request or not right:
-            return {"readable": bool(right)}
-        correct = judged(right, request["completion"])
-        # Too much memory counts like too much time: wrong, and uncertain.
-        spent = {"used_s": request["cpu_s"]} if correct is None else {}
-        return {"readable": True, "correct": bool(correct), **spent}
-
-    def judged(right: Any, completion: str) -> bool | None:
-        try:
-            return is_right(right, completion)
-        except (MemoryError, RecursionError):
-            return None
-
-    # The library builds its parser at first use; no answer pays for it.
-    judged(answer_of_row("\\frac{1}{2}"), "$0.5$")
-    return answer, {}
-
-
-def answer_of_row(text: str) -> list[Any]:
-    """Meanings of a row's answer, expressions or Text; empty where unreadable."""
-    text = text.rpartition(_HASHES)[2]
-    box = boxed(text)
-    found = _readings(text if box is None else box[0])
-    is_whole = len(found) == 1 or (isinstance(found[0], Text) and "(" not in text) if found else True
-    # A letter without a value behind it is part of a name: E. coli.
-    return [one for one in [read_expression(text)] if one is not None] if is_whole else found
-
-
-def is_right(answers: Sequence[Any], completion: str) -> bool:
-    """Whether the last answer of a completion equals a meaning of `answer_of_row`."""
-    for wants_text in sorted({isinstance(one, Text) for one in answers}):
-        given = answers_of(completion, wants_text=wants_text)
-        wanted = [one for one in answers if isinstance(one, Text) == wants_text]
-        if any(_is_equal(answer, one) for answer in wanted for one in given):
-            return True
-    return False
-
-
-def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
-    """Answers of a completion: its readings, or math-verify's findings in prose."""
-    stated = statement_of(completion)
-    is_box = stated.is_marked and not stated.prose
-    texts = stated.texts or (completion,) * (wants_text or _is_bare(completion))
-    found: list[Any] = []
-    if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
-        return []
-    for one in texts:
-        plain = _TAGS.sub("", one).strip().strip("*`_").strip()
-        given = _readings(plain)
-        if stated.texts and not stated.is_marked and plain.endswith("!"):
-            # An exclamation, or a factorial.
-            given = _readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
-        given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
-        if given and not (is_box or (wants_text and not stated.is_marked)):
-            return given
-        found += given
-    if wants_text or found or not stated.prose:
-        return found
-    # The library's time limits use signals and turn errors into "wrong"; this process has its own.
-    return [one for one in parse(signs_as_latex(stated.prose), parsing_timeout=None) if not isinstance(one, str)]
-
-
-def _is_bare(completion: str) -> bool:
-    """Whether a completion is a value alone, such as (3,4)."""
-    words = _SHORT_WORD.findall(_COMMAND.sub(" ", completion))
-    return len(completion) <= MAX_BARE and all(word.lower() in _FUNCTIONS | {"am", "pm"} for word in words)
-
-
-def _readings(text: str) -> list[Any]:
+def readings(text: str) -> list[Any]:
     """Meanings of a stated answer: "(B) 12" is option B and 12."""
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
@@ -420,81 +323,3 @@ def _is_balanced(text: str) -> bool:
         if depth < 0:
             return False
     return depth == 0
-
-
-def _is_equal(answer: Any, given: Any) -> bool:
-    (answer, unit), (given, given_unit) = _measured(answer), _measured(given)
-    if unit.differs_from(given_unit):
-        return False
-    if not isinstance(answer, sympy.Basic) or not answer.has(sympy.Eq):
-        given = _solved(given)
-    if isinstance(given, sympy.FiniteSet) and not isinstance(answer, sympy.Set | sympy.Tuple) and given.args:
-        # Several values are one answer only where each is right, such as 1/2 or 0.5.
-        return all(_is_equal(Measured(answer, unit), one) for one in given.args)
-    if _is_same(answer, given):
-        return True
-    # A percentage equals its number, and its hundredth where the other side states no unit.
-    if unit == PERCENT and not any(given_unit) and isinstance(answer, sympy.Expr):
-        return _is_same(answer / 100, given)
-    return given_unit == PERCENT and not any(unit) and isinstance(given, sympy.Expr) and _is_same(answer, given / 100)
-
-
-def _measured(read: Any) -> Measured:
-    if isinstance(read, Measured):
-        return read
-    if isinstance(read, sympy.Eq) and isinstance(read.rhs, sympy.Set):
-        read = read.rhs
-    of_hundred = get_pct_val(read)
-    return Measured(read, Unit()) if of_hundred is None else Measured(of_hundred, PERCENT)
-
-
-def _solved(given: Any) -> Any:
-    """The value that an equation states; None where it is unsolved."""
-    if isinstance(given, sympy.FiniteSet | sympy.Tuple) and given.has(sympy.Eq):
-        values = [_solved(one) for one in given.args]
-        return None if None in values else given.func(*values)
-    chain = getattr(given, "_unsorted_args", given.args) if isinstance(given, sympy.And) else (given,)
-    if not all(isinstance(one, sympy.Eq) for one in chain):
-        return given
-    left, right = chain[0].lhs, chain[-1].rhs
-    if right.is_Symbol and not left.free_symbols:
-        return left
-    # One unknown inside powers, products or sums is an equation yet to be solved.
-    is_name = left.is_Symbol or len(left.free_symbols) != 1 or left.has(sympy.Function, sympy.Derivative)
-    return right if is_name else None
-
-
-def _is_same(answer: Any, given: Any) -> bool:
-    if given is None:
-        return False
-    if isinstance(answer, Text) and isinstance(given, sympy.Symbol):
-        given = Text(str(given).casefold())
-    if isinstance(answer, Text) and isinstance(given, sympy.Mul) and all(one.is_Symbol for one in given.args):
-        given = Text(" ".join(sorted(str(one).casefold() for one in given.args)))
-    if isinstance(answer, Text) or isinstance(given, Text):
-        return bool(answer == given)
-    if isinstance(answer, Clock) and isinstance(given, Clock) and (answer.is_time or given.is_time):
-        return answer.is_at(given)
-    answer, given = (one.number if isinstance(one, Clock) else one for one in (answer, given))
-    answer, given = map(_with_one_i, (answer, given))
-    is_same = verify(answer, given, timeout_seconds=None, allow_set_relation_comp=True)
-    return bool(is_same) and not _are_apart(answer, given)
-
-
-def _with_one_i(read: Any) -> Any:
-    # The library reads i as a real symbol, another symbol, or I.
-    small = [one for one in getattr(read, "free_symbols", ()) if one.name == "i"]
-    return read.subs(dict.fromkeys(small, sympy.I)) if small else read
-
-
-def _are_apart(answer: Any, given: Any) -> bool:
-    """Whether two numbers near 0 differ that the library takes as equal."""
-    try:
-        first, second = answer.doit(), given.doit()
-        if not (first.is_number and second.is_number) or first == second:
-            return False
-        least = _ROUNDED if first.has(sympy.Float) or second.has(sympy.Float) else _EXACT
-        largest = max(abs(sympy.N(first, 30)), abs(sympy.N(second, 30)))
-        return bool(largest < _ROUNDED and abs(sympy.N(first - second, 30)) > least * largest)
-    except (AttributeError, TypeError, ValueError):
-        return False

@@ -43,7 +43,7 @@ MAX_WORDS = 300
 _SERVICES = f"{Path(__file__).parents[3]}{os.sep}"
 """Directory of heterorl's code, which is never the line that raised."""
 _MODULES = {
-    "math_verify": "rewards.math_expressions", "exact": "answer_extraction", "task": "task_config",
+    "math_verify": "rewards.math_comparison", "exact": "answer_extraction", "task": "task_config",
     "http": "rewards.http_reward", "judge": "rewards.judge_reward", "code": "rewards.sandbox.code_reward",
     "gym": "rewards.sandbox.gym_reward",
 }  # fmt: skip

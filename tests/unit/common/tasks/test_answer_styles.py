@@ -4,7 +4,7 @@ import pytest
 
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
-from heterorl.common.tasks.rewards.math_expressions import answer_of_row, is_right
+from heterorl.common.tasks.rewards.math_comparison import answer_of_row, is_right
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Prompt
 

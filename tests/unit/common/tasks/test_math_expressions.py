@@ -2,7 +2,8 @@
 
 import pytest
 
-from heterorl.common.tasks.rewards.math_expressions import Text, answer_of_row, is_right
+from heterorl.common.tasks.rewards.math_comparison import answer_of_row, is_right
+from heterorl.common.tasks.rewards.math_expressions import Text
 
 # An answer column, what a box may hold that is right, and what is wrong.
 PAIRS = [

@@ -11,6 +11,8 @@ Time and memory are linear in the text. It does not import heterorl, so workers 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,10 +59,23 @@ def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any
     """Worker side of exact matching: whether a completion's answer is right."""
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        given = answer_of(request["completion"])
-        return {"parts": {"correct": float(given.strip() == request["answer"].strip())}}
+        return {"parts": {"correct": float(is_exact(request["answer"], request["completion"]))}}
 
     return answer, {}
+
+
+def is_exact(answer: str, completion: str) -> bool:
+    """Whether a completion's answer equals the row's or one of its texts."""
+    given = answer_of(completion).strip()
+    return given in (answer.strip(), *map(str.strip, texts_of(answer)))
+
+
+def texts_of(answer: str) -> list[str]:
+    """Texts of an answer column that is a list of them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(answer) if answer.startswith('["') else []
+        return found if all(isinstance(one, str) for one in found) else []
+    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ _OPENINGS = (*(start for start, _ in _PAIRS), "<|channel>thought", _ANALYSIS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _HEADER = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
 """Signs of gpt-oss behind which no text of a message stands."""
+_RECIPIENT = re.compile(r"\s*+(?:assistant|analysis|commentary|final)?+\s*+(?:to=\S*+)?+\s*+")
+"""Rest of a header that the prompt began."""
 _OF_CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "<|end|>", "<|return|>", "<|call|>")
 _SIGN = re.compile("|".join(map(re.escape, _OF_CHANNELS)))
 
@@ -71,11 +73,16 @@ class Thoughts:
 def _of_channels(text: str) -> str:
     """Text of gpt-oss's messages; only the channel `final` holds an answer."""
     header, *behind = text.split(_MESSAGE)
+    first = _HEADER.search(header)
+    # The prompt may have opened a message, whose text stands here.
+    opened = header if first is None else header[: first.start()]
+    opened = "" if _RECIPIENT.fullmatch(opened) else opened
+    header = header[len(opened) :]
     if not behind:
-        # A plain text, or a header that was cut.
-        return _SIGN.sub("", f"{THINK}{header}" if _CHANNEL.search(header) else header)
-    pieces: list[str] = []
-    is_answer = False
+        # A header that was cut.
+        return _SIGN.sub("", f"{opened}{THINK}{header}" if _CHANNEL.search(header) else f"{opened}{header}")
+    pieces = [opened]
+    is_answer = bool(opened)
     for piece in behind:
         found = _CHANNEL.findall(header)
         end = _HEADER.search(piece)

@@ -6,14 +6,12 @@ machine. Any other failure is an error, never a zero reward.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
-from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import Doubts, Prompt
@@ -87,22 +85,14 @@ class MathVerifier:
             raise RewardError(f"math-verify: {error}") from error
 
 
-def _texts_of(answer: str) -> list[str]:
-    """Texts of an answer column that is a list of them."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(answer) if answer.startswith('["') else []
-        return found if all(isinstance(one, str) for one in found) else []
-    return []
-
-
 def _joined(answer: str) -> str:
-    return ", ".join(_texts_of(answer)) or answer
+    return ", ".join(texts_of(answer)) or answer
 
 
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
-_RULES = {"exact": 5, "math_verify": 6}
+_RULES = {"exact": 6, "math_verify": 7}
 """A number rises where equal completions get other scores."""
 
 
@@ -130,11 +120,10 @@ class MatchedTask:
             self._verifier = MathVerifier(timeout_s=config.reward_timeout_s, num_workers=self.num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        given = answer_of(completion)
         if self._verifier is None:
-            is_right = given.strip() in (prompt.answer.strip(), *map(str.strip, _texts_of(prompt.answer)))
+            is_right = is_exact(prompt.answer, completion)
         else:
-            is_right = self._verifier.verify(answer=_joined(prompt.answer), completion=given)
+            is_right = self._verifier.verify(answer=_joined(prompt.answer), completion=answer_of(completion))
         return (RewardPart(name=_PART, value=float(is_right)),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:

@@ -38,16 +38,23 @@ class FunctionReward:
         self._key, self._path = key, path
         self._asks = None if facts["takes_all"] else tuple(facts["asks"])
         self._needs = tuple(facts["needs"])
+        self._needs_answer = bool(facts["needs_answer"])
+        # To TRL the answer is a column.
+        self._answers = frozenset({"answer"} & set(facts["asks"]))
         self.num_files = int(facts["num_files"])
         self.place = str(facts["place"])
         self.num_workers = num_workers
 
     def check(self, prompt: Prompt) -> None:
-        """Raise ConfigError where a row lacks a column that the function needs."""
+        """Raise ConfigError where a row lacks what the function needs."""
         if missing := [name for name in self._needs if name not in prompt.columns]:
             there = ", ".join(map(str, prompt.columns)) or "no columns"
             problem = f"{self._path} asks for {', '.join(missing)}; the rows have {there}"[:500]
             raise ConfigError(self._key, problem, action="name a parameter as a column is named, or give it a default")
+        if self._needs_answer and not prompt.answer and not self._answers & set(prompt.columns):
+            problem = f"the rows have no answers, and {self._path} asks for one"
+            action = "name the column of the answer, or give that parameter a default"
+            raise ConfigError("task.data.answer", problem, action=action)
 
     def _columns(self, prompt: Prompt) -> dict[str, Any]:
         wanted = prompt.columns if self._asks is None else self._asks

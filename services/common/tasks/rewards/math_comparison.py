@@ -25,7 +25,9 @@ from heterorl.common.tasks.rewards.math_expressions import (
     FUNCTIONS,
     Clock,
     Measured,
+    Option,
     Text,
+    letters_of,
     read_expression,
     readings,
 )
@@ -76,20 +78,37 @@ def answer_of_row(text: str) -> list[Any]:
     """Meanings of a row's answer, expressions or Text; empty where unreadable."""
     text = text.rpartition(_HASHES)[2]
     box = boxed(text)
-    found = readings(text if box is None else box[0])
-    is_whole = len(found) == 1 or (isinstance(found[0], Text) and "(" not in text) if found else True
-    # A letter without a value behind it is part of a name: E. coli.
-    return [one for one in [read_expression(text)] if one is not None] if is_whole else found
+    text = text if box is None else box[0]
+    found = readings(text)
+    if len(found) < 2 or (isinstance(found[0], Text) and "(" not in text):
+        # A letter without a value behind it is part of a name: E. coli.
+        found = [read_expression(text)]
+    return [one for one in [*found, letters_of(text)] if one is not None]
 
 
 def is_right(answers: Sequence[Any], completion: str) -> bool:
     """Whether the last answer of a completion equals a meaning of `answer_of_row`."""
-    for wants_text in sorted({isinstance(one, Text) for one in answers}):
+    options = [one for one in answers if isinstance(one, Option)]
+    alone = [one for one in answers if not isinstance(one, Option)]
+    for wants_text in sorted({isinstance(one, Text) for one in alone}):
         given = answers_of(completion, wants_text=wants_text)
-        wanted = [one for one in answers if isinstance(one, Text) == wants_text]
-        if any(_is_equal(answer, one) for answer in wanted for one in given):
+        stated = [one for one in given if isinstance(one, Option)]
+        if options and stated:
+            return any(_is_option(option, one) for option in options for one in stated)
+        wanted = [one for one in alone if isinstance(one, Text) == wants_text]
+        if any(_is_equal(answer, one) for answer in wanted for one in given if not isinstance(one, Option)):
             return True
     return False
+
+
+def _is_option(answer: Option, given: Option) -> bool:
+    """Whether letter and value are equal; one text may say more."""
+    if answer.letter != given.letter:
+        return False
+    if isinstance(answer.value, Text) and isinstance(given.value, Text):
+        few, many = sorted((set(one.value.words.split()) for one in (answer, given)), key=len)
+        return few <= many
+    return _is_equal(answer.value, given.value)
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
@@ -107,6 +126,8 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
             # An exclamation, or a factorial.
             given = readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
         given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
+        if wants_text and (letters := letters_of(plain)) is not None:
+            given.append(letters)
         if given and not (is_box or (wants_text and not stated.is_marked)):
             return given
         found += given
@@ -176,6 +197,11 @@ def _is_same(answer: Any, given: Any) -> bool:
     if isinstance(answer, Clock) and isinstance(given, Clock) and (answer.is_time or given.is_time):
         return answer.is_at(given)
     answer, given = (one.number if isinstance(one, Clock) else one for one in (answer, given))
+    if any(type(one) is sympy.FiniteSet for one in (answer, given)) and any(
+        isinstance(one, sympy.Tuple | sympy.Interval) for one in (answer, given)
+    ):
+        # A set in braces is no tuple; the library takes (3,4) for an interval.
+        return False
     answer, given = map(_with_one_i, (answer, given))
     is_same = verify(answer, given, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(is_same) and not _are_apart(answer, given)

@@ -43,7 +43,8 @@ _UPRIGHT = re.compile(r"\\(?:mathrm|rm)\s*\{\s*([ei])\s*\}|(?<=.)\\text\s*\{\s*(
 _NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc))\s*\}")
 _JOINED = re.compile(r"\\text\s*\{\s*(and|or)\s*\}")
 _EITHER_SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
-_LETTERS = re.compile(r"[(\[]?[A-H](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-H])+[)\]]?")
+_LETTERS = re.compile(r"[(\[]?[A-J](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-J])+[)\]]?")
+_ASCENDING = re.compile("A?B?C?D?E?F?G?H?I?J?")
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|textnormal|textsf|operatorname)\s*\{([^{}]*)\}"
 )
@@ -101,6 +102,13 @@ class Text(NamedTuple):
     """An answer in words, compared without case and blanks."""
 
     words: str
+
+
+class Option(NamedTuple):
+    """An option's letter with its value, such as (D) 12."""
+
+    letter: Text
+    value: Any
 
 
 class Measured(NamedTuple):
@@ -235,8 +243,18 @@ def _repeated(number: re.Match[str]) -> str:
 
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _CLOCK = re.compile(rf"(\d{{1,2}})(?::(\d\d))?(?:{GAP}([ap])\.?\s?m\.?)?", re.IGNORECASE)
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_DAY, _MONTH = r"([12]\d|3[01]|0?[1-9])(?:\s?(?:st|nd|rd|th))?", r"([a-z]{3,9})\.?"
+_DATE = re.compile(
+    rf"(?:{_MONTH}\s{{1,3}}(?:the\s)?{_DAY}|(?:the\s)?{_DAY}\s{{1,3}}(?:of\s)?{_MONTH})(?:,?\s{{1,3}}(\d{{4}}))?",
+    re.IGNORECASE,
+)
+_MONTHS = (
+    "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
+    "december",
+)  # fmt: skip
 _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s*percent\s*\}})\s*$")
+_BRACED = re.compile(r"(?:\\left)?\s*\\\{.*\\\}", re.DOTALL)
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _NAMED = re.compile(r"(?=[^=]*[A-Za-z])(?:\\[ ,;]|[A-Za-z\\\s\[\](){}_|'~])++=(?P<value>.+)", re.DOTALL)
 """A value behind a name that is no mathematics, such as the area [ABC]."""
@@ -245,7 +263,7 @@ _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 
 def readings(text: str) -> list[Any]:
-    """Meanings of a stated answer: "(B) 12" is option B and 12."""
+    """Meanings of a stated answer; option and value count alone and together."""
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
         inner = _OPTION_NAMED.sub("", plain)
@@ -253,8 +271,15 @@ def readings(text: str) -> list[Any]:
     if option is None:
         found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
     else:
-        found = [read_expression(option[3]), Text((option[1] or option[2]).casefold()), words_of(inner)]
+        letter, value = Text((option[1] or option[2]).casefold()), read_expression(option[3])
+        found = [value, letter, words_of(inner), None if value is None else Option(letter, value)]
     return [one for one in found if one is not None]
+
+
+def letters_of(text: str) -> Text | None:
+    """Letters of several options in a row, such as ABD; else None."""
+    letters = _TEXT.sub(r"\1", unwrap(text)).strip(" .")
+    return Text(" ".join(letters).casefold()) if len(letters) > 1 and _ASCENDING.fullmatch(letters) else None
 
 
 def read_expression(text: str) -> Any:
@@ -264,14 +289,14 @@ def read_expression(text: str) -> Any:
     text = ENDED.sub("", _BEGUN.sub("", unwrap(text if box is None else box[0]))).strip()
     text = _UPRIGHT.sub(r"\1\2", _NAMED_FUNCTION.sub(r"\\\1", _FONT.sub(r"\1", text)))
     if (letters := _LETTERS.fullmatch(_TEXT.sub(r"\1", text))) is not None:
-        return Text(" ".join(sorted(re.findall("[A-H]", letters[0]))).casefold())
+        return Text(" ".join(sorted(re.findall("[A-J]", letters[0]))).casefold())
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
         # As written: 101 in base 2 is not 101.
         return sympy.Function("InBase")(sympy.Symbol(based.group(1).upper()), sympy.Symbol(based.group(2)))
-    if _DATE.fullmatch(text):
-        return Text(text)
+    if (date := _date_of(_TEXT.sub(r"\1", text))) is not None:
+        return date
     clock = _CLOCK.fullmatch(_TEXT.sub(r"\1", text))
     if clock is not None and (clock[2] or clock[3]):
         minute, half = clock[2] or "0", (clock[3] or "").lower()
@@ -281,6 +306,19 @@ def read_expression(text: str) -> Any:
     if found is None and (named := _NAMED.fullmatch(text)) is not None:
         return _measured_in(named["value"])
     return found
+
+
+def _date_of(text: str) -> Text | None:
+    """A day as 2021-06-20, or without a year 06-20."""
+    if _ISO_DATE.fullmatch(text):
+        return Text(text)
+    if (date := _DATE.fullmatch(text)) is None:
+        return None
+    word = (date[1] or date[4]).lower()
+    for number, month in enumerate(_MONTHS, start=1):
+        if month.startswith(word):
+            return Text(f"{date[5]}-" * bool(date[5]) + f"{number:02d}-{int(date[2] or date[3]):02d}")
+    return None
 
 
 def _measured_in(text: str) -> Any:
@@ -296,6 +334,9 @@ def _measured_in(text: str) -> Any:
         both = [_parsed(_EITHER_SIGN.sub(lambda sign: signs[sign[1] == "mp"], maths)) for signs in ("+-", "-+")]  # noqa: B023
         kinds = {sympy.Union if isinstance(one, sympy.Set) else sympy.FiniteSet for one in both}
         found = None if None in both or len(kinds) > 1 else kinds.pop()(*both)
+    if isinstance(found, sympy.FiniteSet) and _BRACED.fullmatch(maths):
+        # Without braces it may be a tuple too.
+        found = sympy.FiniteSet(*found.args)
     return Measured(found, unit) if found is not None and any(unit) else found
 
 

@@ -235,6 +235,9 @@ class Calling:
         named, self.takes_all, num_in_order = _parameters(function)
         self._is_batch = "completions" in named
         self._num_in_order = num_in_order if _is_in_order(list(named), num_in_order) else 0
+        # By its place, or by its name.
+        needed = list(named.values())[_IN_ORDER - 1 : self._num_in_order]
+        self.needs_answer = needed[0] if needed else named.get("answer", False)
         own: tuple[str, ...] = _OF_TRL if self._is_batch else _NAMES
         # Columns of the same names as parameters in order stay out, also where the function takes all others.
         self._taken = (*_NAMES, *list(named)[: self._num_in_order])
@@ -252,7 +255,8 @@ class Calling:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"asks": self.asks, "needs": self.needs, "takes_all": self.takes_all}
+        named = {"asks": self.asks, "needs": self.needs, "takes_all": self.takes_all}
+        return {**named, "needs_answer": self.needs_answer}
 
     def parts(self, request: Mapping[str, Any]) -> dict[str, float]:
         """Values of one completion, by name.

@@ -1,4 +1,4 @@
-"""Rows of an Arrow table; cells become Python values a batch at a time."""
+"""Rows of an Arrow table, converted in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a file with one JSON object a line, held in memory."""
+"""Lines of a file, each one JSON object, held in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonLines:
     is_strict = True
 
     def __init__(self, key: str, path: Path) -> None:
-        """Read the file that `key` names; raise ConfigError if it cannot be read."""
+        """Read the file that `key` names; raises ConfigError if unreadable."""
         self._key, self._path = key, path
         self._lines: list[bytes] = []
         digest = blake3.blake3()
@@ -46,7 +46,7 @@ class JsonLines:
         line = self._lines[number]
         try:
             row = json.loads(line)
-            if b"\\u" in line:
+            if b"\\u" in line or not line.isascii():
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise self._refused(number, ": half a surrogate pair is not text") from None

@@ -26,7 +26,7 @@ class Rows(Protocol):
 
     @property
     def is_strict(self) -> bool:
-        """Whether a row without prompt or answer is an error; else it is left out."""
+        """Whether a row without prompt or answer is an error."""
 
     def __iter__(self) -> Iterator[tuple[int, Row]]: ...
 
@@ -37,7 +37,7 @@ class Rows(Protocol):
 
 
 class RowProblem(Exception):
-    """Why a row is no prompt, or with `key` why a column does not fit."""
+    """Why a row is no prompt; `key` names an unfit column."""
 
     def __init__(self, problem: str, *, key: str = "", action: str = "correct the row or remove it") -> None:
         super().__init__(problem)

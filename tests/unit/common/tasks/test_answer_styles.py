@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.answer_extraction import answer_of, load
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.rewards.math_comparison import answer_of_row, is_right
 from heterorl.common.tasks.source_config import SourceConfig
@@ -13,13 +13,28 @@ def box(text):
     return f"Thus the answer is $\\boxed{{{text}}}$."
 
 
-OPTION = ([box("12"), box("D"), box(r"\textbf{(D)}\ 12"), "The answer is (D)."], [box("E"), box("13")])
+OPTION = (
+    [box("12"), box("D"), box(r"\textbf{(D)}\ 12"), "The answer is (D)."],
+    [
+        box("E"),
+        box("13"),
+        box(r"\textbf{(D)}\ 13"),
+        "The answer is (D) 13.",
+        box("(E) 12"),
+        "(D) 13",
+        "(D) 12 or 13",
+        "The answer is (D) 13 or (D) 12.",
+    ],
+)
 # An answer column, completions that are right, and completions that are wrong.
 STYLES = [
     (r"\textbf{(D)}\ 12", *OPTION),
     (r"\boxed{\textbf{(D)}\ 12}", *OPTION),
     ("(D) 12", *OPTION),
     ("D. 12", *OPTION),
+    ("D", [box("(D) 13"), "(D) 13"], [box("(C) 13")]),
+    ("(B) 5 cm", [box("(B) 5 cm"), box("B"), box("5 cm"), box("(B) 5")], [box("(B) 5 m"), box("(A) 5 cm")]),
+    ("(B) Paris", ["The answer is (B) Paris, France.", "B", "Paris"], ["The answer is (B) London.", "(A) Paris"]),
     # Several statements are no several tries.
     ("A", [], ["#### A\n#### B\n#### C", "Suppose A is correct. Contradiction, so C.", "We ask whether A is correct."]),
     ("Paris", [], ["#### Paris\n#### London"]),
@@ -113,11 +128,31 @@ STYLES = [
         ],
     ),
     # Sets.
+    (r"\{3,4\}", [box(r"\{4,3\}"), box("3, 4"), box(r"\left\{3, 4\right\}")], [box("(3,4)"), box("[3,4]"), box("(4,3)")]),
+    ("(3,4)", [box("(3,4)")], [box(r"\{3,4\}"), box("(4,3)")]),
+    ("3, 4", [box(r"\{3,4\}")], [box(r"\{3,5\}")]),
     ("[0,1)", [box(r"0 \le x < 1")], [box(r"0 \le x \le 1")]),
     (r"x \in [-2,7]", [box(r"-2\le x\le 7"), box("[-2,7]")], [box("(-2,7)")]),
     (r"x \in \{1,2\}", [box(r"\{1,2\}"), box("1,2")], [box("1")]),
+    # Days.
+    *(
+        (day, [*map(box, ("June 20", r"\text{June 20th}", "20 June", "the 20th of June", "Jun. 20")), "The answer is June 20th."],
+         [box("June 21"), box("July 20"), box("June 2"), box("20"), box("June 20, 2021"), "June 20 or June 21", "20"])
+        for day in ("June 20", "June 20th", "20 June")
+    ),
+    ("2021-06-20", [box("June 20, 2021"), box("20 June 2021")], [box("June 20"), box("June 20, 2022")]),
     # Letters and names.
     ("A,C", [*map(box, ("A, C", "AC", r"\text{A, C}", r"\text{A and C}", "C,A"))], [box("A,B"), box("A")]),
+    (
+        "AB",
+        [*map(box, ("AB", "A, B", r"\text{A and B}", "(A, B)", r"\text{AB}")), "The answer is A, B."],
+        [box("A"), box("B, C"), box("A, B, C"), box("ABC"), "A", "#### A\n#### A, B\n#### B"],
+    ),
+    ("ABD", [box("A, B, D"), box("ABD"), "The answer is A, B and D."], [box("A, B"), box("ABCD"), box("a, b, c")]),
+    ("A, B, D", [box("ABD"), box(r"\text{ABD}"), "#### ABD"], [box("ABCD"), box("AB"), box("BAD")]),
+    # A word, and no letters of options.
+    ("BAD", [box("bad")], [box("A, B, D"), box("DAB")]),
+    ("AX", [], [box("A, X")]),
     (
         "Paris",
         ["The answer is Paris, the capital of France.", "Answer: Paris (France)", "Paris"],
@@ -148,6 +183,10 @@ def test_an_answer_column_of_lists_holds_texts():
     assert scores("exact", '["z"]', "z", "y") == [1, 0]
     assert scores("exact", '["z", "y"]', "z", "y", "x") == [1, 1, 0]
     assert scores("exact", "[1, 2]", "[1, 2]", "1") == [1, 0]
+    # A worker of a sampler as the learner.
+    by_worker, _ = load({})
+    for completion, value in (("y", 1.0), ("x", 0.0)):
+        assert by_worker({"answer": '["z", "y"]', "completion": completion}) == {"parts": {"correct": value}}
 
 
 @pytest.mark.process

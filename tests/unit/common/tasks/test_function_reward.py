@@ -14,7 +14,7 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT
-from heterorl.common.tasks.task import score_group
+from heterorl.common.tasks.task import close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
@@ -431,6 +431,30 @@ def trl_number(completions, **kwargs):
 
 def missing(completion, difficulty):
     return 1.0
+
+
+def maybe(completion, answer="none"):
+    return 1.0
+
+
+def maybe_third(question, text, solution=None):
+    return 1.0
+
+
+def always(completion, answer):
+    return 1.0
+
+
+def third(question, text, solution):
+    return 1.0
+
+
+def trl_answer(completions, answer, **kwargs):
+    return [1.0]
+
+
+def trl_maybe(completions, answer=None, **kwargs):
+    return [1.0]
 """
 
 
@@ -506,3 +530,22 @@ def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_p
                 task.score(q1(task), "seven")
         finally:
             task.close()
+
+
+@pytest.mark.parametrize("data", [{}, {"answer": ""}])
+def test_a_reward_that_asks_for_answers_is_refused_where_the_rows_have_none(tmp_path, data):
+    rows = [{"prompt": f"q{n}", "level": n} for n in range(3)]
+
+    for reward in ("always", "third", "trl_answer"):
+        with pytest.raises(
+            ConfigError, match=f"task.data.answer: the rows have no answers, and forms:{reward} asks for one"
+        ):
+            formed(tmp_path, reward, rows, data=data)
+    for reward in ("maybe", "maybe_third", "trl_maybe", "two"):
+        close_task(formed(tmp_path, reward, rows, data=data))
+
+
+def test_trl_may_ask_for_a_column_of_answers_that_nothing_else_reads(tmp_path):
+    close_task(formed(tmp_path, "trl_answer", data={"answer": ""}))
+    with pytest.raises(ConfigError, match="task.data.answer: the rows have no answers"):
+        formed(tmp_path, "always", data={"answer": ""})

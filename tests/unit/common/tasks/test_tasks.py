@@ -248,6 +248,7 @@ def test_wrong_evaluation_file_names_its_key(tmp_path, rows, message):
         ([{"prompt": "a", "answer": []}], "line 1"),
         ([{"prompt": "", "answer": "b"}], "line 1.*empty"),
         ([b'{"prompt": "\\ud800", "answer": "b"}'], "line 1.*surrogate"),
+        ([b'{"prompt": "\xed\xa0\x80", "answer": "b"}'], "line 1.*surrogate"),
         ([b"\xff\xfe"], "line 1"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "c"}], "at least 2"),
     ],

@@ -126,6 +126,24 @@ RIGHT_SUM = (
             "def area(r): return PI * r * r",
             "def area(r): return r",
         ),
+        (
+            "def check(candidate):\n    assert candidate(nums=[2, 7, 9], target=9) == [0, 1]\n",
+            {"entry_point": "Solution().twoSum"},
+            RIGHT_SUM,
+            TWO_SUM + "        return [1, 0]",
+        ),
+        (
+            {"fn_name": "Solution().twoSum", "inputs": [[[2, 7, 9], 9]], "outputs": [[0, 1]]},
+            {},
+            RIGHT_SUM,
+            TWO_SUM + "        return [1, 0]",
+        ),
+        (
+            [{"input": [3], "output": [5], "testtype": "functional", "fn_name": "f"}],
+            {},
+            "def f(x): return [5]",
+            "def f(x): return 5",
+        ),
         ({"tests": ["f", "assert f(2) == 4"]}, {}, "def f(x): return 2 * x", "def g(x): return 2 * x"),
         (
             [{"type": "function_call", "fn_name": "add", "input": [3, 4], "output": [7]}],
@@ -172,6 +190,39 @@ RIGHT_SUM = (
 def test_tests_of_public_data_sets_are_run_as_they_are_meant(reward, answer, columns, right, wrong):
     assert worth(reward, answer, right, columns) == 1.0
     assert worth(reward, answer, wrong, columns) < 1.0
+
+
+APART = {"testtype": "functional", "fn_name": "f"}
+CALL = {"type": "function_call", "fn_name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "results"),
+    [
+        ([{**APART, "input": [3], "output": [5]}], [[5]]),
+        ([{**APART, "input": [3], "output": [5]}, {**APART, "input": [4], "output": [6]}], [[5], 5]),
+        ([{**APART, "input": [3], "output": [5]}, {**APART, "input": [4], "output": 6}], [[5]]),
+        ([{**APART, "input": "3", "output": "[5]"}], [[5]]),
+        ([{**CALL, "input": [3], "output": [5]}], [[5], 5]),
+        ({"fn_name": "f", "inputs": [[3]], "outputs": [[5]]}, [[5], 5]),
+        ({"fn_name": "f", "inputs": [[3], [4]], "outputs": [[5], 6]}, [[5]]),
+    ],
+)
+def test_a_list_around_each_result_is_taken_off_where_a_set_writes_one(answer, results):
+    code = unit_tests_of(json.dumps(answer), {})[0].code
+
+    assert f"{json.dumps(results)!r})" in code
+
+
+def test_a_method_is_named_with_its_class_or_without():
+    alone, named = (
+        unit_tests_of(json.dumps({"fn_name": name, "inputs": [[3]], "outputs": [5]}), {})
+        for name in ("f", "Solution().f")
+    )
+
+    assert alone == named
+    with pytest.raises(ValueError, match="a test of a function names none"):
+        unit_tests_of(json.dumps({"fn_name": "Solution().f()", "inputs": [[3]], "outputs": [5]}), {})
 
 
 SAME = {

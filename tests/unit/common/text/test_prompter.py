@@ -154,6 +154,12 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         (CHANNELS, f"{ANALYSIS}<|end|>{FINAL}2<|end|>{FINAL}4<|return|>", "<think>not 3</think>2\n4"),
         (CHANNELS, "<|message|>2<|return|>", "2"),
         (CHANNELS, "2<|return|>", "2"),
+        # The prompt opened a message, or began a header.
+        (CHANNELS, f"2<|end|>{FINAL}4<|return|>", "2\n4"),
+        (CHANNELS, f"2<|end|><|start|>assistant{ANALYSIS}", "2<think>not 3"),
+        (CHANNELS, "2<|channel|>analysis", "2<think>analysis"),
+        (CHANNELS, "2<|message|>4", "2\n4"),
+        (CHANNELS, "assistant<|channel|>final<|message|>2<|return|>", "2"),
     ],
 )
 def test_thoughts_of_other_families_are_thoughts(tmp_path, marks, said, text, is_special):

@@ -52,6 +52,8 @@ _TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs",
 _ENTRY_KEYS = frozenset({"stdin", "stdout", "testtype", "type", "fn_name", "metadata", *_PAIR_KEYS})
 _LANGUAGES = ("python", "python3", "py")
 _OF_FUNCTIONS = frozenset({"functional", "function_call", "call_based"})
+_OF_SOLUTION = "Solution()."
+"""Prefix of a method's name in LeetCode's sets."""
 _OF_PROGRAMS = frozenset({"stdin", "stdin_stdout", "standard_input"})
 
 BEFORE = """
@@ -127,7 +129,10 @@ def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
         entries = entries.get("tests") or entries.get("test_cases")
     if not isinstance(entries, list):
         entries = []
-    is_wrapped = _are_wrapped([_wanted(entry) for entry in entries if _kind(entry) in _OF_FUNCTIONS])
+    of_functions = [entry for entry in entries if _kind(entry) in _OF_FUNCTIONS]
+    # LiveCodeBench's lone list is a value; the other kinds are APPS' tables in another form.
+    is_lone = len(of_functions) == 1 and _kind(of_functions[0]) == "functional"
+    is_wrapped = not is_lone and _are_wrapped([_wanted(entry) for entry in of_functions])
     return [_test(entry, columns, name, is_wrapped=is_wrapped) for entry in _sampled(entries)]
 
 
@@ -223,6 +228,8 @@ def _of_program(given: Any, wanted: Any) -> Test:
 
 
 def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Test:
+    # A method of the class is called before a function of that name.
+    name = name.removeprefix(_OF_SOLUTION)
     if not name.isidentifier():
         raise ValueError(f"a test of a function names none: {name!r:.40}; write fn_name")
     if isinstance(given, str):
@@ -251,7 +258,8 @@ def _value(text: str) -> Any:
 def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
     entry_point = columns.get("entry_point")
     before = ""
-    if isinstance(entry_point, str) and entry_point.isidentifier() and "check(" in text:
+    is_name = isinstance(entry_point, str) and entry_point.removeprefix(_OF_SOLUTION).isidentifier()
+    if is_name and "check(" in text:
         # HumanEval's tests are a function `check` of the solution.
         text, before = f"{text}\ncheck({entry_point})\n", BEFORE
     try:
@@ -432,7 +440,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 5", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 6", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

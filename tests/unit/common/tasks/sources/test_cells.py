@@ -12,6 +12,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.source_config import DataConfig, SourceConfig
+from heterorl.common.tasks.sources import arrow_rows
 from heterorl.common.tasks.sources.arrow_rows import ArrowRows
 from heterorl.common.tasks.sources.cells import answer_text
 from heterorl.common.tasks.sources.rows_task import RowsTask
@@ -333,3 +334,23 @@ def test_rows_that_mix_answers_and_none_are_refused(tmp_path):
         built(jsonl(tmp_path, rows), **LENGTH)
     with pytest.raises(ConfigError, match="line 2: there is no answer; there are prompt"):
         built(jsonl(tmp_path, rows[3:] + rows[:3]), **LENGTH)
+
+
+def test_a_table_is_converted_in_batches_of_the_columns_that_are_read(monkeypatch):
+    converted = []
+    convert = arrow_rows._Columns.__missing__
+
+    def noted(columns, name):
+        cells = convert(columns, name)
+        converted.append((name, len(cells)))
+        return cells
+
+    monkeypatch.setattr(arrow_rows._Columns, "__missing__", noted)
+    asked = [f"q{number}" for number in range(1000)]
+    task = table_task(
+        {"prompt": asked, "answer": asked, "level": list(range(1000)), "unused": asked}, at_least={"level": 7.0}
+    )
+
+    assert task.num_prompts + task.num_evaluation_prompts == 993
+    assert {name for name, _ in converted} == {"prompt", "answer", "level"}
+    assert max(count for _, count in converted) <= 256

@@ -9,7 +9,8 @@ demonstrations, so its reward begins at .2 to .5. Then it trains on trajectories
     textarena-guess      GuessTheNumber-v0 of textarena, four turns; reward 1, or the nearness of the last guess
     textarena-secretary  Secretary-v0 of textarena; reward 1 for accepting the largest of five values
 
-The last two need the extra games.
+The last two need the extra games. With `--trainer trl` TRL's GRPOTrainer plays them online, in one process and with
+its own defaults, from the same first weights and seeds.
 
     python -m benchmarks.environment_curves --minutes 7.5 --seeds 0 1 2 --json benchmarks/results/environments.json
 
@@ -36,7 +37,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves.records import GOAL, Arm, Limits, limits, summary_of, verdicts
+from benchmarks.curves.records import GOAL, Arm, Limits, arm_of, limits, summary_of, verdicts
 from benchmarks.curves.textarena_games import ALL_GAMES
 
 SAVE_S = 30.0
@@ -123,7 +124,7 @@ def write(path: Path, runs: Sequence[dict[str, Any]], *, settings: dict[str, Any
             "cores": os.cpu_count(),
             "platform": platform.platform(),
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
+            **{name: version(name) for name in ("torch", "transformers", "trl")},
         },
         "settings": settings,
         "seconds": round(seconds, 1),
@@ -140,15 +141,15 @@ def write(path: Path, runs: Sequence[dict[str, Any]], *, settings: dict[str, Any
 
 def other_runs(path: Path, arms: Sequence[Arm]) -> list[dict[str, Any]]:
     """Runs of the JSON that are not of these arms."""
-    names = {arm.name for arm in arms}
     known = json.loads(path.read_bytes())["runs"] if path.exists() else []
-    return [run for run in known if Arm(**{key: run[key] for key in ("environment", "seed", "lag")}).name not in names]
+    return [run for run in known if arm_of(run) not in arms]
 
 
 def line(run: dict[str, Any]) -> str:
     """One run in one line."""
     one = summary_of(run)
-    words = [f"{one['environment']:10} lag {one['lag']:3} seed {one['seed']}  {run['status']:22} step {one['steps']:4}"]
+    words = [f"{one['trainer']:8} {one['environment']:10} lag {one['lag']:3} seed {one['seed']}"]
+    words.append(f"{run['status']:22} step {one['steps']:4}")
     words.append(f"reward {one['training_first']} to {one['training_last']}, turns {one['turns_last']}")
     words.append(f"held out {one['held_out_first']} to {one['held_out_last']}, gain {one['gain']}")
     return "  ".join([*words, *([f"FAILURE {run['failure'][:200]}"] if run["failure"] else [])])
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument("--environments", nargs="+", choices=list(ALL_GAMES), default=list(ALL_GAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lags", nargs="+", type=int, default=[64])
+    parser.add_argument("--trainer", choices=("heterorl", "trl"), default="heterorl", help="trl: online, lag 0")
     parser.add_argument("--jobs", type=int, default=1000, help="runs at once; default: all")
     parser.add_argument("--loss", default="gepo_1s")
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -174,8 +176,8 @@ def main() -> None:
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in SETTINGS}
     arms = [
-        Arm(environment=environment, seed=seed, lag=lag)
-        for lag in options.lags
+        Arm(environment=environment, seed=seed, lag=lag, trainer=options.trainer)
+        for lag in (options.lags if options.trainer == "heterorl" else [0])
         for environment in options.environments
         for seed in options.seeds
     ]

@@ -56,6 +56,7 @@ class Spec:
     environment: str
     seed: int
     lag: int
+    trainer: str
     loss: str
     lr: float
     steps: int
@@ -78,7 +79,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.begun = time.time()
-        own = ("environment", "seed", "lag", "loss", "lr", "groups_per_step", "group_size")
+        own = ("environment", "seed", "lag", "trainer", "loss", "lr", "groups_per_step", "group_size")
         self.result = {
             **{key: getattr(self.spec, key) for key in own},
             "status": "warm start",
@@ -93,22 +94,30 @@ class Run:
 
     def save(self) -> None:
         """Replace the file of results."""
-        self.result["curve"] = curve_of(journal_rows(self.directory / "learner" / STEPS_FILE))
+        self.result["curve"] = self.curve()
         self.result["seconds"] = round(time.time() - self.begun, 1)
         path = self.directory / "result.json"
         path.with_suffix(".new").write_text(json.dumps(self.result), encoding="utf-8")
         path.with_suffix(".new").replace(path)
 
+    def curve(self) -> list[dict[str, Any]]:
+        """Rows of the training so far."""
+        return curve_of(journal_rows(self.directory / "learner" / STEPS_FILE))
+
+    def train(self) -> None:
+        """Train and evaluate by the services."""
+        address = self._start()
+        self._watch()
+        self._stop(*SITES)
+        self._stop("learner")
+        self._evaluate(address)
+
     def play(self) -> None:
         """The whole run; a failure is kept as a text."""
         try:
             self._warm()
-            address = self._start()
-            self._watch()
-            self._stop(*SITES)
-            self._stop("learner")
-            self._evaluate(address)
-            self._say("ended")
+            self.train()
+            self.say("ended")
         except Exception as error:  # noqa: BLE001 - the curve is kept
             self._fail(error)
         finally:
@@ -118,7 +127,8 @@ class Run:
             self._account()
             self.save()
 
-    def _say(self, status: str) -> None:
+    def say(self, status: str) -> None:
+        """Save the state of the run."""
         self.result["status"] = status
         self.save()
 
@@ -142,7 +152,7 @@ class Run:
 
     def _start(self) -> str:
         spec, options = self.spec, self.options
-        self._say("start of the processes")
+        self.say("start of the processes")
         make_certificates(options, now=datetime.datetime.now(datetime.UTC))
         regime = dataclasses.replace(
             FULL, max_steps=spec.steps, lag_versions=spec.lag, max_staleness_versions=spec.lag + STALENESS_ROOM,
@@ -199,7 +209,7 @@ class Run:
 
     def _watch(self) -> None:
         """Until all steps are taken, a process failed, or the time is over."""
-        self._say("training")
+        self.say("training")
         saved, learner = time.time(), self._child("learner")
         while time.time() < self.spec.train_until and learner.exit_code != 0:
             try:
@@ -222,7 +232,7 @@ class Run:
 
     def _evaluate(self, address: str) -> None:
         """Held-out rewards of some versions, pulled from the coordinator."""
-        self._say("evaluation")
+        self.say("evaluation")
         published = [row["version"] for row in journal_rows(self.directory / "learner" / VERSIONS_FILE)]
         if not published:
             return
@@ -256,7 +266,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     spec = Spec(**json.loads((directory / "spec.json").read_text(encoding="utf-8")))
-    Run(spec=spec, directory=directory).play()
+    kind: type[Run] = Run
+    if spec.trainer == "trl":
+        from benchmarks.curves.trl_run import TrlRun
+
+        kind = TrlRun
+    kind(spec=spec, directory=directory).play()
 
 
 if __name__ == "__main__":

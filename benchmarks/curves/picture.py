@@ -14,24 +14,29 @@ from typing import Any
 from docs.markdown import table
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+_TRL = "#999999"
 _SMOOTH = 8
 """Steps of a mean on the training curve."""
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """One panel for each environment and lag, one colour for each seed; dots are held-out episodes."""
+    """One panel for each environment and lag, one colour for each seed, TRL in grey; dots are held-out episodes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cells = [(one["environment"], one["lag"]) for one in found["environments"]]
+    cells = [(one["environment"], one["lag"]) for one in found["environments"] if one["trainer"] == "heterorl"]
     figure = Figure(figsize=(3.6 * max(1, len(cells)), 3.2), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, max(1, len(cells)), sharey=True, squeeze=False)[0]
     for axes, (environment, lag) in zip(panels, cells, strict=False):
-        own = [run for run in found["runs"] if (run["environment"], run["lag"]) == (environment, lag)]
-        for run, colour in zip(own, _COLOURS, strict=False):
+        here = [run for run in found["runs"] if run["environment"] == environment]
+        peers = [run for run in here if run["trainer"] == "trl"]
+        own = [run for run in here if run["trainer"] == "heterorl" and run["lag"] == lag]
+        colours = [(run, _TRL) for run in peers] + list(zip(own, _COLOURS, strict=False))
+        for run, colour in colours:
             steps, rewards = smooth(run["curve"])
-            axes.plot(steps, rewards, color=colour, alpha=0.5, linewidth=1, label=f"seed {run['seed']}")
+            label = f"seed {run['seed']}" if run in own else "TRL, online" if run is peers[0] else None
+            axes.plot(steps, rewards, color=colour, alpha=0.5, linewidth=1, label=label)
             dots = [(row["version"], row["mean"]) for row in run["held_out"]]
             if dots:
                 axes.plot(*zip(*dots, strict=True), color=colour, marker="o", markersize=3.5, linewidth=1.4)
@@ -53,10 +58,10 @@ def smooth(curve: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
 
 def rows_of(found: Mapping[str, Any]) -> str:
     """Table of Markdown with one row for each run."""
-    head = ["environment", "lag", "seed", "steps", "turns", "held out, version 0", "held out, last", "gain"]
+    head = ["trainer", "environment", "lag", "seed", "steps", "turns", "held out, version 0", "held out, last", "gain"]
     body = [
         [
-            one["environment"], str(one["lag"]), str(one["seed"]), str(one["steps"]),
+            one["trainer"], one["environment"], str(one["lag"]), str(one["seed"]), str(one["steps"]),
             f"{_number(one['turns_first'])} to {_number(one['turns_last'])}", _number(one["held_out_first"]),
             _number(one["held_out_last"]), _number(one["gain"]),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,16 +22,22 @@ NUM_EVALUATED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One run: an environment, a seed and a lag in versions."""
+    """One run: an environment, a seed, a lag in versions, and who trains: heterorl or trl."""
 
     environment: str
     seed: int
     lag: int
+    trainer: str = "heterorl"
 
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return f"{self.environment}-lag{self.lag}-seed{self.seed}"
+        return f"{self.trainer}-{self.environment}-lag{self.lag}-seed{self.seed}"
+
+
+def arm_of(run: Mapping[str, Any]) -> Arm:
+    """The arm of a run's results."""
+    return Arm(**{each.name: run[each.name] for each in dataclasses.fields(Arm)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +105,7 @@ def summary_of(run: Mapping[str, Any]) -> dict[str, Any]:
     evaluated = [held_out[0]["mean"], held_out[-1]["mean"]] if len(held_out) > 1 else [None, None]
     ends = evaluated if evaluated[0] is not None else trained
     return {
-        "environment": run["environment"],
-        "lag": run["lag"],
-        "seed": run["seed"],
+        **dataclasses.asdict(arm_of(run)),
         "steps": curve[-1]["step"] if curve else 0,
         "training_first": trained[0],
         "training_last": trained[1],
@@ -120,16 +125,16 @@ def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def verdicts(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each environment and lag the gains of its seeds, and whether each of three seeds or more reached GOAL."""
+    """For each trainer, environment and lag the gains of its seeds, and whether all of three or more reached GOAL."""
     found = []
-    for environment, lag in dict.fromkeys((one["environment"], one["lag"]) for one in summaries):
-        own = [one for one in summaries if (one["environment"], one["lag"]) == (environment, lag)]
+    keys = ("trainer", "environment", "lag")
+    for cell in dict.fromkeys(tuple(one[key] for key in keys) for one in summaries):
+        own = [one for one in summaries if tuple(one[key] for key in keys) == cell]
         gains = [one["gain"] for one in own if one["gain"] is not None]
         is_whole = len(gains) == len(own) and len(own) >= LEAST_SEEDS
         found.append(
             {
-                "environment": environment,
-                "lag": lag,
+                **dict(zip(keys, cell, strict=True)),
                 "seeds": [one["seed"] for one in own],
                 "gains": gains,
                 "least_gain": min(gains, default=None),

@@ -72,26 +72,31 @@ class Demonstrator:
     def __init__(self, game: Any, prompter: Prompter) -> None:
         self._game, self._prompter = game, prompter
         self._tools = [schema_of(tool) for tool in getattr(game, "tools", ())]
-        self._given: dict[tuple[Message, ...], list[int]] = {}
+        self._given: dict[tuple[tuple[Message, ...], bool], list[int]] = {}
 
     def play(self, chooser: random.Random) -> Demonstration:
         """One episode."""
         episode = self._game()
-        first = episode.reset({}, seed=chooser.getrandbits(32))
-        ids = self._prompter.encode_prompt(Prompt(index=0, text=first, answer=""), tools=self._tools).tolist()
+        ids = self.prompt(episode.reset({}, seed=chooser.getrandbits(32)))
         drawn = [False] * len(ids)
         for number in range(1, self._game.max_turns + 1):
             text = episode.demonstrate(chooser)
             turn = [*self._prompter.tokens(text).tolist(), self._prompter.eos_token_id]
             ids, drawn = ids + turn, drawn + [True] * len(turn)
-            said = self._answer(episode, text)
+            said = self.answer(episode, text)
             if said is None or number == self._game.max_turns:
                 break
-            given = self._ids(said.messages)
+            given = self.given(said.messages)
             ids, drawn = ids + given, drawn + [False] * len(given)
         return Demonstration(ids, drawn)
 
-    def _answer(self, episode: Any, text: str) -> Observation | None:
+    def prompt(self, text: str) -> list[int]:
+        """Tokens of an episode's first message."""
+        ids: list[int] = self._prompter.encode_prompt(Prompt(index=0, text=text, answer=""), tools=self._tools).tolist()
+        return ids
+
+    def answer(self, episode: Any, text: str) -> Observation | None:
+        """The game's answer to a turn."""
         if not self._tools:
             answer: Observation | None = episode.step(Action(text))
             return answer
@@ -99,10 +104,12 @@ class Demonstrator:
         answer = episode.step(Action(read.text, tuple(ToolCall(*call) for call in read.calls)))
         return answer
 
-    def _ids(self, messages: tuple[Message, ...]) -> list[int]:
-        if messages not in self._given:
-            self._given[messages] = self._prompter.given(messages, is_cut=False).tolist()
-        return self._given[messages]
+    def given(self, messages: tuple[Message, ...], *, is_cut: bool = False) -> list[int]:
+        """Tokens of an answer; `is_cut`: the turn before it has no end token."""
+        key = messages, is_cut
+        if key not in self._given:
+            self._given[key] = self._prompter.given(messages, is_cut=is_cut).tolist()
+        return self._given[key]
 
 
 def batch_of(rows: Sequence[Demonstration], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

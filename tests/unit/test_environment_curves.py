@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 from benchmarks.curves.games import GAMES, Calculator, Guess, Mastermind, matches
 from benchmarks.curves.records import (
@@ -16,6 +17,7 @@ from benchmarks.curves.records import (
     verdicts,
     versions_to_evaluate,
 )
+from benchmarks.curves.trl_run import Player
 from benchmarks.curves.warm_start import TEMPLATE, Demonstrator, batch_of, build_tokenizer
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.tools import schema_of
@@ -93,6 +95,38 @@ def test_a_demonstration_is_a_trajectory_in_tokens(game, tmp_path):
         assert 1 <= len(turns) <= game.max_turns
 
 
+class Script:
+    """A model that draws given turns, padded on the right."""
+
+    def __init__(self, turns):
+        self.turns = list(turns)
+
+    def generate(self, *, input_ids, pad_token_id, **_):
+        drawn = torch.tensor([[*self.turns.pop(0), pad_token_id, pad_token_id]])
+        return torch.cat([input_ids, drawn], 1)
+
+
+@pytest.mark.parametrize("game", GAMES.values())
+def test_trl_gets_the_tokens_of_a_trajectory(game, tmp_path):
+    prompter = prompter_of(tmp_path, TEMPLATE, build_tokenizer(game.words))
+    chooser = random.Random(3)
+    row = Demonstrator(game, prompter).play(chooser)
+    seed = random.Random(3).getrandbits(32)
+    begin = row.is_drawn.index(True)
+    turns, last = [], False
+    for one, is_drawn in zip(row.token_ids, row.is_drawn, strict=True):
+        if is_drawn:
+            turns = [*turns[:-1], [*turns[-1], one]] if last else [*turns, [one]]
+        last = is_drawn
+
+    (played,) = Player(game, prompter).play(Script(turns), [seed])
+
+    assert played.prompt_ids == row.token_ids[:begin]
+    assert played.ids == row.token_ids[begin:]
+    assert played.is_drawn == row.is_drawn[begin:]
+    assert played.num_turns == len(turns)
+
+
 def report(step, reward, **values):
     completions = {"turns_mean": 2.0, "given_mean": 7.0, "length_mean": 15.0, "endings": [{"name": "eos", "mean": 1.0}]}
     row = {"step": step, "reward_mean": reward, "staleness_mean": 64.0, "staleness_max": 65, "kl": 0.1}
@@ -113,7 +147,7 @@ def run_of(rewards, held_out=(), *, environment="guess", seed=0):
     rows = [{"version": number, "mean": mean} for number, mean in enumerate(held_out)]
     curve = curve_of([report(step, reward) for step, reward in enumerate(rewards, 1)])
     return {
-        "environment": environment, "lag": 64, "seed": seed, "curve": curve, "held_out": rows, "failure": None,
+        "trainer": "heterorl", "environment": environment, "lag": 64, "seed": seed, "curve": curve, "held_out": rows, "failure": None,
     }  # fmt: skip
 
 
@@ -161,4 +195,4 @@ def test_runs_that_wait_get_their_share_of_the_time():
 
     assert (whole.end_s, halves.end_s, short.end_s) == (480, 240, 60)
     assert (whole.train_s, short.train_s) == (400, 30)
-    assert Arm(environment="guess", seed=1, lag=64).name == "guess-lag64-seed1"
+    assert Arm(environment="guess", seed=1, lag=64).name == "heterorl-guess-lag64-seed1"

@@ -107,7 +107,7 @@ class RolloutColumn:
                 return self._context.deadlines.begin(connection, again, holder, now), "given to this request before"
             # A single site makes all versions itself: none comes before its groups.
             is_shared = tallies.read(connection, "wanting") > 1
-            generation_s = self._context.sites.generation_s(site) if is_shared else 0.0
+            generation_s = self._context.sites.generation_s(site)
             held_limit, held_by = self._held_limit(connection, holder, now)
             granted, reason = decide_grant(
                 self._context.config,
@@ -116,7 +116,7 @@ class RolloutColumn:
                 policy_version=policy_version,
                 outstanding=tallies.outstanding(connection),
                 held=tallies.held(connection, site),
-                coming=horizon.coming(connection, generation_s, head=head, now=wall),
+                coming=horizon.coming(connection, generation_s, head=head, now=wall) if is_shared else 0,
                 held_limit=held_limit,
                 held_by=held_by,
             )

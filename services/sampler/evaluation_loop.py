@@ -164,6 +164,8 @@ class EvaluationLoop:
             self._num_failures += 1
             return None
         if not grant.assignments:
+            # The coordinator answers: the last version may only be late.
+            self._num_failures = 0
             return None
         spec, is_there = grant.evaluation, self._generation.swap.version == version and not self._generation.is_swapping
         is_there = is_there and not self._has_stopped

@@ -71,6 +71,7 @@ class TrustRecord:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: dict[int, SeenVersion] = {}
+        self.highest_version = NO_VERSION
         if path.exists():
             self._read()
         else:
@@ -95,15 +96,12 @@ class TrustRecord:
             with replacing(self.path, is_durable=True) as file:
                 file.write(b"".join(map(_row, kept.values())))
             self._seen = kept
+            self.highest_version = max(kept, default=NO_VERSION)
         return forgotten
 
     @property
     def newest(self) -> SeenVersion | None:
-        return self._seen[max(self._seen)] if self._seen else None
-
-    @property
-    def highest_version(self) -> int:
-        return max(self._seen, default=NO_VERSION)
+        return self._seen.get(self.highest_version)
 
     def note(self, seen: SeenVersion) -> None:
         """Append a verified version; durable when it returns.
@@ -128,7 +126,11 @@ class TrustRecord:
             except (OSError, DiskFull):
                 file.truncate(before)
                 raise
+        self._add(seen)
+
+    def _add(self, seen: SeenVersion) -> None:
         self._seen[seen.version] = seen
+        self.highest_version = max(self.highest_version, seen.version)
 
     def _read(self) -> None:
         data = self.path.read_bytes()
@@ -139,7 +141,7 @@ class TrustRecord:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 action = "move it away; versions seen before are then not recognised"
                 raise CorruptStore(f"{self.path}, line {number}: {error}", action=action) from error
-            self._seen[seen.version] = seen
+            self._add(seen)
         if whole != len(data):
             os.truncate(self.path, whole)
 

@@ -1,8 +1,8 @@
 """The age of policies, and groups fresh enough to train on.
 
-Store operations. A policy's age counts from the publication of the next version, so the newest version has age 0 even
-if a run stands still. Groups go into versions in the order of their leases, as many for each version as the learner
-stated.
+Store operations. Ages come from the index `versions_ages`, since rows hold manifests of up to megabytes. A policy's
+age counts from the publication of the next version, so the newest version has age 0 even if a run stands still. Groups
+go into versions in the order of their leases, as many for each version as the learner stated.
 """
 
 from __future__ import annotations

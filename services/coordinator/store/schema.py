@@ -7,7 +7,7 @@ key is not its first columns.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
@@ -26,6 +26,7 @@ CREATE TABLE versions (
     manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL, state_root TEXT NOT NULL, published REAL NOT NULL,
     bytes_full INTEGER NOT NULL, bytes_last INTEGER NOT NULL, changed_fraction REAL NOT NULL,
     is_abandoned INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX versions_ages ON versions (version, is_abandoned, published);
 CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB NOT NULL,
     PRIMARY KEY (step, version)) WITHOUT ROWID;
 CREATE TABLE sites (

@@ -143,6 +143,8 @@ class Outbox:
         return [self._read(*row) for row in chosen], later[0]
 
     def release_by(self, instant: float) -> None:
+        """Make groups that are due later due at `instant`.
+        Rows that are due stay as they are: writing one rewrites its group."""
         self._write("UPDATE groups SET release = ? WHERE release > ?", [(instant, instant)])
 
     def note_spooled(self, sequences: Sequence[int], now: float) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from heterorl.common.errors import EngineError, PromptRefused
+from heterorl.common.errors import DiskFull, EngineError, PromptRefused
 from heterorl.common.generation.inference_engine import Engine, Request, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, ring_or_time
@@ -116,7 +116,11 @@ class GenerationLoop:
             pass
 
     async def empty(self) -> None:
-        await asyncio.to_thread(self.outbox.release_by, 0.0)
+        """Wait until every group is delivered, delayed ones at once."""
+        try:
+            await asyncio.to_thread(self.outbox.release_by, self.now())
+        except DiskFull as error:
+            _LOG.warning("the drain waits for the delays of groups: %s", error)
         self.bell.ring()
         is_said = False
         while True:

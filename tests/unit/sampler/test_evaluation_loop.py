@@ -361,16 +361,23 @@ async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_
 
 
 @pytest.mark.slow
-async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog):
+@pytest.mark.parametrize("num_failed", [0, 1])
+async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog, num_failed):
     world.settings["evaluation_hold_s"] = 20.0
+    failures = [Unreachable("the coordinator restarts")] * num_failed
 
     async def nothing(**_):
         raise Unreachable("the link is down")
 
+    async def shaky(**values):
+        if values["sets"] and failures:
+            raise failures.pop()
+        return await world.core.lease_work(**values)
+
     await world.run.publish()
     world.start()
     await until_done(world)
-    world.link.replaced["plan_pull"] = nothing
+    world.link.replaced |= {"plan_pull": nothing, "lease_work": shaky}
     await world.run.publish()
     await world.core.drain(reason="the end")
     drained_at = world.clock.monotonic()

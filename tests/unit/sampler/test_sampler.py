@@ -171,6 +171,23 @@ async def test_drain_empties_the_outbox_before_the_end_whatever_the_delay(world)
     assert await world.ledger_acked() == 2 * world.engine.num_batches
 
 
+async def test_a_full_disk_does_not_end_a_drain(world, caplog):
+    world.settings = {"delay": {"kind": "fixed", "value": 60.0}}
+    await generating(world, batches=2)
+    await world.until(lambda: world.spooled() >= 2)
+
+    def full(instant):
+        raise DiskFull("/state")
+
+    world.sampler.generation.outbox.release_by = full
+    await world.core.drain(reason="enough")
+    await world.until(lambda: world.is_ended)
+    await world.end()
+
+    assert world.spooled() == 0
+    assert "the drain waits for the delays of groups: no space left under /state" in caplog.text
+
+
 async def test_sampler_that_starts_in_a_complete_run_ends_and_says_how_to_go_on(world, caplog):
     caplog.set_level("INFO")
     await world.run.publish()

@@ -243,6 +243,17 @@ def test_nothing_is_held_beyond_what_is_asked(tmp_path):
     outbox.close()
 
 
+def test_a_release_leaves_due_groups_as_they_are(tmp_path):
+    outbox = Outbox(tmp_path)
+    outbox.put(spooled_groups(outbox, 3, tmp_path), release=[5.0, 6.0, 3600.0])
+    before = outbox._connection.total_changes
+
+    outbox.release_by(20.0)
+
+    assert outbox._connection.total_changes - before == 1
+    outbox.close()
+
+
 def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
     synced = []
     real = os.fsync

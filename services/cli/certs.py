@@ -138,7 +138,7 @@ def revoke(
 ) -> None:
     """Revoke a certificate.
 
-    A coordinator refuses it from the next call, once `tls.revoked` names a copy of this list.
+    Coordinator and relays refuse it from the next call, once their `tls.revoked` names a copy of this list.
 
     A node that joined by token has no directory here: name it by --site and --role, or by the serial number that
     `heterorl certs list` shows.

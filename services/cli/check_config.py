@@ -82,8 +82,8 @@ def check_config(
     """Check a configuration without starting the service.
 
     It checks every key. It loads the task, its data, the tokenizer and the model's configuration, computes one reward,
-    and takes a step in each environment. It tries a custom loss and the engine's package. It reads no weights. It uses
-    the network only to ask the hub for a model that is not on this machine.
+    and takes a step in each environment. It tries a custom loss and the engine's package. It reads no weights. It may
+    ask the network for a model or data set of the hub, for a reward service, and for an environment elsewhere.
 
     Exit code 0: valid. 2: not valid; each problem is one line.
 

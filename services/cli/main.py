@@ -203,12 +203,12 @@ def demo(
 ) -> None:
     """Train a small model while its samplers are 64 versions behind.
 
-    It takes about two minutes on this machine. It warm-starts a small model on addition, then starts a coordinator, a
+    It takes about two minutes. It warm-starts a small model on addition, then starts a coordinator, a
     learner and two samplers as processes. They talk gRPC over loopback, each with its own certificate. A live table
     shows the run. It writes report.html, summary.json and a Hugging Face model to --out.
 
     Exit code 0: all promises were kept. 1: one was broken, or the run failed. 2: an option is wrong; nothing was
-    started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results so far.
+    started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results since the warm start.
     """
     from heterorl.demo.demo_config import DemoOptions, check_options
 
@@ -266,7 +266,7 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
 
 @app.command("verify-lineage", rich_help_panel=CHECK)
 def verify_lineage(
-    directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not run.")],
+    directory: Annotated[Path, typer.Argument(help="A stopped coordinator's data_dir (PostgreSQL: a backup).")],
     key: Annotated[
         list[str] | None, typer.Option("--key", help="Public key accepted for signatures; repeatable.")
     ] = None,
@@ -276,7 +276,7 @@ def verify_lineage(
 ) -> None:
     """Check the whole history of a run offline.
 
-    It checks version numbers, digests, signatures and payloads. Exit code 2 on a fault.
+    It checks version numbers, digests, payloads and, with --key, signatures. Exit code 2 on a fault.
 
     Example: `heterorl verify-lineage /var/lib/heterorl/coordinator --replay`
     """

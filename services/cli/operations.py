@@ -125,7 +125,7 @@ def accept_rewind(
 
 
 audit = typer.Typer(help="The audit log of a coordinator, read offline.", no_args_is_help=True)
-DirectoryArgument = Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not run.")]
+DirectoryArgument = Annotated[Path, typer.Argument(help="A stopped coordinator's data_dir (PostgreSQL: a backup).")]
 
 
 @audit.command("verify")

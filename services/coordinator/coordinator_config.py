@@ -29,7 +29,7 @@ class BucketConfig(Config):
     credentials_file: Path | None = None
     """File in the form of ~/.aws/credentials, section `default`, mode 0600."""
     cache_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Cache in data_dir; larger than the largest payload, and than a snapshot with its deltas."""
+    """Cache in data_dir; larger than a snapshot with its deltas."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long a node can use the address of a payload."""
     put_bytes: int = Field(default=64 << 30, ge=0)
@@ -57,8 +57,8 @@ class DifficultyConfig(Config):
     """A window of mean rewards: prompts outside it are handed out rarely."""
 
     explore: float = Field(default=1.0, ge=0, le=1)
-    """Share of prompts with a mean reward outside the window that are handed out anyway; 0.1 is usual, 1 turns the
-    window off."""
+    """Share of prompts outside the window of mean rewards that are handed out anyway, as is one after 16 skipped; 0.1
+    is usual, 1 turns it off."""
     low: float = Field(default=0.05, allow_inf_nan=False)
     """Smallest mean reward inside the window."""
     high: float = Field(default=0.95, allow_inf_nan=False)
@@ -127,12 +127,12 @@ class CoordinatorConfig(Config):
     """False: a group is as old as its oldest token. True: tokens beyond max_staleness_versions become context, and the
     youngest drawn token counts."""
     max_policy_age_s: float = Field(default=7200.0, gt=0)
-    """Largest age of a trained group's policy since the next version's publication; samplers with a longer round trip
-    are refused."""
+    """Largest age of a group's policy since the next version came, when the group arrives and when the learner gets it.
+    Samplers whose `[delay]` is longer there and back are refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Groups leased to samplers, queued or leased to the learner; 0: 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Queued bytes of one site; at least max_message_bytes."""
+    """Bytes of one site's groups that are queued or with the learner; at least max_message_bytes."""
     site_groups_per_s: float = Field(default=0.0, ge=0)
     """Average rate of one site's groups; 0: no bound."""
     site_bytes_per_s: float = Field(default=0.0, ge=0)
@@ -145,8 +145,7 @@ class CoordinatorConfig(Config):
     """Largest share of a version's groups from one site while others have groups; 1: no bound."""
     lease_order: Literal["oldest", "fair", "newest"] = "oldest"
     """Order of groups to the learner: `oldest` policy first, `fair` one of each site in turn, or `newest`: newest
-    policy first, others within half of max_staleness_versions by arrival; every fourth group is older than
-    that half."""
+    policy first, then by arrival within half of max_staleness_versions; every fourth group is older."""
     quarantine_failures: int = Field(default=3, ge=0)
     """Failed checks that quarantine a site until an operator releases it; 0: never. Ten failures of code rewards count
     as one."""
@@ -156,7 +155,7 @@ class CoordinatorConfig(Config):
     """Largest share of lost members, averaged over about 50 groups of a site; above it groups with lost members are
     dropped. 1: never."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
-    """Disk space for payloads; unneeded ones are deleted before anything is refused."""
+    """Space for payloads, on disk or in the bucket; unneeded ones are deleted before anything is refused."""
     keep_versions: int = Field(default=0, ge=0)
     """Newest versions whose deltas are all kept; 0: four times max_staleness_versions, at least 256."""
     snapshot_ratio: float = Field(default=0.25, gt=0)
@@ -165,15 +164,16 @@ class CoordinatorConfig(Config):
     """Median |difference| from the learner's canary log-probs that quarantines a site, nats; 0: never. Usual: 1e-5
     (fp32), 0.01 to 0.1 (bf16); wrong weights or temperature 0.3 and more."""
     pull_lease_s: float = Field(default=600.0, gt=0)
-    """How long payloads stay for a sampler that planned them but fetches nothing."""
+    """How long payloads stay for a sampler that planned them but fetches nothing; with a bucket at least
+    payloads.url_lifetime_s."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Disk space for merged deltas, besides store_bytes; 0: none. Delete them at any time."""
     min_free_bytes: int = Field(default=256 << 20, ge=0)
     """Free disk space below which groups are refused, and below half of it payloads; at most 1/32 of the disk. 0: no
     check."""
     samples_bytes: int = Field(default=256 << 20, ge=0)
-    """Disk space of `heterorl samples`: 1/2 trained groups, 1/4 failed checks, 1/8 dropped groups, 1/8 evaluations; the
-    oldest go first. 0: none."""
+    """Bytes in the store for `heterorl samples`: 1/2 trained groups, 1/4 failed checks, 1/8 dropped groups, 1/8
+    evaluations; the oldest go first. 0: none."""
     samples_every: int = Field(default=16, ge=1)
     """One of so many groups, trained or dropped without fault, is kept as a sample; of failed checks all."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
@@ -188,18 +188,18 @@ class CoordinatorConfig(Config):
     """Concurrent calls, two to four a sampler; more are retried later. An eighth is reserved for learner and
     operators."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
-    """Concurrent calls of one sampler's certificate."""
+    """Concurrent calls of one certificate."""
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease."""
     work_lease_s: float = Field(default=120.0, gt=0)
     """Time that a site has for an assignment, besides its work_ahead_s, its delay and task.trajectory_s. Set it above
     generation plus transfer."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
-    """Bound on a site's work_ahead_s: how far ahead it may hold assignments. 0: work_lease_s."""
+    """Bound on a site's work_ahead_s. 0: one fill of its engine, for work_lease_s."""
     evaluation: tuple[PlannedSetConfig, ...] = ()
     """Sets that samplers evaluate; a newer version replaces an evaluation not yet begun."""
     evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()
-    """Sites that may evaluate; empty: all with the data. Their scores are not recomputed."""
+    """Sites that may evaluate; empty: all with the data. Never sites with a variant. Scores are not recomputed."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM."""
 

@@ -80,7 +80,7 @@ class LearnerConfig(ContractConfig):
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, which bound the download of a new sampler."""
     overlap_publication: bool = True
-    """Whether the next step computes during a publication, from encoding to commit."""
+    """Whether the next step computes during a publication, from encoding (several ranks: after it) to commit."""
     checkpoint_every_versions: int = Field(default=0, ge=0)
     """Versions between checkpoints, k; 0: every version if a checkpoint is below 4 GiB (14 bytes a parameter),
     else 10. A crash or signal abandons up to k - 1 published versions."""

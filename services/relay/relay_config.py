@@ -29,7 +29,7 @@ class RelayConfig(NodeConfig):
     max_concurrent_rpcs: int = Field(default=1024, ge=8)
     """Concurrent calls, two to four a sampler; more are retried later."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
-    """Concurrent calls of one sampler's certificate."""
+    """Concurrent calls of one certificate."""
     metrics_port: int = Field(default=9104, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: any free one. Left out: the default or the next free one in steps of 10."""
     stop_grace_s: float = Field(default=5.0, ge=0)

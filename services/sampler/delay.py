@@ -68,7 +68,7 @@ class _DrawnDelay(TimedDelay):
     """Keys of every random delay."""
 
     default: float = Field(default=0.0, ge=0)
-    """Delay that the real link has already: subtracted from each draw, before the limits low and high."""
+    """Delay of the real link: subtracted from each draw, before the limits low and high."""
     low: float = Field(ge=0)
     """Lower end."""
     high: float = Field(gt=0)

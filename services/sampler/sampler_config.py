@@ -166,14 +166,14 @@ class SamplerConfig(ContractConfig):
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the weights that the learner publishes."""
     variant: Literal["", "int8", "fp8_e4m3"] = ""
-    """Variant to pull; empty: the trained weights. Rollouts and log-probs are then the quantised policy's."""
+    """Variant to pull: rollouts and log-probs are the quantised policy's. Empty: the trained weights."""
     engine: EngineConfig = HfEngineConfig()
     """Engine that generates."""
     join: JoinConfig | None = None
     """The sampler adopts task, sampling, lora, group_size and template from the run where this file has none. Without
     this table the file states everything."""
     evaluation: tuple[EvaluationSetConfig, ...] = ()
-    """Sets that this site can draw, by the coordinator's names."""
+    """Sets that this site can draw, by the coordinator's names; in a run only name and task count."""
     evaluation_share: float = Field(default=0.25, gt=0, le=1)
     """Largest share of the engine's rows for evaluation while rollouts go on."""
     evaluation_hold_s: float = Field(default=300.0, ge=0)
@@ -187,8 +187,8 @@ class SamplerConfig(ContractConfig):
     """Take new weights `in_flight`, between two tokens (rollouts span versions, old keys and values stay), or after a
     `drain` of the engine."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
-    """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for
-    experiments: it leases what fills its engine, and again when all those groups are in the outbox."""
+    """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for experiments: one
+    fill of its engine, the next when all those groups are in the outbox."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()

@@ -1,5 +1,4 @@
-"""A run's steps in experiment trackers, by a separate process.
-It reads them from the coordinator.
+"""A run's steps and evaluations in experiment trackers, by a separate process.
 
-Open `follow` first. `tracker` is the Protocol; one file a tracker behind it.
+It reads them from the coordinator. Open `follow` first. `tracker` is the Protocol; one file a tracker behind it.
 """

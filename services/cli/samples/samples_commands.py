@@ -123,7 +123,7 @@ def show(
 ) -> None:
     """Show one whole sample, with tokens coloured by log-ratio.
 
-    A token is red if it is less likely to the learner than to the sampler, green if more likely.
+    A token is red if it is clearly less likely to the learner than to the sampler, green if clearly more likely.
     """
     from heterorl.cli.samples.sample_reader import decoder
     from heterorl.cli.samples.sample_table import sample_page

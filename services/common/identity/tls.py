@@ -35,7 +35,7 @@ class ServerTlsConfig(TlsConfig):
     """Certificates of the coordinator, and revoked ones."""
 
     revoked: str = Field(default="", max_length=4096)
-    """File of revoked serial numbers, hexadecimal, one a line; read again when it changes."""
+    """File of revoked serial numbers, hexadecimal, one a line."""
 
 
 def files_in(directory: Path) -> dict[str, str]:

@@ -33,7 +33,7 @@ class LoraConfig(Config):
     """LoRA adapters of a run (arXiv:2106.09685); equal on every node."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rank of low-rank adapters, trained and sent instead of all weights; 0: all weights. Equal on every node."""
+    """Rank of adapters, trained and sent instead of all weights; 0: all weights. Equal on every node."""
     alpha: float = Field(default=32.0, gt=0.0, le=1e6)
     """Scale of the adapters: alpha / rank."""
     target_modules: tuple[str, ...] = Field(
@@ -88,8 +88,8 @@ class SamplingConfig(Config):
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
     """Log-probs of logits / temperature (`processed`) or of the logits (`raw`)."""
     router_replay: Literal["none", "rollout"] = "none"
-    """Mixtures of experts: the learner replays experts that samplers recorded (`rollout`), or both route by themselves
-    (`none`)."""
+    """Mixtures of experts: the learner replays experts that samplers recorded (`rollout`; engine hf, backends torch and
+    fsdp2), or both route by themselves (`none`)."""
 
     def members(self, group_size: int) -> int:
         """Trainable rollouts that a group needs; raises ConfigError if over group_size."""
@@ -111,8 +111,8 @@ class ContractConfig(NodeConfig):
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node, except paths, workers, memory, sandbox and time limits
-    (`reward_timeout_s` counts with `code`, and below 5 with `math_verify`)."""
+    """Prompts and reward; equal on every node, except paths, workers, memory, sandbox, step_timeout_s and
+    reward_timeout_s (which counts with `code`, below 5 with `math_verify`, below 4 with reasoning_gym)."""
     sampling: SamplingConfig = SamplingConfig()
     """How samplers draw tokens; equal on every node."""
     lora: LoraConfig = LoraConfig()
@@ -120,8 +120,8 @@ class ContractConfig(NodeConfig):
     use_chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template; equal on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now = "2026-11-25"`
-    is the date that templates write (default 1 January 2025)."""
+    """Arguments of the template, such as `enable_thinking = false`; equal on every node. `strftime_now` is the date
+    that templates write (default `2025-01-01`)."""
 
 
 def build_contract(

@@ -28,4 +28,4 @@ class NodeConfig(Config):
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address of the metrics, which hold no secret and need no login."""
     metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Interval of sending the metrics to the coordinator, which serves them too; 0: never."""
+    """Interval of sending the metrics to the coordinator; 0: never."""

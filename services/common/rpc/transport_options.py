@@ -92,9 +92,9 @@ class BandwidthConfig(Config):
     """Caps on this process's weights and rollouts; small messages do not count."""
 
     down_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Cap on received bytes; 0: none. Set it where others use the site's link."""
+    """Cap on received weights and rollouts; 0: none. Set it where others use the site's link."""
     up_bytes_per_s: float = Field(default=0.0, ge=0.0)
-    """Cap on sent bytes; 0: none."""
+    """The same for sent bytes."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -160,7 +160,7 @@ class CodeRewardConfig(RewardBase):
     credit: Literal["all", "share"] = "all"
     """`all`: 1 if all tests pass, else 0; `share`: the share that passes."""
     needs_block: bool = True
-    """Take code only from the last fenced block; false: from the whole completion where it has none."""
+    """Take code only from the last Python block; false: from the whole completion where it has none."""
     test_timeout_s: float = Field(default=2.0, gt=0, le=600)
     """Processor time of one test, or four times by the clock; a longer one fails. All tests together have
     task.reward_timeout_s."""

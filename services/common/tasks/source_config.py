@@ -58,8 +58,8 @@ class SourceConfig(Config):
     name: str = "arithmetic"
     """Dataset: `arithmetic`, `progression` (too long an answer gets no reward), `progression:prefix` (first terms
     count), `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
-    `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or `mixture` (of sources). A
-    hub branch is pinned to its commit at the first start."""
+    `hf:/DIRECTORY[split]`, `seeds` (for environments without data) or `mixture` (of sources). A hub branch is pinned to
+    its commit at the first start."""
     data: DataConfig = DataConfig()
     """Columns and rows of a dataset."""
     system_prompt: str = ""
@@ -71,7 +71,7 @@ class SourceConfig(Config):
     size: int = Field(default=10_000, ge=1)
     """reasoning_gym, seeds: training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
-    """Held-out prompts; arithmetic and progression hold out a share."""
+    """Held-out prompts, at most half, where no file or split has them; arithmetic and progression: one in 19."""
     evaluation_path: str = ""
     """jsonl, parquet: file of held-out prompts; empty: some of the same file."""
     seed: int = Field(default=0, ge=0)
@@ -93,7 +93,7 @@ class SourceConfig(Config):
     come first."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
-    lost. math_verify: at most 5 s, then reward 0; reasoning_gym: half of it, at most 2 s, then reward 0."""
+    lost. math_verify: at most 5 s; reasoning_gym: half of it, at most 2 s; then reward 0."""
     sandbox: bool = True
     """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
     secrets. Never adopted."""

@@ -44,7 +44,8 @@ class TaskConfig(SourceConfig):
     """Prompts and reward; equal on every node, except limits, workers and sandbox."""
 
     sources: tuple[WeightedSource, ...] = ()
-    """Sources of a `mixture`. A key of [task] that a source does not set comes from [task]."""
+    """Sources of a `mixture`. A key that a source does not set comes from [task]; one with a reward or environment
+    takes neither from there."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> TaskConfig:

@@ -1,4 +1,4 @@
-"""Offline tools: read a data directory without a coordinator, change no file.
+"""Offline tools: check a data directory, or make one from a backup.
 
-Open `verify` first: it checks a whole history and its payloads. `restore_backup` makes a data directory from a backup.
+Open `verify` first: it checks a whole history and its payloads, and changes no file.
 """

@@ -1,5 +1,4 @@
 """gRPC servicers: translate messages to calls of the columns.
-Typed errors pass through to the interceptor.
 
-One servicer for each column. Open `rollout_servicer` first.
+One servicer for each column. Typed errors pass through to the interceptor. Open `rollout_servicer` first.
 """

@@ -21,7 +21,7 @@ class VerificationConfig(Config):
     """Checks of what sites send; needs no trust in any sampler."""
 
     recompute_rewards: bool = True
-    """Whether prompts and rewards are computed again, if they can be; a group that differs is not trained on."""
+    """Whether prompts and rewards are computed again where possible; a group that differs is not trained on."""
     reward_tolerance: float = Field(default=1e-6, ge=0)
     """Largest accepted difference of a reward."""
     trust_rewards_of: tuple[str, ...] = ()
@@ -31,10 +31,11 @@ class VerificationConfig(Config):
     """Smallest share of a site's groups whose log-probs are computed again; 0: none. Needs memory for one more model
     and kept_versions states."""
     full_groups: int = Field(default=64, ge=1)
-    """First groups of a site, all checked. The share halves with each further so many, down to logprob_floor."""
+    """First groups of a site, all checked if logprob_floor is above 0. The share halves with each further so many, down
+    to it."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
     """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16; 1e-4 also shows weights of
-    other versions, where all sites have float32 and swap `drain` (`make bench-verify`)."""
+    other versions, where all sites have float32 and swap `drain`."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
     """The same over a group, where rounding averages out and a wrong temperature does not, nats."""
     margin_tolerance: float = Field(default=0.15, gt=0)
@@ -51,7 +52,7 @@ class VerificationConfig(Config):
     kept_versions: int = Field(default=2, ge=1)
     """Versions kept in memory for checks; others are pulled again."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Device of the checks."""
+    """Device of the model for logprob_floor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ class DynamicSamplingConfig(Config):
     """Replacement of groups of equal rewards (DAPO, arXiv 2503.14476 section 3.2)."""
 
     max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
-    """Most groups of equal rewards that a step replaces; others are trained on. If a share u of groups has
-    equal rewards, a step replaces groups_per_step u / (1 - u) groups. 0: none."""
+    """Most groups of equal rewards that a step replaces; others are trained on. With a share u of such groups it
+    replaces groups_per_step u / (1 - u). 0: none."""
 
 
 def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:

@@ -44,26 +44,26 @@ class LossOptions(Config):
     m2_budget: float = Field(default=0.0, ge=0.0)
     """Leaves out harmful tokens with the largest log ratios until their mean square is at most this; 0: off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
-    """Weights and KL ratios beyond e^this are capped without gradient, which bounds forged log-probs. 20: uncapped, as
-    published."""
+    """Weights and KL ratios beyond e^this are capped without gradient (`cispo`, `tis`, `mis`, `impala`: weights with
+    gradient), which bounds forged log-probs. 20: uncapped, as published."""
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
     """Weight of KL(p || reference model), GRPO's beta; 0: off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
     """Whether groups of equal rewards leave the step, its counts and the KL penalty."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
-    """Learning rate as set (`constant`), or times sqrt(ESS / rollouts) with rollouts' ratios capped at 8 (`ess`) or
-    e^max_log_weight (`ess_uncapped`)."""
+    """Learning rate as set (`constant`), or times sqrt(ESS / rollouts) with rollouts' ratios capped at 8 (`ess`; kinds
+    `gepo*`, `eqp`: their weights) or e^max_log_weight (`ess_uncapped`)."""
 
 
 class RatioLossConfig(LossOptions):
     """Keys of clipped-ratio losses."""
 
     eps_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Bad rollouts with a weight below 1 - eps_low get no gradient."""
+    """Bad rollouts or tokens with a weight below 1 - eps_low get no gradient."""
     eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
-    """Good rollouts with a weight above 1 + eps_high get no gradient."""
+    """Good rollouts or tokens with a weight above 1 + eps_high get no gradient."""
     dual_clip: float = Field(default=0.0, ge=0.0, le=1e6)
-    """Bad rollouts with a weight above this get no gradient (TRL's delta); above 1, usually 3. 0: off."""
+    """Bad rollouts or tokens with a weight above this get no gradient (TRL's delta); above 1, usually 3. 0: off."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> RatioLossConfig:
@@ -246,8 +246,8 @@ class DecoupledPpoConfig(RatioLossConfig):
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     aggregation: Aggregation = "token_mean"
     proximal: Literal["step_start", "loglinear"] = "step_start"
-    """Clip around the policy at the step's start (`step_start`; never acts with one optimizer step a batch), or an
-    estimate of the policy one version ago (`loglinear`)."""
+    """Clip around the step's first policy (`step_start`; never acts, as a batch has one step), or an estimate of the
+    policy one version ago (`loglinear`)."""
     behaviour_cap: float = Field(default=5.0, gt=0.0)
     """Largest proximal-over-sampler weight."""
 

@@ -49,10 +49,9 @@ class _Training(Config):
     """Weights of the loss: `published` (masters rounded, gradients passed through), or `masters`, which are never
     sampled from or exported."""
     dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Weights this close to their published value keep it until later; 0.75 makes deltas a quarter smaller, below 0.5
-    nothing. 0: off."""
+    """Weights this close to their published value keep it; 0.75 makes deltas a quarter smaller, below 0.5 nothing."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of torch and the weight codec; 0: torch's choice, and one a core."""
+    """CPU threads of torch and the weight codec; 0: torch's choice (ranks: a share of the cores), and one a core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -62,8 +61,8 @@ class _Training(Config):
     """Compile the model's blocks at the first step; needs a C++ compiler (CPU) or Triton (GPU). Not in ZeRO stage 3 or
     with sequence_parallel."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that split the positions of each pass (Ulysses), for rollouts too long for one device. Ranks and attention
-    heads must be multiples of it; micro_batch_tokens is the total of those ranks. fsdp2 only; 1: off."""
+    """Ranks that split the positions of each pass (Ulysses). Ranks and attention heads must be multiples of it;
+    micro_batch_tokens is the total of those ranks. fsdp2 only; 1: off."""
     liger: bool = False
     """Liger's fused kernels: less memory and time. GPU only; needs the extra `gpu`."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -127,8 +126,8 @@ class _Ranks(_Training):
     """Keys of backends with several processes."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """A rank without heartbeats for this time ends all processes, at most a quarter later. After an error, other ranks
-    give rank 0 this time."""
+    """A rank without heartbeats for this time ends all processes, at most a quarter later. After an error a rank waits
+    this long for rank 0."""
     overlap_checkpoint: bool = True
     """Write a checkpoint during the next step from a copy in host memory, 12 bytes a parameter of the share; false:
     between steps, without copy. Needs overlap_publication."""

@@ -173,7 +173,7 @@ def backup(
         f" {amount(made.num_payloads, 'payload')}, {made.num_bytes} bytes,"
         f" newest audit row {made.audit_digest or 'none'}"
     )
-    typer.echo("copy it to another disk, then delete it there: its payloads are hard links to the run's")
+    typer.echo("copy it to another disk, then delete it there: on the run's disk its payloads are hard links")
 
 
 def restore(

@@ -15,7 +15,7 @@ from heterorl.common.identity.signing import Signer, load_signer
 from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.library_versions import LIBRARIES, check_package
 from heterorl.common.model.model_directory import check_model_dir
-from heterorl.common.model.model_loading import token_limits_at, token_limits_of
+from heterorl.common.model.model_loading import token_limits_at, token_limits_of, warn_of_idle_gpus
 from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.tasks.environments.environment_task import environments_of
 from heterorl.common.tasks.sources.dataset_files import NOTES
@@ -91,6 +91,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()
+    warn_of_idle_gpus("backend.device", config.backend.device)
     backend, close_backend = build_backend(config, num_ranks, passes, rank_group=rank_group)
     model: Any = backend.torch_model
     contract = build_contract(

@@ -28,6 +28,7 @@ import numpy as np
 from heterorl.common.errors import ConfigError, EngineError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText
+from heterorl.common.model.model_loading import warn_of_idle_gpus
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import Float32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
@@ -328,6 +329,7 @@ def _hf(
     config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
 ) -> Engines:
     devices = [f"cuda:{number}" for number in settings.devices] or [settings.device] * settings.engines
+    warn_of_idle_gpus("engine.device", devices[0])
     engines = [
         HfEngine(
             model_dir=config.model_dir,

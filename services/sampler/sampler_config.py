@@ -181,7 +181,7 @@ class SamplerConfig(ContractConfig):
     seeded_sampling: bool = False
     """Derive draws from assignment, weights and position, so that the learner can repeat them. Engine hf, no top_p or
     top_k; sets swap to `drain`."""
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=4096)
     """Rollouts of one prompt; equal on every node."""
     swap: Literal["in_flight", "drain"] = "in_flight"
     """Take new weights `in_flight`, between two tokens (rollouts span versions, old keys and values stay), or after a

@@ -48,7 +48,17 @@ def slurm(tmp_path):
 @pytest.fixture
 def rendered(tmp_path):
     """The job of a learner of one machine, as `heterorl launch slurm` writes it."""
-    for path, text in render("slurm", run_file(learner={"host": "gpu.example"})).items():
+    return _rendered(tmp_path)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """The same on two machines."""
+    return _rendered(tmp_path, nnodes=2, backend={"kind": "fsdp2", "device": "cuda"})
+
+
+def _rendered(tmp_path, **learner):
+    for path, text in render("slurm", run_file(learner={"host": "gpu.example", **learner})).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     return _slurm(tmp_path, lambda _: [str(tmp_path / "learner.sbatch")])
@@ -70,7 +80,9 @@ def _slurm(tmp_path, words):
     executable(
         programs / "python",
         '#!/bin/bash\nprintf "%s\\n" "$*" >> "$OUT/agents"\necho "${RANK-none}" >> "$OUT/rank"\n'
-        'read -r code < "$OUT/codes"; sed -i 1d "$OUT/codes"; exit "$code"\n',
+        'read -r code < "$OUT/codes"; sed -i 1d "$OUT/codes"\n'
+        # A TERM to the step; torchrun then ends with 1.
+        '[[ $code == stop ]] && { kill -TERM "$PPID"; exit 1; }; exit "$code"\n',
     )
     # What a real srun does at a TERM is to kill the step: here only scancel ends it.
     executable(programs / "scancel", '#!/bin/bash\necho "$*" >> "$OUT/scontrol"\nkill -USR2 "$(cat "$OUT/step")"\n')
@@ -130,6 +142,15 @@ def test_batch_script_gives_up_after_its_attempts_and_says_so(slurm, tmp_path):
     assert result.returncode == 1
     assert "attempt 3 of 3" in result.stderr
     assert len((tmp_path / "agents").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("script", ["slurm", "machines"])
+def test_a_learner_that_is_told_to_stop_is_not_started_again(script, request, tmp_path):
+    result = request.getfixturevalue(script)("stop", "stop", 0, 0)
+
+    assert result.returncode == 0, result.stderr
+    assert len((tmp_path / "agents").read_text().splitlines()) == 2
+    assert "attempt" not in result.stderr
 
 
 @pytest.mark.parametrize("script", ["slurm", "rendered"])

@@ -20,6 +20,7 @@ is refused before generation.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from heterorl.common.errors import ConfigError, PromptRefused, PromptTooLong
 from heterorl.common.model.model_directory import first_line
 from heterorl.common.types.common import Int32Array
 
+_LOG = logging.getLogger(__name__)
 _HELD = "held"
 _NUM_TRIED = 8
 _FAR = 1 << 24
@@ -162,6 +164,12 @@ def _is_by_length(kind: object) -> bool:
 
 BUILDING = threading.RLock()
 """Held by a thread while it builds a model or adds modules to one."""
+
+
+def warn_of_idle_gpus(key: str, device: str) -> None:
+    """Warn where a model goes to the CPU although torch sees GPUs."""
+    if device == "cpu" and torch.cuda.is_available():
+        _LOG.warning('%s is "cpu", but torch sees %d GPUs: set it to "cuda"', key, torch.cuda.device_count())
 
 
 def choose_kernels() -> None:

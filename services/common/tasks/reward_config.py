@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.process.address import Url
@@ -121,10 +121,9 @@ class JudgeRewardConfig(RemoteRewardBase):
     """Field of the score in the answer's last JSON object. The scale low to high becomes a reward of 0 to 1."""
     pattern: str = Field(default="", max_length=1024)
     """Regular expression of the score (first group of the last match); replaces field."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature of the judge."""
-    max_tokens: int = Field(default=512, ge=1, le=1 << 16)
-    """Longest answer of the judge, tokens."""
+    request: dict[str, JsonValue] = Field(default={"temperature": 0.0, "max_tokens": 512}, max_length=32)
+    """Fields of each request besides `model` and `messages`. Reasoning models of OpenAI take `{ max_completion_tokens =
+    4096 }`."""
     cache_file: str = "runs/judge.sqlite"
     """SQLite cache of scores, shared with requests_per_minute by a machine's processes. Delete it at any time."""
     cache_entries: int = Field(default=1_000_000, ge=1)
@@ -141,6 +140,13 @@ class JudgeRewardConfig(RemoteRewardBase):
             with suppress(OSError, UnicodeDecodeError):
                 text = Path(self.rubric_file).read_text(encoding="utf-8")
         return "{answer}" in text
+
+    @field_validator("request")
+    @classmethod
+    def _leaves_model_and_messages(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := value.keys() & {"model", "messages", "stream", "n"}:
+            raise ValueError(f"heterorl sets {', '.join(sorted(taken))} itself: remove it")
+        return value
 
     @field_validator("pattern")
     @classmethod

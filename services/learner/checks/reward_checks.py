@@ -60,16 +60,17 @@ def judge_rewards(
     is_trusted = group.id.site in trusted or "*" in trusted
     if not 0 <= group.prompt_index < task.num_prompts:
         return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
-    prompt = task.prompt(group.prompt_index)
-    conversation = conversations.of(prompt) if conversations else None
-    if conversation is not None and not conversation.spec.is_deterministic:
-        # Chance may decide the first messages too, so the prompt is not compared.
+    environment = conversations.at(group.prompt_index) if conversations else None
+    if environment is not None and not environment.is_deterministic:
+        # Chance may decide the first messages too, so the prompt is not compared, and not made: that begins an episode.
         if not is_trusted:
             raise RewardError(
-                f"{conversation.spec.episodes.name} leaves things to chance, so no learner can step it again, and the"
-                " site is not named in verification.trust_rewards_of"
+                f"{environment.name} leaves things to chance, so no learner can step it again, and the site is not"
+                " named in verification.trust_rewards_of"
             )
         return SOUND
+    prompt = task.prompt(group.prompt_index)
+    conversation = conversations.of(prompt) if conversations else None
     asked = conversation.encode(prompt) if conversation else prompter.encode_prompt(prompt)
     if not np.array_equal(asked, group.prompt_token_ids):
         return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")

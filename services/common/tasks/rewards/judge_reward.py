@@ -134,12 +134,7 @@ def _judged(
 
 
 def _asked(question: str, job: dict[str, Any], *, server: Server, store: JudgeStore, deadline: float) -> float:
-    document = {
-        "model": job["model"],
-        "messages": [{"role": "user", "content": question}],
-        "temperature": job["temperature"],
-        "max_tokens": job["max_tokens"],
-    }
+    document = {"model": job["model"], "messages": [{"role": "user", "content": question}], **job["request"]}
     problem = ""
     for _ in range(_TRIES):
         _wait(job, store, deadline=deadline)

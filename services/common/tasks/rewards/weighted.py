@@ -217,7 +217,7 @@ def _remote(reward: HttpRewardConfig | JudgeRewardConfig, config: SourceConfig, 
         terms = Terms(name=reward.name, low=reward.low, high=reward.high, signed_by=reward.signed_by)
     else:
         rubric = _rubric(reward, key=key)
-        question = [rubric, reward.model, reward.field, reward.pattern, reward.temperature, reward.max_tokens]
+        question = [rubric, reward.model, reward.field, reward.pattern, sorted(reward.request.items())]
         stated = [*question, reward.low, reward.high]
         # The judge's scale becomes 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)
@@ -226,7 +226,7 @@ def _remote(reward: HttpRewardConfig | JudgeRewardConfig, config: SourceConfig, 
         job,
         terms=terms,
         # Without url and key: each site may have its own.
-        digest=bytes_digest(json.dumps([f"{reward.kind} 1", *stated]).encode()),
+        digest=bytes_digest(json.dumps([f"{reward.kind} 2", *stated], sort_keys=True).encode()),
         key=key,
         by_group=isinstance(reward, HttpRewardConfig) and reward.batch == "group",
         timeout_s=config.reward_timeout_s,

@@ -14,7 +14,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.adapters import attach
-from heterorl.common.model.model_loading import load_pretrained
+from heterorl.common.model.model_loading import load_pretrained, warn_of_idle_gpus
 from heterorl.common.types.common import Digest, LoraSettings
 from heterorl.learner.backends.loading import empty_model
 from tests.support.training import tiny_model
@@ -130,3 +130,15 @@ def test_quantised_weights_are_not_taken_for_weights(model_dir, tmp_path, monkey
     with pytest.raises(ConfigError, match="are quantised") as caught:
         load_pretrained(str(tmp_path), dtype=torch.float32)
     assert caught.value.key == "model_dir"
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpus", "is_said"), [("cpu", True, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_a_model_on_the_cpu_next_to_idle_gpus_is_said(device, has_gpus, is_said, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+    warn_of_idle_gpus("backend.device", device)
+
+    assert ('backend.device is "cpu", but torch sees 8 GPUs: set it to "cuda"' in caplog.text) == is_said

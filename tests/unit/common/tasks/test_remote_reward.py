@@ -100,7 +100,7 @@ def test_each_status_that_passes_is_asked_again_and_the_page_names_it(status):
         assert http_reward.Server(url=server.url).post({}, deadline=time.monotonic() + 20) == {"rewards": [0.5]}
     assert replies == []
     named = ", ".join(map(str, http_reward._RETRIED))
-    assert f"| {named}, a failed connection |" in (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
+    assert f"| {named}, a failed connection " in (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
 
 
 def test_an_answer_that_is_cut_off_is_asked_again():
@@ -298,7 +298,20 @@ def test_a_judge_is_asked_by_its_rubric_and_its_scale_becomes_zero_to_one(tmp_pa
     (document,) = server.asked
     assert server.paths == ["/v1/chat/completions"]
     assert document["messages"][0]["content"].startswith("Rate 1 to 5.\n<text>{answer} \\1</text> to ")
-    assert (document["model"], document["temperature"]) == ("judge-1", 0.0)
+    assert (document["model"], document["temperature"], document["max_tokens"]) == ("judge-1", 0.0, 512)
+
+
+def test_a_judge_gets_the_stated_fields_alone(tmp_path):
+    options = {"request": {"max_completion_tokens": 4096}}
+    with serving(lambda _: chat('{"score": 4}')) as server, task_of(judge(server, tmp_path, **options)) as task:
+        task.score(task.prompt(0), "a")
+
+    assert server.asked[0].keys() == {"model", "messages", "max_completion_tokens"}
+
+
+def test_a_judge_keeps_its_model_and_messages(tmp_path):
+    with serving(lambda _: chat("")) as server, pytest.raises(ValidationError, match="heterorl sets model itself"):
+        TaskConfig(rewards=[{"name": "style", **judge(server, tmp_path, request={"model": "other"})}])
 
 
 def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
@@ -309,12 +322,13 @@ def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
             {"url": f"{server.url}/v2"},
             {"model": "judge-2"},
             {"rubric": "{completion}?"},
+            {"request": {"reasoning_effort": "low"}},
         ):
             with task_of(judge(server, tmp_path, **options)) as task:
                 for completion in ("a", "b", "a"):
                     task.score(task.prompt(0), completion)
         # All but that of the other url.
-        assert len(server.asked) == 2 * 4
+        assert len(server.asked) == 2 * 5
         (tmp_path / "judge.sqlite").unlink()
         with task_of(judge(server, tmp_path)) as task:
             task.score(task.prompt(0), "a")
@@ -324,7 +338,7 @@ def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
                 connection.close()
                 # No judge may say so: it is asked again.
                 assert task.score(task.prompt(0), "a")[0].value == 0.25
-        assert len(server.asked) == 8 + 3
+        assert len(server.asked) == 10 + 3
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,9 @@ def test_a_learner_does_not_start_with_an_environment_that_it_cannot_step_again_
 
 def test_groups_of_such_an_environment_are_trained_on_from_a_trusted_site_alone():
     group = group_with(CORRECT)
-    spec = SimpleNamespace(episodes=SimpleNamespace(name="maze"), is_deterministic=False)
-    # Chance may decide the first messages, and so the prompt.
-    maze = SimpleNamespace(spec=spec, encode=lambda prompt: group.prompt_token_ids + 1)
-    conversations = SimpleNamespace(of=lambda prompt: maze, encode=maze.encode)
-    task = SimpleNamespace(num_prompts=1, prompt=lambda index: None)
+    # Chance may decide the first messages, so the prompt is not compared; to make it would begin an episode.
+    conversations = SimpleNamespace(at=lambda index: SimpleNamespace(name="maze", is_deterministic=False))
+    task = SimpleNamespace(num_prompts=1)
 
     def judged_by(*trusted):
         return judge_rewards(

@@ -59,14 +59,12 @@ class WeightsApi(Protocol):
         want_version: int,
         accept_merged: bool = False,
         base_root: str = "",
-        object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
         """Plan from (have_version, have_root) to `want_version`.
 
         `have_version` -1: the caller holds none; `want_version` -1: the head. `base_root` is the state root of the
-        caller's base model (empty: none); a plan may start from the version that has it. `object_bytes` is the caller's
-        cost of one payload more: bandwidth times round trip.
+        caller's base model (empty: none); a plan may start from the version that has it.
         """
 
     def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:

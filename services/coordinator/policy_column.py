@@ -196,7 +196,6 @@ class PolicyColumn:
         want_version: int,
         accept_merged: bool = False,
         base_root: str = "",
-        object_bytes: int = 0,
         variant: str = "",
     ) -> PullPlan:
         """Plan the cheapest pull.
@@ -211,7 +210,6 @@ class PolicyColumn:
                 have_root=have_root,
                 want_version=version_or_none(want_version),
                 base_root=base_root,
-                object_bytes=object_bytes,
                 merged_into=merged_into,
             )
             return plan, lineage.head_version(connection)

@@ -59,9 +59,8 @@ class CachedWeights:
     async def list_manifests(self, **asked: Any) -> tuple[bytes, ...]:
         return await self._lists.get(tuple(asked.items()), functools.partial(self._api.list_manifests, **asked))
 
-    async def plan_pull(self, *, object_bytes: int, **asked: Any) -> PullPlan:  # noqa: ARG002 - the relay has its own
-        ask = functools.partial(self._api.plan_pull, **asked, object_bytes=self.payloads.object_bytes)
-        plan = await self._plans.get(tuple(asked.items()), ask)
+    async def plan_pull(self, **asked: Any) -> PullPlan:
+        plan = await self._plans.get(tuple(asked.items()), functools.partial(self._api.plan_pull, **asked))
         self.payloads.note(plan)
         return plan
 

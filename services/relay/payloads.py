@@ -64,10 +64,6 @@ class Payloads:
         for outcome in (HIT, JOINED, FETCHED, PASSED, DAMAGED):
             RELAY_READS.labels(outcome)
 
-    @property
-    def object_bytes(self) -> int:
-        return self._fetcher.link.object_bytes
-
     def note(self, plan: PullPlan) -> None:
         for ref in plan.payloads:
             self._known[ref.digest] = ref

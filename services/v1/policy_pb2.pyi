@@ -851,7 +851,6 @@ class PlanPullRequest(google.protobuf.message.Message):
     WANT_VERSION_FIELD_NUMBER: builtins.int
     ACCEPT_MERGED_FIELD_NUMBER: builtins.int
     BASE_ROOT_FIELD_NUMBER: builtins.int
-    OBJECT_BYTES_FIELD_NUMBER: builtins.int
     VARIANT_FIELD_NUMBER: builtins.int
     have_version: builtins.int
     """Version that the caller holds; -1 for none."""
@@ -863,8 +862,6 @@ class PlanPullRequest(google.protobuf.message.Message):
     """Whether the caller applies merged deltas; otherwise none is planned."""
     base_root: builtins.str
     """State root (hex) of the model that the caller has without the run; empty for none."""
-    object_bytes: builtins.int
-    """Cost of one payload more, bytes: bandwidth times round trip."""
     variant: builtins.str
     """Variant that the caller holds and wants; empty for the weights that are trained."""
     def __init__(
@@ -875,10 +872,9 @@ class PlanPullRequest(google.protobuf.message.Message):
         want_version: builtins.int = ...,
         accept_merged: builtins.bool = ...,
         base_root: builtins.str = ...,
-        object_bytes: builtins.int = ...,
         variant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "base_root", b"base_root", "have_root", b"have_root", "have_version", b"have_version", "object_bytes", b"object_bytes", "variant", b"variant", "want_version", b"want_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "base_root", b"base_root", "have_root", b"have_root", "have_version", b"have_version", "variant", b"variant", "want_version", b"want_version"]) -> None: ...
 
 Global___PlanPullRequest: typing_extensions.TypeAlias = PlanPullRequest
 

@@ -5,8 +5,7 @@
 
 Guarantees: a fetch continues from the bytes on disk, also after a restart and with another number of streams. A stream
 without bytes for STALL_S fails. A file is returned only if it has the digest of its name. A payload larger than the
-layout allows, or than the disk has room for, is refused before any byte. A fetch never repeats a call; each one that
-succeeds updates the estimate of the link.
+layout allows, or than the disk has room for, is refused before any byte. A fetch never repeats a call.
 """
 
 from __future__ import annotations
@@ -29,42 +28,6 @@ from heterorl.common.rpc.calls import Calls, WeightCalls
 from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.payload import FRAME_BYTES
-
-MAX_OBJECT_BYTES = 1 << 40
-WEIGHT = 0.5
-"""Weight of the newest download in each estimate."""
-
-
-class LinkEstimate:
-    """Round trip and bandwidth of one link.
-
-    With n bytes before the first frame's end, N bytes in all and the instants 0, t_1 (first frame) and t_N (end):
-
-        round trip  t_1, less what n bytes take          bandwidth  (N - n) / (t_N - t_1)
-    """
-
-    def __init__(self) -> None:
-        self._round_trip_s: float | None = None
-        self._bytes_per_s: float | None = None
-
-    def note(self, *, first_bytes: int, first_s: float, total_bytes: int, total_s: float) -> None:
-        """Learn from a download; a single frame updates only the round trip."""
-        if total_bytes > first_bytes and total_s > first_s:
-            self._bytes_per_s = _mean(self._bytes_per_s, (total_bytes - first_bytes) / (total_s - first_s))
-        sent_s = first_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
-        self._round_trip_s = _mean(self._round_trip_s, max(0.0, first_s - sent_s))
-
-    @property
-    def object_bytes(self) -> int:
-        """Bytes that the link carries in one round trip; 0 if unknown."""
-        if self._bytes_per_s is None or self._round_trip_s is None:
-            return 0
-        return min(MAX_OBJECT_BYTES, round(self._bytes_per_s * self._round_trip_s))
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else (1 - WEIGHT) * old + WEIGHT * new
-
 
 STALL_S = 60.0
 """A stream without a frame (at most 1 MiB) for so long fails; received bytes stay. Waits for this process's own
@@ -91,7 +54,6 @@ class Fetcher:
         cap = self.api.down_bytes_per_s if isinstance(self.api, Calls) else 0.0
         self._capped_frame_s = FRAME_BYTES / cap if cap else 0.0
         self._num_running = 0
-        self.link = LinkEstimate()
         self.spool.mkdir(parents=True, exist_ok=True)
 
     async def fetch(self, payload: PayloadRef) -> Path:
@@ -183,13 +145,12 @@ class Fetcher:
         """Fetch gaps, `num_streams` at once; raises a broken stream's error last."""
         free = asyncio.Semaphore(self.num_streams)
         broken: list[Unreachable] = []
-        watch = _Stopwatch(clock=self.clock, num_streams=min(len(gaps), self.num_streams))
 
         async def fill(gap: Gap) -> None:
             async with free:
                 try:
                     with self.sharing_cap():
-                        await self._append(payload, gap, watch, digest)
+                        await self._append(payload, gap, digest)
                 except Unreachable as error:
                     broken.append(error)
 
@@ -198,17 +159,16 @@ class Fetcher:
             await asyncio.gather(*streams)
             if broken:
                 raise broken[0]
-            watch.tell(self.link)
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
 
-    async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
+    async def _append(self, payload: PayloadRef, gap: Gap, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
         pulse = _Pulse(self.clock, allowed_s=self._allowed_s)
         # Two tasks a stream: two a frame would cost more than the frames.
-        receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
+        receiving = asyncio.ensure_future(self._receive(payload, gap, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
@@ -228,9 +188,7 @@ class Fetcher:
         # Each stream, of other reads too, may have one frame that waits for the cap; they are served in order.
         return STALL_S + self._num_running * self._capped_frame_s
 
-    async def _receive(
-        self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest, pulse: _Pulse
-    ) -> None:
+    async def _receive(self, payload: PayloadRef, gap: Gap, digest: RunningDigest, pulse: _Pulse) -> None:
         offset = gap.begin
         # No `stop` at the payload's own end, to notice a coordinator that sends more.
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
@@ -246,7 +204,6 @@ class Fetcher:
                 offset += len(frame)
                 if offset > gap.end:
                     raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
-                watch.note(len(frame), is_first=offset == gap.begin + len(frame))
                 count(len(frame))
                 self.on_frame()
                 # A slow disk is not a slow link.
@@ -290,27 +247,3 @@ class _Pulse:
             if left_s <= 0:
                 return
             await self._clock.sleep(left_s)
-
-
-class _Stopwatch:
-    """Measures a fetch until each stream's first frame, and until its end."""
-
-    def __init__(self, *, clock: Clock, num_streams: int) -> None:
-        self._clock = clock
-        self._num_waiting = num_streams
-        self._begin = clock.monotonic()
-        self._first: tuple[int, float] | None = None
-        self._num_bytes = 0
-
-    def note(self, num_bytes: int, *, is_first: bool) -> None:
-        self._num_bytes += num_bytes
-        self._num_waiting -= is_first
-        if self._first is None and self._num_waiting == 0:
-            # With several streams, count what all of them brought by then.
-            self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
-
-    def tell(self, link: LinkEstimate) -> None:
-        if self._first is not None:
-            first_bytes, first_s = self._first
-            total_s = self._clock.monotonic() - self._begin
-            link.note(first_bytes=first_bytes, first_s=first_s, total_bytes=self._num_bytes, total_s=total_s)

@@ -141,7 +141,6 @@ class Puller:
             want_version=want_version,
             accept_merged=self._fallback.is_open(PlanBasis.MERGED),
             base_root=base_root,
-            object_bytes=self._fetcher.link.object_bytes,
             variant=self.variant,
         )
         if base_root:

@@ -1,8 +1,7 @@
 """Pull plans: the cheapest payloads from a sampler's version to another.
 
-Versions are nodes, payloads are edges; a snapshot starts at None. A path of payloads of b_1 ... b_n bytes takes
-sum(b_i) / bandwidth + n * round_trip seconds. In bytes of the link it costs sum(b_i + object_bytes), where object_bytes
-= bandwidth * round_trip describes the link. `plan_pull` is pure; `plan` is a store operation.
+Versions are nodes, payloads are edges; a snapshot starts at None. A path costs the bytes of its payloads. `plan_pull`
+is pure; `plan` is a store operation.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ def plan_pull(
     have_version: int | None,
     want_version: int,
     base_version: int | None = None,
-    object_bytes: int = 0,
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
     """Choose the payloads to apply, in order, and say why.
-    `into` gives the payloads that lead to a version; `base_version` needs no transfer; each payload costs its bytes and
-    `object_bytes`. Raises UnknownVersion: no path leads to the version."""
+    `into` gives the payloads that lead to a version; `base_version` needs no transfer. Raises UnknownVersion: no path
+    leads to the version."""
     if have_version == want_version:
         return PlanKind.SAME, (), f"version {want_version} is already there"
     if base_version == want_version:
@@ -41,14 +39,14 @@ def plan_pull(
         if spent > cost[version]:
             continue
         if version is None or version in (have_version, base_version):
-            return _describe(version, want_version, via, spent)
+            return _describe(version, want_version, via)
         for payload in into(version):
             is_whole = payload.kind is PayloadKind.SNAPSHOT
             start = None if is_whole else version_or_none(payload.from_version)
             if start is None and not is_whole:
                 # A delta without a version before it cannot be applied.
                 continue
-            total = spent + payload.num_bytes + object_bytes
+            total = spent + payload.num_bytes
             if total < cost.get(start, total + 1):
                 cost[start] = total
                 via[start] = payload
@@ -72,7 +70,7 @@ def _rank(version: int | None) -> tuple[bool, int]:
 
 
 def _describe(
-    start: int | None, goal: int, via: dict[int | None, PayloadRef], cost: int
+    start: int | None, goal: int, via: dict[int | None, PayloadRef]
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
     path: list[PayloadRef] = []
     while start != goal:
@@ -90,8 +88,6 @@ def _describe(
     num_merged = sum(payload.kind is PayloadKind.MERGED for payload in path)
     if num_merged:
         reason += f", {num_merged} of them merged"
-    if cost > num_bytes:
-        reason += f", {cost} with the round trips"
     return kind, tuple(path), reason
 
 
@@ -112,7 +108,6 @@ def plan(
     want_version: int | None,
     merged_into: MergedInto,
     base_root: str = "",
-    object_bytes: int = 0,
 ) -> PullPlan:
     """Plan a pull, to the head if `want_version` is None.
 
@@ -136,7 +131,6 @@ def plan(
         want_version=want,
         # Version 0 can have the state of a base model.
         base_version=0 if chain.state_root(0) == base_root and chain.is_in_lineage(0) else None,
-        object_bytes=object_bytes,
     )
     return PullPlan(
         kind=PlanKind(kind),

@@ -408,18 +408,6 @@ async def test_joiner_with_the_base_model_fetches_no_snapshot(tmp_path):
         assert pulled.arena.state_root() == run.roots[5]
 
 
-async def test_sampler_tells_what_an_object_costs_and_the_plan_goes_by_it(tmp_path):
-    async with keeping(tmp_path) as (core, _):
-        run = await published(core, tmp_path, 21)
-        await core.merger.settle()
-        wanted = {"have_version": 0, "have_root": run.roots[0], "want_version": -1, "accept_merged": True}
-        near = await core.plan_pull(**wanted)
-        far = await core.plan_pull(**wanted, object_bytes=1 << 20)
-
-        assert "round trips" in far.reason
-        assert "round trips" not in near.reason
-
-
 async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
     async with keeping(tmp_path) as (core, clock):
         run = await published(core, tmp_path, 4)

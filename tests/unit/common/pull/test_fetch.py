@@ -1,10 +1,8 @@
 """Payloads over several streams: cut, resumed, joined, and never returned with other bytes."""
 
 import asyncio
-import dataclasses
 import threading
 
-import blake3
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPaylo
 from heterorl.common.pull import fetcher, partial_download
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.pull.partial_download import SPLIT_BYTES
-from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
@@ -166,47 +163,6 @@ async def test_stream_that_sends_beyond_its_range_is_refused(source, tmp_path):
 
     with pytest.raises(LimitExceeded, match="longer"):
         await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
-
-
-@pytest.mark.parametrize("num_streams", [1, 2, 4])
-async def test_link_is_measured_over_all_streams_of_a_fetch(tmp_path, num_streams):
-    """Frames of all streams cross one link of 4 MiB/s side by side, the first ones 2 s after the call."""
-    clock = ManualClock()
-    data = DATA[: 4 * SPLIT_BYTES]
-    digest = Digest(blake3.blake3(data).hexdigest())
-    payload = dataclasses.replace(PAYLOAD, digest=digest, num_bytes=len(data))
-    num_sent = 0
-
-    async def read_payload(*, digest, offset, stop=None):
-        nonlocal num_sent
-        end = len(data) if stop is None else stop
-        while offset < end:
-            await asyncio.sleep(0)
-            if num_sent % num_streams == 0:
-                clock.advance((0.0 if num_sent else 2.0) + num_streams * FRAME / (4 << 20))
-            num_sent += 1
-            offset += FRAME
-            yield data[offset - FRAME : offset]
-
-    source = Source()
-    source.read_payload = read_payload
-    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock, num_streams=num_streams, max_bytes=1 << 40)
-    assert fetcher.link.object_bytes == 0
-    await fetcher.fetch(payload)
-
-    # 4 MiB/s times 2 s
-    assert fetcher.link.object_bytes == 8 << 20
-
-
-async def test_broken_fetch_says_nothing_of_the_link(source, tmp_path):
-    source.cut_after[0] = 3 * FRAME
-    fetcher = _fetcher(source, tmp_path, 1)
-    fetcher.link.note(first_bytes=1, first_s=1.0, total_bytes=11, total_s=2.0)
-    before = fetcher.link.object_bytes
-    with pytest.raises(Unreachable):
-        await fetcher.fetch(PAYLOAD)
-
-    assert fetcher.link.object_bytes == before > 0
 
 
 @pytest.mark.parametrize("kind", [PayloadKind.MERGED, PayloadKind.DELTA, PayloadKind.SNAPSHOT])

@@ -15,15 +15,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.filesize import decimal
-
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
-from heterorl.sampler.outbox.outbox import Level, OutboxWriter
+from heterorl.sampler.outbox.outbox import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.episode_runner import End, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder, Refusals, Refused, Scorer
@@ -272,7 +270,6 @@ class CompletionCollector:
                 error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
                 self._scorer.failures.failed(error)
                 _LOG.warning("assignment %d gives no group and is returned: %s", draft.assignment.id, error)
-                self.log.note_failed()
                 self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])
             return
@@ -325,7 +322,7 @@ class CompletionCollector:
 
     def _note(self, groups: Sequence[Group]) -> None:
         self.groups.add(len(groups), self.clock.monotonic())
-        self.log.note(groups)
+        self.log.num_groups += len(groups)
         for group in groups:
             self.swap.note_age("generate", group.oldest_version)
 
@@ -373,40 +370,17 @@ class CompletionCollector:
             _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
 
 
-@dataclass(slots=True)
 class WorkLog:
-    """A log line each minute for the operator: sums since the last."""
+    """A log line each minute with groups for the operator."""
 
-    _said_at: float = -math.inf
-    _num_groups: int = 0
-    _num_rollouts: int = 0
-    _num_lost: int = 0
-    _num_failed: int = 0
-    _rewards: float = 0.0
+    def __init__(self) -> None:
+        self._said_at = -math.inf
+        self.num_groups = 0
 
-    def note_failed(self) -> None:
-        self._num_failed += 1
-
-    def note(self, groups: Sequence[Group]) -> None:
-        rollouts = [rollout for group in groups for rollout in group.trainable]
-        self._num_groups += len(groups)
-        self._num_rollouts += len(rollouts)
-        self._num_lost += sum(len(group.rollouts) for group in groups) - len(rollouts)
-        self._rewards += sum(rollout.reward for rollout in rollouts)
-
-    def say(self, *, tokens_per_s: float, now: float, version: int, head: int, level: Level, num_ahead: int) -> None:
-        """Log groups, if any, once the last line is a minute old."""
-        if now - self._said_at < LOG_EVERY_S or not (self._num_groups or self._num_failed):
-            return
-        reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"
-        failed = f", {self._num_failed} without a reward" if self._num_failed else ""
-        lost = f" and {self._num_lost} lost members" if self._num_lost else ""
-        _LOG.info(
-            "the sampler made %d groups, %d rollouts%s%s, %s tokens/s, mean reward %s; version %d, %d behind the head; "
-            "%d assignments ahead; outbox %d groups, %s",
-            self._num_groups, self._num_rollouts, lost, failed, f"{tokens_per_s:,.0f}", reward, version,
-            max(0, head - version), num_ahead, level.num_groups, decimal(level.num_bytes),
-        )  # fmt: skip
-        self._said_at = now
-        self._num_groups = self._num_rollouts = self._num_lost = self._num_failed = 0
-        self._rewards = 0.0
+    def say(self, *, tokens_per_s: float, now: float, version: int, head: int) -> None:
+        if now - self._said_at >= LOG_EVERY_S and self.num_groups:
+            _LOG.info(
+                "the sampler made %d groups, %s tokens/s; version %d, %d behind the head",
+                self.num_groups, f"{tokens_per_s:,.0f}", version, max(0, head - version),
+            )  # fmt: skip
+            self._said_at, self.num_groups = now, 0

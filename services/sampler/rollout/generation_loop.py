@@ -188,7 +188,7 @@ class GenerationLoop:
             self.swap.forget_roots(self._drafts.oldest_version)
             self.collector.log.say(
                 tokens_per_s=self.collector.tokens.per_s(now), now=now, version=self.swap.version,
-                head=self.policy.head_version, level=self.outbox.level(), num_ahead=len(self.prefetch),
+                head=self.policy.head_version,
             )  # fmt: skip
             if await self._exchange(tasks) or await self._go_on(tasks) or await self._begin():
                 continue

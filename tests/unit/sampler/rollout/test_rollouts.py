@@ -19,11 +19,9 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.outbox.outbox import Level
 from heterorl.sampler.rollout.completion_collector import WorkLog
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.sampler_world import World
-from tests.support.training import group, rollout
 
 ROOT = Digest("ab" * 32)
 BROKEN = 13
@@ -214,12 +212,12 @@ def test_group_is_the_same_whatever_shares_its_batch(parts):
         np.testing.assert_allclose(left.sampler_logprobs, right.sampler_logprobs, atol=1e-5)
 
 
-def test_mean_reward_of_the_log_leaves_lost_members_out(caplog):
+def test_log_says_groups_and_speed_once_a_minute(caplog):
     caplog.set_level("INFO")
-    lost = dataclasses.replace(rollout([], [], 0.0), finish_reason=FinishReason.TOOL_LOST)
     log = WorkLog()
+    log.num_groups = 2
 
-    log.note([group([rollout([5], [-1.0], 1.0), lost, rollout([6], [-1.0], 0.5)])])
-    log.say(tokens_per_s=1.0, now=0.0, version=1, head=1, level=Level(num_groups=0, num_bytes=0), num_ahead=0)
+    for now in (0.0, 1.0):
+        log.say(tokens_per_s=1234.0, now=now, version=1, head=3)
 
-    assert "1 groups, 2 rollouts and 1 lost members, 1 tokens/s, mean reward 0.750" in caplog.messages[-1]
+    assert caplog.messages == ["the sampler made 2 groups, 1,234 tokens/s; version 1, 2 behind the head"]

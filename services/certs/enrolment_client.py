@@ -40,7 +40,6 @@ _ACTIONS = {
     Refused.TOKEN: "ask for a new token",
     Refused.EXPIRED: "ask for a new token",
     Refused.USED: "ask for a new token, and who used this one",
-    Refused.TOO_MANY: "wait, then try the right token",
     Refused.REVOKED: "ask for a new token",
     Refused.FAULT: "ask the authority's operator to look at its log",
 }

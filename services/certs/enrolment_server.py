@@ -19,7 +19,7 @@ import logging
 import ssl
 import tempfile
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -52,9 +52,7 @@ class _Unread(asyncio.StreamReaderProtocol):
 class EnrolmentServer:
     """Listens for joining nodes."""
 
-    def __init__(
-        self, directory: Path, *, wall_time: Callable[[], float] = time.time, limit: GuessLimit | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, wall_time: Callable[[], float] = time.time) -> None:
         """Prepare for the authority of a directory.
         Raises ConfigError: there is no authority, or it has expired."""
         authority = Authority(directory)
@@ -71,11 +69,8 @@ class EnrolmentServer:
             write_file(path, own.key + own.cert, mode=SECRET)
             self._tls.load_cert_chain(path)
         self._wall_time = wall_time
-        self._limit = limit or GuessLimit()
         self._open: Counter[str] = Counter()
         self._silent: dict[asyncio.Timeout, str] = {}
-        # One request at a time, so that parallel guesses are counted.
-        self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def listening(self, address: str) -> AsyncIterator[int]:
@@ -138,8 +133,7 @@ class EnrolmentServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         token, csr = await self._listen(reader, writer, peer)
         try:
-            async with self._turn:
-                certificate = await self._answer(token, csr, peer)
+            certificate = await self._answer(token, csr, peer)
             reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
         except JoinRefused as error:
             _LOG.warning("the authority refused a certificate to the node at %s: %s", peer, error)
@@ -152,67 +146,18 @@ class EnrolmentServer:
         await writer.drain()
 
     async def _answer(self, token: bytes, csr: bytes, peer: str) -> x509.Certificate:
-        number = token[:ID_BYTES]
-        # A wall clock may go back.
-        clock = asyncio.get_running_loop().time
-        wait_s = self._limit.wait_s(peer, number, now=clock())
-        if wait_s > 0:
-            raise JoinRefused(Refused.TOO_MANY, f"too many wrong tokens from {peer}, wait {wait_s:.0f} s")
-        try:
-            if len(token) != ID_BYTES + SECRET_BYTES:
-                raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
-            request = read_request(csr)
-            certificate = await asyncio.to_thread(
-                self._enrolment.redeem,
-                number=number,
-                secret=token[ID_BYTES:],
-                request=request,
-                wall_time=self._wall_time,
-            )
-        except JoinRefused:
-            self._limit.note(peer, number, now=clock())
-            raise
+        if len(token) != ID_BYTES + SECRET_BYTES:
+            raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
+        request = read_request(csr)
+        certificate = await asyncio.to_thread(
+            self._enrolment.redeem,
+            number=token[:ID_BYTES],
+            secret=token[ID_BYTES:],
+            request=request,
+            wall_time=self._wall_time,
+        )
         _LOG.info("the authority issued certificate %x to %s (uri=%s)", certificate.serial_number, peer, request.uri)
         return certificate
-
-
-class GuessLimit:
-    """Failed attempts by token and address; the oldest entry is evicted first.
-
-    Each token has its own limit, so nodes behind one address do not block each other; an address has a larger one. An
-    IPv6 address counts as its /64.
-    """
-
-    def __init__(
-        self, *, max_failures: int = 5, max_of_address: int = 100, window_s: float = 300.0, max_addresses: int = 4096
-    ) -> None:
-        self._max_failures = max_failures
-        self._max_of_address = max_of_address
-        self._window_s = window_s
-        self._max_addresses = max_addresses
-        self._failures: OrderedDict[tuple[str, bytes], deque[float]] = OrderedDict()
-
-    def wait_s(self, address: str, number: bytes, *, now: float) -> float:
-        """Seconds until an address may try a token again; 0 for now."""
-        waits = [0.0]
-        for key in _keys(address, number):
-            times = self._failures.get(key)
-            if times is not None and len(times) == times.maxlen:
-                waits.append(times[0] + self._window_s - now)
-        return max(waits)
-
-    def note(self, address: str, number: bytes, *, now: float) -> None:
-        """Count a failure of an address with a token."""
-        for key, most in zip(_keys(address, number), (self._max_failures, self._max_of_address), strict=True):
-            self._failures.setdefault(key, deque(maxlen=most)).append(now)
-            self._failures.move_to_end(key)
-        while len(self._failures) > self._max_addresses:
-            self._failures.popitem(last=False)
-
-
-def _keys(address: str, number: bytes) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
-    network = network_of(address)
-    return (network, number), (network, b"")
 
 
 def network_of(address: str) -> str:

@@ -50,7 +50,6 @@ class Refused(enum.IntEnum):
     EXPIRED = 3
     USED = 4
     IDENTITY = 5
-    TOO_MANY = 6
     REVOKED = 7
     FAULT = 8
 

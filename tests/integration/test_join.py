@@ -23,7 +23,7 @@ from heterorl.certs import enrolment_server as server_module
 from heterorl.certs.authority import issue_enrolment_server
 from heterorl.certs.enrolment import Enrolment, read_request
 from heterorl.certs.enrolment_client import WrongAuthority, ask, join, signing_request
-from heterorl.certs.enrolment_server import EnrolmentServer, GuessLimit
+from heterorl.certs.enrolment_server import EnrolmentServer
 from heterorl.certs.join_tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
 from heterorl.cli.certs import first_lines
 from heterorl.cli.main import app
@@ -45,7 +45,6 @@ class Office:
         self.directory = directory
         self.enrolment = Enrolment(directory)
         self.ahead_s = 0.0
-        self.limit = GuessLimit()
 
     def time(self) -> float:
         return time.time() + self.ahead_s
@@ -58,7 +57,7 @@ class Office:
 
     @contextlib.asynccontextmanager
     async def open(self):
-        server = EnrolmentServer(self.directory, wall_time=self.time, limit=self.limit)
+        server = EnrolmentServer(self.directory, wall_time=self.time)
         async with server.listening("127.0.0.1:0") as port:
             self.address = f"127.0.0.1:{port}"
             yield self
@@ -171,7 +170,6 @@ async def test_request_for_another_site_or_role_is_refused_and_uses_nothing_up(o
 
 
 async def test_of_many_at_once_exactly_one_gets_a_certificate(office):
-    office.limit = GuessLimit(max_failures=100)
     token = office.token()
     async with office.open():
         outcomes = await asyncio.gather(
@@ -183,31 +181,6 @@ async def test_of_many_at_once_exactly_one_gets_a_certificate(office):
     assert len(issued) == 1
     assert {outcome.reason for outcome in outcomes if isinstance(outcome, JoinRefused)} == {Refused.USED}
     assert office.book() == [f"{issued[0][1].serial_number:x}.crt"]
-
-
-async def test_a_clock_that_goes_back_does_not_lengthen_the_wait_after_guesses(office):
-    office.limit = GuessLimit(window_s=1.0)
-    token = office.token()
-    async with office.open():
-        for _ in range(5):
-            await refusal(office, dataclasses.replace(token, secret=bytes(32)))
-        office.ahead_s = -3600.0
-        await asyncio.sleep(1.1)
-        await ask(token, address=office.address, key=new_key(), now=time.time())
-
-
-async def test_guesses_are_slowed_down_and_the_right_token_waits_with_them(office):
-    token = office.token()
-    wrong = dataclasses.replace(token, secret=bytes(32))
-    reasons = await asyncio.gather(*(refusal(office, wrong) for _ in range(8)))
-
-    assert sorted(reasons) == [Refused.TOKEN] * 5 + [Refused.TOO_MANY] * 3
-    assert await refusal(office, token) is Refused.TOO_MANY
-    # A neighbour behind the same address has another token.
-    await ask(office.token(site="eu-2"), address=office.address, key=new_key(), now=time.time())
-    office.ahead_s = 301.0
-    fresh = office.token()
-    await ask(fresh, address=office.address, key=new_key(), now=time.time())
 
 
 async def _silent(office, source, count):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from heterorl.certs.enrolment import Enrolment
-from heterorl.certs.enrolment_server import GuessLimit
+from heterorl.certs.enrolment_server import network_of
 from heterorl.certs.join_tokens import (
     PREFIX,
     JoinRefused,
@@ -113,34 +113,10 @@ def test_when_a_token_counts(kept, changes, refused):
     assert error.value.reason is refused
 
 
-def test_guesses_are_bounded_by_address_and_token_and_forgotten_with_time():
-    limit = GuessLimit(max_failures=2, window_s=10.0, max_addresses=4)
-    limit.note("10.0.0.1", b"1", now=0.0)
-    assert limit.wait_s("10.0.0.1", b"1", now=0.0) == 0.0
-    limit.note("10.0.0.1", b"1", now=4.0)
-
-    assert limit.wait_s("10.0.0.1", b"1", now=4.0) == 6.0
-    assert limit.wait_s("10.0.0.1", b"2", now=4.0) == 0.0
-    assert limit.wait_s("10.0.0.2", b"1", now=4.0) == 0.0
-    assert limit.wait_s("10.0.0.1", b"1", now=10.0) == 0.0
-    # One machine has a whole /64, and the same address may come mapped.
-    assert limit.wait_s("::ffff:10.0.0.1", b"1", now=4.0) == 6.0
-    limit.note("2001:db8::1", b"1", now=10.0)
-    limit.note("2001:db8::2%eth0", b"1", now=10.0)
-    assert limit.wait_s("2001:db8::ffff", b"1", now=10.0) == 10.0
-    assert limit.wait_s("2001:db8:0:1::1", b"1", now=10.0) == 0.0
-    for last in range(3, 9):
-        limit.note(f"10.0.0.{last}", b"1", now=11.0)
-    assert len(limit._failures) == 4
-
-
-def test_guesses_of_many_tokens_are_bounded_by_address():
-    limit = GuessLimit(max_of_address=3, window_s=10.0)
-    for number in range(3):
-        limit.note("10.0.0.1", bytes([number]), now=float(number))
-
-    assert limit.wait_s("10.0.0.1", b"9", now=4.0) == 6.0
-    assert limit.wait_s("10.0.0.2", b"9", now=4.0) == 0.0
+def test_network_of_a_peer():
+    assert network_of("10.0.0.1") == network_of("::ffff:10.0.0.1") == "10.0.0.1"
+    # One machine has a whole /64.
+    assert network_of("2001:db8::1") == network_of("2001:db8::2%eth0") != network_of("2001:db8:0:1::1")
 
 
 def test_durations():

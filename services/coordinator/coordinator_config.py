@@ -143,9 +143,9 @@ class CoordinatorConfig(Config):
     """Assignments that one site may hold; 0: an equal share, less those it left unanswered."""
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
     """Largest share of a version's groups from one site while others have groups; 1: no bound."""
-    lease_order: Literal["oldest", "fair", "newest"] = "oldest"
-    """Order of groups to the learner: `oldest` policy first, `fair` one of each site in turn, or `newest`: newest
-    policy first, then by arrival within half of max_staleness_versions; every fourth group is older."""
+    lease_order: Literal["oldest", "newest"] = "oldest"
+    """Order of groups to the learner: `oldest` policy first, or `newest`: newest policy first, then by arrival within
+    half of max_staleness_versions; every fourth group is older."""
     quarantine_failures: int = Field(default=3, ge=0)
     """Failed checks that quarantine a site until an operator releases it; 0: never. Ten failures of code rewards count
     as one."""

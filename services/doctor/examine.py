@@ -119,7 +119,7 @@ async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> 
 async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) -> tuple[list[Check], Diagnosis | None]:
     limits, host, port = target.limits, target.host, target.port
     own = None if target.tls.insecure else read_own(target.tls)
-    waiting = ["port", "tls", "certificate", "expiry", "coordinator", "clock", "messages", "mtu"]
+    waiting = ["port", "tls", "certificate", "expiry", "coordinator", "clock", "messages"]
     checks: list[Check] = []
 
     def add(check: Check) -> None:
@@ -188,11 +188,6 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         limit = min(target.max_message_bytes, server_limit)
         trials = await link.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
         add(link.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
-    # After large messages: from them the kernel may have learned a smaller MTU.
-    if isinstance(connected, Failure):
-        add(link.judge_mtu(connected))
-    else:
-        add(link.judge_mtu(await link.path_mtu(connected.address, port, timeout_s=limits.port_s)))
     return checks, reached.diagnosis
 
 

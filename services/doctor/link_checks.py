@@ -1,4 +1,4 @@
-"""Checks of a coordinator's link: name, port, handshake, round trips, messages, MTU.
+"""Checks of a coordinator's link: name, port, handshake, round trips, messages.
 
 Measurements end within their time limit and send only handshakes and padding. Judgements (`judge_*`) are pure.
 """
@@ -31,8 +31,6 @@ from heterorl.common.types.policy import version_words
 from heterorl.doctor.check import TIMEOUT, Check, Failure, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")
-_IP_MTU, _IPV6_MTU = 14, 24
-"""Socket options of Linux that Python does not name: the kernel's MTU of the path."""
 _VERIFY = {10: "server_expired", 9: "server_not_yet", 62: "hostname", 64: "hostname"}
 """OpenSSL's X509_V_ERR_* for a server's certificate; any other code means an unknown authority."""
 SMALL_BYTES = (64 << 10, 1 << 20)
@@ -226,28 +224,12 @@ async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: 
     return tuple(trials)
 
 
-async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Failure:
-    """The kernel's MTU of the path, bytes."""
-
-    def measure() -> int | Failure:
-        try:
-            with socket.create_connection((address, port), timeout=timeout_s) as link:
-                if link.family == socket.AF_INET6:
-                    return link.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
-                return link.getsockopt(socket.IPPROTO_IP, _IP_MTU)
-        except OSError as error:
-            return Failure(kind="unknown", detail=str(error))
-
-    return await in_daemon_thread(measure, timeout_s=timeout_s)
-
-
 EXPIRY_WARN_S = 14 * 86400.0
 CLOCK_WARN_S = 5.0
 """Only the coordinator's clock counts for leases, so a smaller error than CLOCK_FAIL_S only misleads readers of logs.
 """
 CLOCK_FAIL_S = 300.0
 """Fresh certificates are valid from this long before their creation, so a larger error makes them invalid."""
-MTU_WARN_BYTES = 1280
 RTT_WARN_S = 1.0
 _RENEW = "get a new one: `heterorl join` with a new token, or `heterorl certs renew` where the authority is"
 
@@ -402,15 +384,6 @@ def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_lim
         )
         return warn("messages", found, remedy)
     return ok("messages", found)
-
-
-def judge_mtu(fact: int | Failure) -> Check:
-    """Whether the path's MTU is small, as a hint."""
-    if isinstance(fact, Failure):
-        return skip("mtu", f"unknown: {fact.detail}")
-    if fact < MTU_WARN_BYTES:
-        return warn("mtu", f"{fact} bytes", "check tunnels on the path: packets below 1280 bytes cost throughput")
-    return ok("mtu", f"{fact} bytes")
 
 
 def _ms(seconds: float) -> str:

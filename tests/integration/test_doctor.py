@@ -91,7 +91,7 @@ async def test_everything_is_well_at_a_node_that_may_join(secure, tmp_path):
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path)
 
     assert list(checks) == [
-        "dns", "port", "tls", "certificate", "expiry", "coordinator", "clock", "messages", "mtu",
+        "dns", "port", "tls", "certificate", "expiry", "coordinator", "clock", "messages",
         "disk", "memory", "gpu", "versions", "contract",
     ]  # fmt: skip
     troubled = {name for name, check in checks.items() if check.level in {Level.WARN, Level.FAIL}}
@@ -170,7 +170,7 @@ async def test_site_that_reaches_the_coordinator_by_a_proxy_only_is_well(tmp_pat
         explained = await explain_link(closed, tls=run.certificates.tls("sampler"))
 
     assert asked[0] == address
-    assert {checks[name].level for name in ("dns", "port", "tls", "mtu")} == {Level.SKIP}
+    assert {checks[name].level for name in ("dns", "port", "tls")} == {Level.SKIP}
     assert "proxy of https_proxy" in checks["port"].finding
     assert Level.FAIL not in {checks[name].level for name in ("certificate", "coordinator", "messages")}
     assert "run run, version 0" in checks["coordinator"].finding

@@ -45,28 +45,6 @@ PATTERNS = {
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
 """Patterns of schemas in words; a test checks that none is missing."""
-_MOVED = 'set kind = "custom" and the function of {}: see docs/own-losses.md'
-FORMER = {
-    "flavour": "it is `variant`",
-    "flavours": "it is `variants`",
-    "ballast_bytes": "groups are refused before the disk is full: see min_free_bytes",
-    "payloads.take_over": "a prefix is free when no coordinator runs and its object `run` is deleted (docs/operate.md)",
-    "share_dir": "use a relay for several samplers of one place (docs/relay.md), or engine.devices in one sampler",
-    "share_bytes": "use a relay with cache_bytes (docs/relay.md)",
-    "publish_interval": "set steps_per_version",
-    "evaluation.num_per_prompt": "it is `samples_per_prompt`",
-    "evaluation_lease_s": "held-out prompts are leased for work_lease_s; see evaluation_hold_s of the sampler",
-    "evaluation_wait_s": "a sampler keeps the evaluated version for its evaluation_hold_s",
-    "loss.baseline": _MOVED.format("vcpo"),
-    "loss.beta": _MOVED.format("tba"),
-    "loss.negative_keep": _MOVED.format("gepo_quantile"),
-    "loss.tempering_ess": _MOVED.format("gepo_tempered"),
-    **{
-        f"loss.kind = {kind}": _MOVED.format(kind)
-        for kind in ("ds_gepo", "gepo_quantile", "gepo_tempered", "gspo_token", "tba", "vcpo")
-    },
-}
-"""Keys and kinds of earlier releases by path, with their replacement."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -113,14 +91,10 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _problem(schema: type[BaseModel], entry: Any) -> Problem:
     path, models = _walk(schema, entry["loc"])
     key = ".".join(path)
-    if entry["type"] == "extra_forbidden" and key in FORMER:
-        return Problem(key=key, text=f"is a key no longer; {FORMER[key]}", is_unknown_key=True)
     if entry["type"] == "extra_forbidden":
         return Problem(key=key, text=_unknown(schema, path, models), is_unknown_key=True)
     if entry["type"] == "union_tag_invalid" and isinstance(entry["input"], dict):
         key += ".kind"
-        if former := FORMER.get(f"{key} = {entry['ctx']['tag']}"):
-            return Problem(key=key, text=f"{entry['ctx']['tag']!r} is a kind no longer; {former}")
     return Problem(key=key, text=_words(entry, key))
 
 

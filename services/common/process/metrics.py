@@ -255,8 +255,8 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_SET_ASIDE = _counter(
     "sampler_outbox_set_aside_total",
-    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed), "
-    "groups that the coordinator refused for good (refused). And damaged turns, which are drawn again (turn).",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups that the coordinator refused "
+    "for good (refused). And damaged turns, which are drawn again (turn).",
     "kind",
 )
 ENGINE_FAILURES = _counter(

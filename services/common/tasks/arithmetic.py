@@ -67,16 +67,13 @@ class ProgressionTask(NumberPairs):
     """Progressions of N-digit numbers; implements Task.
 
     "12+34=" with 3 terms has the answer "640841": 46, 80, 14 modulo 100, reversed. The reward is the share of terms
-    before the first wrong one. An answer longer than the right one gets 0. With `prefix_counts` it gets the reward of
-    its first terms, for a model that has not learned to stop.
+    before the first wrong one. An answer longer than the right one gets 0.
     """
 
-    def __init__(self, *, digits: int, terms: int, seed: int = 0, prefix_counts: bool = False) -> None:
+    def __init__(self, *, digits: int, terms: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)
         self._terms = terms
-        self._prefix_counts = prefix_counts
-        kind = "progression:prefix" if prefix_counts else "progression"
-        self.digest: Digest = bytes_digest(f"{kind} 1 {digits} {terms} {self.shift}".encode())
+        self.digest: Digest = bytes_digest(f"progression 1 {digits} {terms} {self.shift}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         terms = [(left + number * right) % self._base for number in range(1, self._terms + 1)]
@@ -89,7 +86,7 @@ class ProgressionTask(NumberPairs):
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         given = completion.strip()
         right = 0
-        if self._prefix_counts or len(given) <= len(prompt.answer):
+        if len(given) <= len(prompt.answer):
             width = self.digits
             while (
                 right < self._terms

@@ -56,10 +56,9 @@ class SourceConfig(Config):
     """Prompts of one source, and their reward."""
 
     name: str = "arithmetic"
-    """Dataset: `arithmetic`, `progression` (too long an answer gets no reward), `progression:prefix` (first terms
-    count), `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
-    `hf:/DIRECTORY[split]`, `seeds` (for environments without data) or `mixture` (of sources). A hub branch is pinned to
-    its commit at the first start."""
+    """Dataset: `arithmetic`, `progression`, `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`,
+    `hf:NAME@REVISION[split]`, `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or
+    `mixture` (of sources). A hub branch is pinned to its commit at the first start."""
     data: DataConfig = DataConfig()
     """Columns and rows of a dataset."""
     system_prompt: str = ""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.sources.row_reader import Rows
 
 _KINDS = (
-    "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
-    "hf:NAME@REVISION[split]", "seeds", "mixture",
+    "arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH", "hf:NAME@REVISION[split]",
+    "seeds", "mixture",
 )  # fmt: skip
 _OF_FILES = ("jsonl", "parquet", "hf")
 
@@ -116,10 +116,8 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     task: Task
     if kind == "arithmetic" and not argument:
         task = ArithmeticTask(digits=config.digits, seed=config.seed)
-    elif kind == "progression" and argument in ("", "prefix"):
-        task = ProgressionTask(
-            digits=config.digits, terms=config.terms, seed=config.seed, prefix_counts=argument == "prefix"
-        )
+    elif kind == "progression" and not argument:
+        task = ProgressionTask(digits=config.digits, terms=config.terms, seed=config.seed)
     elif kind == "reasoning_gym" and argument:
         from heterorl.common.tasks.rewards.sandbox.gym_reward import ReasoningGymTask
 

@@ -4,7 +4,6 @@ Store operations. A group that became too stale is dropped and counted, and its 
 share binds only while another site has groups. No site starves:
 
     oldest    the oldest policy first; with a share, sites below it first
-    fair      deficit round robin (Shreedhar and Varghese, 1996) with cost and quantum 1
     newest    as in arXiv 2508.17850: the first group of the newest version if it is newer than any taken before, else
               the first to arrive of all at most D versions behind the newest taken; D is half of the staleness bound.
               That program skips older groups. Here every LATE_EVERY-th group is from behind the window, the one that
@@ -37,7 +36,7 @@ from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 from heterorl.coordinator.versions import published_variants
 
-Order = Literal["oldest", "fair", "newest"]
+Order = Literal["oldest", "newest"]
 LATE_EVERY = 4
 """Under `newest`, one group of so many is from behind the window while there is one."""
 
@@ -57,14 +56,12 @@ def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
 class Turns:
     """The order of sites between leases.
 
-    `window` is the groups of a batch, `share` a site's largest part of it. In memory: a restart begins a new round.
+    `window` is the groups of a batch, `share` a site's largest part of it. In memory: a restart begins a new window.
     """
 
     order: Order
     share: float
     window: int
-    _ring: dict[str, None] = field(default_factory=dict)
-    """Sites, the next one first."""
     _recent: deque[str] = field(default_factory=deque)
     _num_passed: int = 0
     """Groups taken from the window since the last one from behind it."""
@@ -92,24 +89,14 @@ class Turns:
 
     def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
         """The site to serve next.
-        `ranks` are (policy version, arrival) or from `newest_first`, the smallest first; `fair` goes by turns."""
+        `ranks` are (policy version, arrival) or from `newest_first`, the smallest first."""
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
         counts = {site: served[site] for site in ranks}
         # If all are at their share, those with the fewest groups: two sites with a share of a third get a half each.
         bound = max(self.cap, min(counts.values()) + 1)
         below = {site for site in ranks if counts[site] < bound}
-        if self.order != "fair":
-            chosen = min(below, key=lambda site: ranks[site])
-        else:
-            for site in sorted(ranks.keys() - self._ring.keys(), key=lambda site: ranks[site]):
-                self._ring[site] = None
-            chosen = next(site for site in self._ring if site in below)
-            del self._ring[chosen]
-            self._ring[chosen] = None
-            if len(self._ring) > max(1024, 2 * len(ranks)):
-                # Forget sites that left; sites with groups keep their places.
-                self._ring = {site: None for site in self._ring if site in ranks}
+        chosen = min(below, key=lambda site: ranks[site])
         self._recent.append(chosen)
         while len(self._recent) >= max(1, self.window):
             self._recent.popleft()

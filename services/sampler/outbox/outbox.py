@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from heterorl.common.errors import DiskFull, MalformedPayload
+from heterorl.common.errors import ConfigError, DiskFull, MalformedPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
@@ -180,24 +180,21 @@ class Outbox:
         self._lock_file.close()
 
     def _own(self, site: str) -> None:
-        """Make the file this site's, or set it aside.
+        """Make the file this site's; raises ConfigError: it holds groups of another site.
 
-        Groups go out under the name that they were generated under. The coordinator counts sequences by name and
-        incarnation, so another name begins another incarnation.
+        The coordinator counts sequences by name and incarnation, so another name begins another incarnation.
         """
         owner = self._owner()
         self._count()
         if site and owner and owner != site:
-            num_groups = self.level().num_groups
+            if self.level().num_groups:
+                raise ConfigError(
+                    "site",
+                    f"{self._path} holds {self.level().num_groups} groups of site {owner}",
+                    action=f'start a sampler with site = "{owner}" to deliver them, or move the file away',
+                )
             self._connection.close()
-            kept = set_aside(self._path, f"of-site-{owner}")
-            if num_groups:
-                metrics.OUTBOX_SET_ASIDE.labels("renamed").inc(num_groups)
-                _LOG.error(
-                    "THE OUTBOX HOLDS %d GROUPS OF SITE %s, and this is site %s: they are kept in %s; to deliver them, "
-                    'start a sampler with site = "%s", that site\'s certificate and this file as %s in its state_dir',
-                    num_groups, owner, site, kept, owner, NAME,
-                )  # fmt: skip
+            set_aside(self._path, "renamed")
             self._connection = open_outbox_file(self._path.parent)
             self._count()
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])

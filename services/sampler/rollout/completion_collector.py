@@ -32,7 +32,7 @@ from heterorl.sampler.rollout.in_flight_groups import (
     TurnJournal,
     turns_of,
 )
-from heterorl.sampler.rollout.prefetch import GroupRate, TokenRate, WorkClient
+from heterorl.sampler.rollout.prefetch import GROUPS_S, TOKENS_S, Rate, WorkClient
 from heterorl.sampler.rollout.weight_swap import WeightSwap
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class CompletionCollector:
     def __post_init__(self) -> None:
         self.engine, self.clock = self.swap.engine, self.work.clock
         self.drafts = InFlightGroups(group_size=self.builder.group_size)
-        self.tokens, self.groups = TokenRate(), GroupRate()
+        self.tokens, self.groups = Rate(TOKENS_S), Rate(GROUPS_S)
+        self.tokens.work(True, self.clock.monotonic())
         self.log = WorkLog()
         self._scorer = Scorer(self.builder)
         self._runner = self.builder.runner(self.journal.note)
@@ -90,11 +91,9 @@ class CompletionCollector:
         return [*drafts, *whole, *self.outbox_writer.assignments, *returned]
 
     def begin(self, drafts: Sequence[GroupDraft]) -> None:
-        now = self.clock.monotonic()
         for draft in drafts:
             self.drafts.begin(draft)
-        self.tokens.begin(now)
-        self.groups.work(True, now)
+        self.groups.work(True, self.clock.monotonic())
 
     def resume(self, draft: GroupDraft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
         assert self._runner is not None, "it has a conversation"

@@ -30,9 +30,8 @@ SHORT_ASK_S = 1.0
 """Wait after an answer with fewer assignments than asked."""
 UNKNOWN_FILLS = 2
 """Fills of the engine to hold before the site's speed is known."""
-WINDOW_S = 60.0
-MEMORY_S = 300.0
-"""Time constant of the mean of GroupRate, seconds of work."""
+TOKENS_S, GROUPS_S = 60.0, 300.0
+"""Time constants of the mean speeds, seconds."""
 
 
 class WorkClient:
@@ -121,7 +120,7 @@ class Prefetch:
     work: WorkClient
     num_prompts: int
     room_groups: int
-    rate: GroupRate
+    rate: Rate
     news: Bell
     begun: Callable[[], Collection[int]]
     spooled: Callable[[], Collection[int] | None]
@@ -144,8 +143,8 @@ class Prefetch:
         ahead_s = self.work.session.work_ahead_s
         if not ahead_s:
             return self.room_groups
-        rate = self.rate.per_s
-        if rate is None:
+        rate = self.rate.per_s(self.work.clock.monotonic())
+        if not rate:
             return UNKNOWN_FILLS * self.room_groups
         return max(self.room_groups, math.ceil(rate * ahead_s))
 
@@ -265,36 +264,12 @@ class Prefetch:
                 self.work.ask_time = max(self.work.ask_time, clock.monotonic() + SHORT_ASK_S)
 
 
-class TokenRate:
-    """Tokens per second over the last minute."""
+class Rate:
+    """Units per second of work, an exponential mean without pauses."""
 
-    def __init__(self) -> None:
-        self._ends: deque[tuple[float, int]] = deque()
-        self._total = 0
-        self._began_at: float | None = None
-
-    def begin(self, now: float) -> None:
-        """Note that work began: the first minute counts from here."""
-        if self._began_at is None:
-            self._began_at = now
-
-    def add(self, tokens: int, now: float) -> None:
-        self.begin(now)
-        self._ends.append((now, tokens))
-        self._total += tokens
-
-    def per_s(self, now: float) -> float:
-        while self._ends and self._ends[0][0] <= now - WINDOW_S:
-            self._total -= self._ends.popleft()[1]
-        span_s = min(WINDOW_S, now - self._began_at) if self._began_at is not None else 0.0
-        return self._total / span_s if span_s > 0 else 0.0
-
-
-class GroupRate:
-    """Groups per second of work, an exponential mean without pauses."""
-
-    def __init__(self) -> None:
-        self._groups = self._seconds = 0.0
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._units = self._seconds = 0.0
         self._since: float | None = None
 
     def work(self, is_busy: bool, now: float) -> None:
@@ -302,20 +277,19 @@ class GroupRate:
         self._pass(now)
         self._since = now if is_busy else None
 
-    def add(self, groups: int, now: float) -> None:
+    def add(self, units: int, now: float) -> None:
         self._pass(now)
-        self._groups += groups
+        self._units += units
 
-    @property
-    def per_s(self) -> float | None:
-        """Groups per second; None before the first group."""
-        return self._groups / self._seconds if self._groups and self._seconds > 0 else None
+    def per_s(self, now: float) -> float:
+        self._pass(now)
+        return self._units / self._seconds if self._seconds > 0 else 0.0
 
     def _pass(self, now: float) -> None:
         if self._since is None:
             return
         seconds, self._since = now - self._since, now
-        fading = math.exp(-seconds / MEMORY_S)
-        # Averaged over the fading interval, so that a long one weighs no more than MEMORY_S.
-        self._groups *= fading
-        self._seconds = self._seconds * fading + MEMORY_S * (1 - fading)
+        fading = math.exp(-seconds / self._memory_s)
+        # Averaged over the fading interval, so that a long one weighs no more than the memory.
+        self._units *= fading
+        self._seconds = self._seconds * fading + self._memory_s * (1 - fading)

@@ -167,9 +167,7 @@ async def test_steps_are_listed_without_a_read_through_manifests(tmp_path):
     await core.close()
 
 
-@pytest.mark.parametrize(
-    "order", [{"lease_order": "fair"}, {"lease_order": "newest"}, {"site_batch_share": 0.5}], ids=str
-)
+@pytest.mark.parametrize("order", [{"lease_order": "newest"}, {"site_batch_share": 0.5}], ids=str)
 async def test_lease_by_turns_costs_the_same_whatever_waits(tmp_path, order):
     """2048 waiting groups, read for each of 128 leased ones, took the store's thread a quarter of a second."""
     core, run = await opened(tmp_path, **order)

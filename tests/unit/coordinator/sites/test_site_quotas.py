@@ -107,14 +107,6 @@ def test_plain_turns_serve_the_oldest_policy():
     assert serve(turns, {"loud": 6, "b": 2}, 8) == ["loud"] * 6 + ["b"] * 2
 
 
-@pytest.mark.slow
-def test_fair_turns_give_every_site_one_group_a_round():
-    served = serve(Turns(order="fair", share=1.0, window=8), {"loud": 100, "b": 3, "c": 5}, 12)
-
-    assert served[:9].count("b") == served[:9].count("c") == served[:9].count("loud") == 3
-    assert served[9:] == ["loud", "c", "loud"] or served[9:] == ["c", "loud", "c"]
-
-
 def test_share_bounds_a_site_while_others_have_groups_and_only_then():
     turns = Turns(order="oldest", share=0.25, window=8)
 
@@ -130,13 +122,9 @@ def test_share_that_cannot_be_kept_is_an_equal_one():
     assert abs(served.count("loud") - 20) <= 1
 
 
-@given(
-    order=st.sampled_from(["oldest", "fair"]),
-    share=st.floats(0.01, 1.0),
-    waiting=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=1),
-)
-def test_turns_never_idle_and_keep_the_share(order, share, waiting):
-    turns = Turns(order=order, share=share, window=6)
+@given(share=st.floats(0.01, 1.0), waiting=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=1))
+def test_turns_never_idle_and_keep_the_share(share, waiting):
+    turns = Turns(order="oldest", share=share, window=6)
     left, recent = dict(waiting), []
     for _ in range(sum(waiting.values())):
         oldest = {site: (ord(site), count) for site, count in left.items() if count}
@@ -148,25 +136,6 @@ def test_turns_never_idle_and_keep_the_share(order, share, waiting):
         left[site] -= 1
         recent.append(site)
     assert not any(left.values())
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=2))
-def test_fair_turns_differ_by_at_most_one_while_all_have_groups(waiting):
-    served = serve(Turns(order="fair", share=1.0, window=4), waiting, len(waiting) * min(waiting.values()))
-
-    counts = [served.count(site) for site in waiting]
-    assert max(counts) - min(counts) <= 1
-
-
-def test_fair_turns_reach_every_site_however_many_there_are():
-    names = [f"site-{number}" for number in range(1100)]
-    turns = Turns(order="fair", share=1.0, window=8)
-
-    assert sorted(serve(turns, dict.fromkeys(names, 2), 1100)) == sorted(names)
-    # What left is forgotten, so that names do not pile up.
-    for number in range(1500):
-        serve(turns, {f"gone-{number}": 1}, 1)
-    assert len(turns._ring) <= 1025
 
 
 async def two_sites(core, directory, *, loud=12, quiet=3):
@@ -197,9 +166,7 @@ async def leased_sites(core, run, count):
     return sites
 
 
-@pytest.mark.parametrize(
-    ("settings", "quiet_in_first_6"), [({}, 0), ({"lease_order": "fair"}, 3), ({"site_batch_share": 0.5}, 3)]
-)
+@pytest.mark.parametrize(("settings", "quiet_in_first_6"), [({}, 0), ({"site_batch_share": 0.5}, 3)])
 async def test_loud_site_takes_no_more_than_its_turn_of_a_batch(tmp_path, settings, quiet_in_first_6):
     config = CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=6, **settings)
     core = await Coordinator.open(config, ManualClock())

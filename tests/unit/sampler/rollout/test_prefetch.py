@@ -11,7 +11,7 @@ from heterorl.common.errors import EngineError, Unreachable
 from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, WorkAssignment, WorkGrant
 from heterorl.common.wire.sealed_groups import open_group
-from heterorl.sampler.rollout.prefetch import GroupRate, Prefetch
+from heterorl.sampler.rollout.prefetch import GROUPS_S, Prefetch, Rate
 from tests.support.clock import ManualClock
 from tests.support.sampler_world import World
 
@@ -243,7 +243,7 @@ class Granted:
 
 def reserve(work, begun):
     return Prefetch(
-        work=work, num_prompts=9, room_groups=2, rate=GroupRate(), news=Bell(), begun=lambda: begun, spooled=tuple
+        work=work, num_prompts=9, room_groups=2, rate=Rate(GROUPS_S), news=Bell(), begun=lambda: begun, spooled=tuple
     )
 
 

@@ -30,7 +30,7 @@ def mixture(*sources, **changes):
 
 
 SMALL = {"label": "small", "name": "arithmetic", "digits": 1, "weight": 3}
-LONG = {"label": "long", "name": "progression:prefix", "digits": 1, "terms": 3}
+LONG = {"label": "long", "name": "progression", "digits": 1, "terms": 3}
 
 
 def test_a_pass_has_every_prompt_and_the_sources_in_their_shares():

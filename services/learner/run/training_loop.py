@@ -6,6 +6,10 @@
 A step counts staleness from the version that it builds on, also while that one is being published. A refused version
 undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
 queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
+
+A step's groups are fresh, with a reward signal, within the envelope: as many as the step asked for, or none where the
+inbox closed. The coordinator hears of every other group, with the reason, before the next one is waited for. A group
+that is given up twice, because an answer was lost, is counted once.
 """
 
 from __future__ import annotations
@@ -16,17 +20,22 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError, RunFinished
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
-from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection, without_stale
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
-from heterorl.learner.checks.reward_signal import RewardSignal
+from heterorl.learner.checks.findings import judge_log_ratios
+from heterorl.learner.checks.replay import log_ratios
+from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
-from heterorl.learner.run.inbox import GroupSelection, Inbox
+from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.step_metrics import StepTimer, observe_step
 
@@ -68,14 +77,21 @@ class TrainingLoop:
     evaluator: Evaluator | None
     progress: StepTimer
     step: int
-    selection: GroupSelection
+    api: LearnerApi
+    backoff: Backoff
+    grant: LeaseGrant
+    """The newest answer to a renewal: the coordinator may change its bounds."""
     signal: RewardSignal = field(default_factory=RewardSignal)
     notes: SampleNotes = field(default_factory=SampleNotes)
+    num_replaced: int = 0
+    """Groups of equal rewards that others replaced in the newest step."""
     num_rejected: int = 0
     num_unpublished: int = 0
     """Steps of `step` that are in no version yet."""
     _parent: tuple[int, Weights] | None = None
     """The version that the next step builds on, and its weights; None: the head."""
+    _outgrown: list[Group] = field(default_factory=list)
+    """Groups that will be too old when the version under publication is the head."""
 
     async def run(self) -> Outcome:
         self.progress.begin(self.step)
@@ -146,7 +162,7 @@ class TrainingLoop:
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
         self.notes.published(trained.consumed)
-        await self.selection.published()
+        await self.let_go()
 
     def _head(self) -> tuple[int, Weights]:
         """The version that a step builds on, and its weights.
@@ -164,13 +180,13 @@ class TrainingLoop:
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
             head, weights = self._head()
-            groups = await self.selection.take(self.config.groups_per_step, head=head, weights=weights)
+            groups = await self.take(self.config.groups_per_step, head=head, weights=weights)
             if not groups:
                 return None
             with self.progress.phase(LearnerPhase.COMPUTING):
                 report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
             times = self.progress.end_step(is_applied=report.is_applied)
-            report = dataclasses.replace(report, times=times, num_replaced=self.selection.num_replaced)
+            report = dataclasses.replace(report, times=times, num_replaced=self.num_replaced)
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
             observe_step(report, groups, head_version=head, held_s=held_s, metrics_of_loss=self.backend.last_metrics)
             if not report.is_applied:
@@ -197,7 +213,7 @@ class TrainingLoop:
         _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
         self.publisher.training_log.note_rejected_step(report)
         counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
-        await self.selection.abandon(ids, reason, counted_as=counted_as)
+        await self._abandon(ids, reason, counted_as=counted_as)
         self.notes.abandoned(groups)
         if is_empty:
             self.signal.note(groups)
@@ -223,3 +239,107 @@ class TrainingLoop:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)
         return evaluation.accuracy
+
+    async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
+        """Groups for a step on version `head`; none when the inbox closed.
+
+        `head` may be under publication. Groups of equal rewards go first: their log-ratios need no look.
+        """
+        kept: list[QueuedGroup] = []
+        self.num_replaced = 0
+        while len(kept) < count:
+            with self.progress.waiting():
+                arrived = await self.inbox.take(count - len(kept))
+            if not arrived:
+                return []
+            fresh = await self._fresh(arrived, head=head)
+            kept += await self._enveloped(await self._useful(fresh), weights)
+        return kept
+
+    async def let_go(self) -> None:
+        """Give up groups that are too old for the new head."""
+        outgrown, self._outgrown = self._outgrown, []
+        await self._give_up_old(outgrown)
+
+    async def _abandon(
+        self, ids: list[GroupId], reason: str, *, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
+        """Give groups up without blame."""
+        await self.backoff.retry(
+            lambda: self.api.abandon_groups(epoch=self.grant.epoch, ids=ids, reason=reason, counted_as=counted_as)
+        )
+        self.inbox.settle(ids)
+
+    async def _fresh(self, groups: list[QueuedGroup], *, head: int) -> list[QueuedGroup]:
+        """Groups that the next version may consume.
+
+        Gives up groups that grew too old in the inbox. One of them in a step would have the coordinator refuse the
+        whole version.
+        """
+        bound = self.grant.max_staleness_versions
+        fewest = 0
+        if self.grant.masks_stale and bound >= 0:
+            fewest = self.config.sampling.members(self.config.group_size)
+            groups = [
+                dataclasses.replace(each, group=without_stale(each.group, oldest=head - bound)) for each in groups
+            ]
+        old = [
+            queued.group
+            for queued in groups
+            if 0 <= bound < head - queued.group.oldest_version or len(queued.group.trainable) < fewest
+        ]
+        if not old:
+            return groups
+        if self.publisher.position.head_version < head:
+            # If that version is refused, they are not too old.
+            self._outgrown += old
+        else:
+            await self._give_up_old(old)
+        ids = [group.id for group in old]
+        return [queued for queued in groups if queued.group.id not in ids]
+
+    async def _give_up_old(self, groups: list[Group]) -> None:
+        if not groups:
+            return
+        age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
+        reason = f"{age} versions old; the bound is {self.grant.max_staleness_versions}"
+        _LOG.info("%d groups are abandoned before training: %s", len(groups), reason)
+        # Under mask_stale the coordinator knows a group's youngest token only.
+        await self._abandon([group.id for group in groups], reason, counted_as=DropReason.STALE_AT_COMMIT)
+
+    async def _useful(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
+        """Groups that are trained on; replaces at most `max_replaced_per_step` of equal rewards."""
+        room = self.config.dynamic_sampling.max_replaced_per_step - self.num_replaced
+        kept, replaced = split_uniform(groups, room=room)
+        if replaced:
+            self.num_replaced += len(replaced)
+            reason = f"all rewards are equal; step {self.progress.step + 1} takes other groups"
+            await self._abandon([queued.group.id for queued in replaced], reason, counted_as=DropReason.UNIFORM)
+            self.notes.abandoned(replaced)
+        return kept
+
+    async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
+        """Groups whose log-ratios under a step's weights are in the envelope."""
+        config = self.config.verification
+        if config.max_log_ratio == 0 or not groups:
+            return groups
+        temperature = self.config.sampling.semantics().logprob_temperature
+        model = self.backend.torch_model
+        with self.progress.phase(LearnerPhase.EXAMINING):
+            whole = await in_thread(whole_of, weights)
+            found = await in_thread(
+                log_ratios, model, [queued.group for queued in groups], weights=whole, temperature=temperature
+            )
+        findings = [judge_log_ratios(ratios, config) for ratios in found]
+        rejected = {
+            queued.group.id: Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
+            for queued, finding in zip(groups, findings, strict=True)
+            if finding.reason is not None
+        }
+        if rejected:
+            _LOG.warning("%d groups are rejected: log-ratios beyond verification.max_log_ratio", len(rejected))
+            rejections = list(rejected.values())
+            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.grant.epoch, rejections=rejections))
+            self.inbox.settle(rejected)
+            self.notes.rejected(queued.group for queued in groups if queued.group.id in rejected)
+        return [queued for queued, finding in zip(groups, findings, strict=True) if finding.is_sound]

@@ -22,7 +22,7 @@ from heterorl.learner.checks.verifier import Limits, Verifier
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.run.inbox import GroupSelection, Inbox, feed
+from heterorl.learner.run.inbox import Inbox, feed
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import (
     check_groups,
@@ -183,7 +183,7 @@ class TrainingRun:
         self._grant = grant
         if self._loop is None:
             return
-        self._loop.selection.grant = grant
+        self._loop.grant = grant
         if self._rollback and self._rollback.is_due(grant):
             await self._loop.inbox.close()
 
@@ -206,25 +206,15 @@ class TrainingRun:
                 _LOG.warning("no further version is published: %s", error)
                 return
             # A new inbox is empty: groups of the last loop return to the queue when the stream opens.
-            inbox, backoff = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.backoff()
-            selection = GroupSelection(
+            self._loop = loop = TrainingLoop(
                 config=self.config,
                 api=self.api,
                 backend=self.backend,
                 publisher=term.publisher,
-                inbox=inbox,
-                backoff=backoff,
                 progress=self.progress,
+                inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
+                backoff=self.backoff(),
                 grant=self._grant or grant,
-                notes=notes,
-            )
-            self._loop = loop = TrainingLoop(
-                config=self.config,
-                backend=self.backend,
-                publisher=term.publisher,
-                progress=self.progress,
-                inbox=inbox,
-                selection=selection,
                 evaluator=self.evaluator,
                 step=step,
                 signal=self.signal,
@@ -262,7 +252,7 @@ class TrainingRun:
                 feed(
                     self.api,
                     loop.inbox,
-                    epoch=loop.selection.grant.epoch,
+                    epoch=loop.grant.epoch,
                     limits=limits,
                     backoff=self.backoff(),
                     verifier=self.verifier,

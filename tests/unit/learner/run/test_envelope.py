@@ -11,7 +11,8 @@ from heterorl.common.model import tensors
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.run.inbox import GroupSelection, Inbox
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.training_loop import TrainingLoop
 from heterorl.learner.step_metrics import StepTimer
 from tests.support.clock import ManualClock
 from tests.support.learner_world import GRANT, learner_config, queued
@@ -32,12 +33,12 @@ def selection_of(tmp_path, api, inbox, **verification):
     model = tiny_model()
     published = Arena(tensors.layout_of(model, "bf16"))
     tensors.store(model, published)
-    return GroupSelection(
+    return TrainingLoop(
         config=learner_config(tmp_path, verification=verification), api=api,
         backend=SimpleNamespace(torch_model=model),
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
         backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        progress=StepTimer(clock=ManualClock()), grant=GRANT,
+        progress=StepTimer(clock=ManualClock()), grant=GRANT, evaluator=None, step=0,
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason, Span
-from heterorl.learner.run.inbox import GroupSelection, Inbox
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.training_loop import TrainingLoop
 from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.step_metrics import StepTimer
 from tests.support.clock import ManualClock
@@ -45,12 +46,12 @@ async def selection_of(tmp_path, groups, *, room, coming=(), head=0, notes=None,
     inbox.open_stream()
     for group in groups:
         await inbox.put(group)
-    return GroupSelection(
+    return TrainingLoop(
         config=learner_config(tmp_path, dynamic_sampling={"max_replaced_per_step": room}), api=Api(inbox, coming),
         backend=None, publisher=SimpleNamespace(position=SimpleNamespace(head_version=head)), inbox=inbox,
         backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
         progress=StepTimer(clock=ManualClock()), grant=dataclasses.replace(GRANT, **bounds),
-        notes=notes or SampleNotes(),
+        notes=notes or SampleNotes(), evaluator=None, step=0,
     )  # fmt: skip
 
 

@@ -18,9 +18,6 @@ from heterorl.common.errors import ConfigError, OperatorError, RunFinished, Unkn
 from heterorl.common.types.common import amount
 from heterorl.common.types.policy import version_words
 
-NEWEST = 20
-"""Versions that `rollback --list` shows by default."""
-
 
 @linked()
 def rollback(
@@ -31,10 +28,6 @@ def rollback(
     list_: Annotated[
         bool, typer.Option("--list", help="Show the versions to roll back to, with their held-out results.")
     ] = False,
-    last: Annotated[
-        int, typer.Option(help="With --list: number of newest versions; the best of each set is shown too.", min=1)
-    ] = NEWEST,
-    all_: Annotated[bool, typer.Option("--all", help="With --list: every version.")] = False,
 ) -> None:
     """Order the learner to publish an earlier version's weights again.
 
@@ -45,13 +38,10 @@ def rollback(
     if (to is None) == (not list_):
         raise ConfigError("--to", "give one of --to and --list", action="--list shows the versions that --to accepts")
     if to is None:
-        from heterorl.cli.live.run_tables import read_versions, shown, versions_table
+        from heterorl.cli.live.run_tables import read_versions, versions_table
 
         found = link.ask(read_versions)
-        lines = shown(found, num=None if all_ else last)
-        console_of().print(versions_table(lines) if lines else "only the newest version can be rebuilt")
-        if len(lines) < len(found):
-            typer.echo(f"{len(found) - len(lines)} more: --last N or --all shows them")
+        console_of().print(versions_table(found) if found else "only the newest version can be rebuilt")
         return
     try:
         head = link.ask(lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))

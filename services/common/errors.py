@@ -149,7 +149,7 @@ class ContractMismatch(RemoteError):
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
-    action = "take one that `heterorl rollback --list --all` shows; the coordinator's `keep_versions` bounds what stays"
+    action = "take one that `heterorl rollback --list` shows; the coordinator's `keep_versions` bounds what stays"
     is_transient = False
 
 

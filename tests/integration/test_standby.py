@@ -123,8 +123,6 @@ def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_ow
                 connection.execute(statement)
         except psycopg.Error:
             engine.undo()
-        else:
-            engine.keep()
 
     raw_execute = engine._raw.execute
     monkeypatch.setattr(engine._raw, "execute", lambda text, *rest: trips.append(text) or raw_execute(text, *rest))

@@ -279,7 +279,7 @@ class Restorable:
 
 
 async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
-    """Ask for versions to roll back to and their results, newest first."""
+    """Ask for versions to roll back to and their results, newest last."""
     found = {version: Restorable(version=version) for version in await api.list_restorable()}
     for report in await every_step(api):
         if report.version in found and report.is_applied:
@@ -291,17 +291,7 @@ async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
     for (version, name), each in known.items():
         if version in found and each.state is EvaluationState.DONE and each.summary.average is not None:
             found[version].held_out[name] = each.summary.average.mean
-    return tuple(sorted(found.values(), key=lambda each: -each.version))
-
-
-def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorable, ...]:
-    """The newest `num` versions and each set's best; all if None.
-    `versions` are newest first."""
-    if num is None:
-        return tuple(versions)
-    names = {name for each in versions for name in each.held_out}
-    best = {max(versions, key=lambda each: each.held_out.get(name, -math.inf)).version for name in names}
-    return tuple(each for place, each in enumerate(versions) if place < num or each.version in best)
+    return tuple(sorted(found.values(), key=lambda each: each.version))
 
 
 def versions_table(versions: Sequence[Restorable]) -> Table:

@@ -214,7 +214,6 @@ def _run_one(engine: DatabaseEngine, operation: Operation) -> tuple[Any, BaseExc
             raise
         engine.undo()
         return None, error
-    engine.keep()
     return result, None
 
 

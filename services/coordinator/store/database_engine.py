@@ -65,10 +65,7 @@ class DatabaseEngine(Protocol):
         """Undo the transaction, if there is one."""
 
     def save(self) -> None:
-        """Begin an operation inside the transaction."""
-
-    def keep(self) -> None:
-        """End the operation."""
+        """End the operation before inside the transaction, and begin another."""
 
     def undo(self) -> None:
         """Undo the operation only."""

@@ -36,6 +36,7 @@ class SqliteEngine:
 
     def begin(self) -> None:
         self.connection.execute("BEGIN IMMEDIATE")
+        self.connection.execute("SAVEPOINT one")
 
     def commit(self) -> None:
         self.connection.execute("COMMIT")
@@ -45,14 +46,11 @@ class SqliteEngine:
             self.connection.execute("ROLLBACK")
 
     def save(self) -> None:
-        self.connection.execute("SAVEPOINT one")
-
-    def keep(self) -> None:
         self.connection.execute("RELEASE one")
+        self.connection.execute("SAVEPOINT one")
 
     def undo(self) -> None:
         self.connection.execute("ROLLBACK TO one")
-        self.connection.execute("RELEASE one")
 
     def fault(self, error: Exception) -> Fault:
         if isinstance(error, _OPERATION_ERRORS):

@@ -126,9 +126,6 @@ def cursor_to_bytes(cursor: Cursor) -> bytes:
         "manifest": cursor.manifest.hex(),
         "consumed": [[getattr(entry, name) for name in _GROUP] for entry in cursor.consumed],
     }
-    if not cursor.dead_band_ulp:
-        # An earlier release reads such a cursor.
-        del table["dead_band_ulp"]
     return json.dumps(table, indent=1).encode()
 
 

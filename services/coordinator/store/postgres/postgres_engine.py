@@ -248,15 +248,10 @@ class PostgresEngine:
             self._raw.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation.
-        After a read-only one the savepoint stays, which spares a round trip."""
+        """Begin an operation; after a read-only one the savepoint stays, which spares a round trip."""
         if self.connection.has_written:
             self._raw.execute("RELEASE one; SAVEPOINT one")
             self.connection.has_written = False
-
-    def keep(self) -> None:
-        """Leave the operation open until the next `save` or COMMIT.
-        This spares a round trip."""
 
     def undo(self) -> None:
         self._raw.execute("ROLLBACK TO one")

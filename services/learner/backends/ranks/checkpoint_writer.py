@@ -11,7 +11,7 @@ next checkpoint.
     all ranks       make the files, agree that all see them, copy, go on with the next step
     a thread        writes its rank's copy, makes it durable, reports to rank 0
     rank 0's        waits for all reports. Over several machines it compares what it reads with digests of what was
-                    written; where they differ, it receives all copies and writes them itself
+                    written; where they differ, the checkpoint before stays
 
 Guarantees: any number of ranks, any stage and the torch backend read the files; weights and moments come back bit for
 bit. The optimizer counts its steps once for all parameters. On rank 0 `wait` returns when the pieces of all ranks are
@@ -20,6 +20,7 @@ durable. `wait` raises any error of a thread, and no other rank's thread waits f
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -38,13 +39,12 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.weights.safetensors_layout import Entry, SafetensorsLayout
 from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, counters_of
-from heterorl.learner.backends.ranks.collectives import Collectives, Messages
+from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
 
 _LOG = logging.getLogger(__name__)
 BLOCK_ELEMENTS = 4 << 20
 _TOKEN_FILE = "ranks.token"
-_GOOD, _AGAIN, _OVER = b"good", b"again", b"over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,27 +230,21 @@ def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collect
     else:
         _LOG.warning("rank 0 writes the whole checkpoint: not all ranks can write into %s", layout.directory)
         try:
-            write_alone(layout, state, own, layout.singles(), world_size=ranks.world_size, messages=ranks)
+            _write_alone(layout, state, own, ranks)
         except OSError as error:
             # A disk error is raised below, on all. Any other error ends this rank, and by that the others.
             problem = error
     raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
 
 
-def write_alone(
-    layout: CheckpointLayout,
-    state: ShardedState,
-    own: Iterator[tuple[Run, torch.Tensor]],
-    singles: Sequence[tuple[int, bytes]],
-    *,
-    world_size: int,
-    messages: Messages,
+def _write_alone(
+    layout: CheckpointLayout, state: ShardedState, own: Iterator[tuple[Run, torch.Tensor]], ranks: Collectives
 ) -> None:
     """Write all ranks' values on rank 0.
     The others send theirs in the order of `runs`. Raises its first error when they are through."""
     problem: Exception | None = None
-    for rank in range(world_size):
-        runs = _received(layout, state, rank, messages) if rank else own
+    for rank in range(ranks.world_size):
+        runs = _received(layout, state, rank, ranks) if rank else own
         try:
             if rank == 0:
                 layout.make()
@@ -263,15 +257,15 @@ def write_alone(
             pass
     if problem is not None:
         raise problem
-    write_singles(layout.directory, singles)
+    write_singles(layout.directory, layout.singles())
 
 
 def _received(
-    layout: CheckpointLayout, state: ShardedState, rank: int, messages: Messages
+    layout: CheckpointLayout, state: ShardedState, rank: int, ranks: Collectives
 ) -> Iterator[tuple[Run, torch.Tensor]]:
     for run in layout.runs(state, rank):
         values = torch.empty(run.size, dtype=torch.float32)
-        messages.receive(values, rank=rank)
+        ranks.receive(values, rank=rank)
         yield run, values
 
 
@@ -368,42 +362,26 @@ class Writing:
     def _values(self) -> Iterator[tuple[Run, torch.Tensor]]:
         if not self._overlaps:
             yield from _blocks(self._layout, self._state, self._ranks.rank)
-        elif not self._ranks.are_on_one_machine:
-            # Keep the copy: it may have to be sent.
-            yield from self._copy
-        while self._ranks.are_on_one_machine and self._copy:
+        while self._copy:
             yield self._copy.popleft()
 
     def _report(self, own: BaseException | None, digest: bytes) -> None:
-        aside = self._ranks.aside
-        aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
-        if not self._ranks.are_on_one_machine and aside.receive_bytes(rank=0) == _AGAIN:
-            for _, values in self._values():
-                aside.send(values, rank=0)
+        self._ranks.aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
         if own is not None:
             raise own
 
     def _collect(self, own: BaseException | None, digest: bytes) -> None:
-        aside, others = self._ranks.aside, range(1, self._ranks.world_size)
+        others = range(1, self._ranks.world_size)
         answers = [
             [words_of(own).decode(), digest.hex()],
-            *(json.loads(aside.receive_bytes(rank=rank)) for rank in others),
+            *(json.loads(self._ranks.aside.receive_bytes(rank=rank)) for rank in others),
         ]
-        verdict = _OVER
-        try:
-            raise_first([word.encode() for word, _ in answers], own=own, rank=0)
-            if not self._ranks.are_on_one_machine:
-                digests = [bytes.fromhex(text) for _, text in answers]
-                is_equal = all(self._layout.digest(self._state, rank) == each for rank, each in enumerate(digests))
-                verdict = _GOOD if is_equal else _AGAIN
-        finally:
-            if not self._ranks.are_on_one_machine:
-                for rank in others:
-                    aside.send_bytes(verdict, rank=rank)
-        if verdict == _AGAIN:
-            _LOG.warning("rank 0 writes %s again: it read other bytes than the ranks wrote", self._layout.directory)
-            pieces, world_size = self._values(), self._ranks.world_size
-            write_alone(self._layout, self._state, pieces, self._singles, world_size=world_size, messages=aside)
+        raise_first([word.encode() for word, _ in answers], own=own, rank=0)
+        if self._ranks.are_on_one_machine:
+            return
+        for rank, (_, text) in enumerate(answers):
+            if self._layout.digest(self._state, rank).hex() != text:
+                raise OSError(errno.EIO, f"rank 0 reads other bytes than rank {rank} wrote: {self._layout.directory}")
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:

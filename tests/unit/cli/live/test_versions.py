@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.live.run_tables import Restorable, read_versions, shown, versions_table
+from heterorl.cli.live.run_tables import Restorable, read_versions, versions_table
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.evaluation import Estimate
@@ -46,8 +46,8 @@ class Coordinator:
 def test_results_stand_beside_each_version_and_the_best_is_marked():
     found = asyncio.run(read_versions(Coordinator()))
 
-    assert [each.version for each in found] == [5, 4, 2, 1]
-    assert found[1].held_out == {"held out, by the learner": 0.75, "gsm8k": 0.4}
+    assert [each.version for each in found] == [1, 2, 4, 5]
+    assert found[2].held_out == {"held out, by the learner": 0.75, "gsm8k": 0.4}
     out = io.StringIO()
     Console(file=out, width=80).print(versions_table(found))
     lines = [line.split() for line in out.getvalue().splitlines()]
@@ -55,28 +55,13 @@ def test_results_stand_beside_each_version_and_the_best_is_marked():
     assert ["\u2502", "1", "\u2502", "0.125", "\u2502", "-", "\u2502", "0.500", "best", "\u2502"] in lines
 
 
-def test_the_newest_are_listed_and_the_best_of_each_set():
-    found = [Restorable(version=version) for version in range(30, 0, -1)]
-    for version, name, mean in ((3, "a", 0.9), (25, "a", 0.5), (7, "b", 0.1)):
-        found[30 - version].held_out[name] = mean
-
-    assert [each.version for each in shown(found, num=3)] == [30, 29, 28, 7, 3]
-    assert shown(found, num=None) == tuple(found)
-    assert shown((), num=3) == ()
-
-
-def test_the_command_lists_twenty_unless_it_is_told_otherwise(monkeypatch):
-    found = tuple(Restorable(version=version) for version in range(123, 100, -1))
+def test_command_lists_every_version(monkeypatch):
+    found = tuple(Restorable(version=version) for version in range(101, 124))
     monkeypatch.setattr("heterorl.cli.connection.Link.ask", lambda *_: found)
 
-    def listed(*options):
-        text = CliRunner().invoke(app, ["rollback", "127.0.0.1:1", "--insecure", "--list", *options]).stdout
-        return sum(f" {each.version} " in text for each in found), text
+    text = CliRunner().invoke(app, ["rollback", "127.0.0.1:1", "--insecure", "--list"]).stdout
 
-    count, text = listed()
-    assert (count, "3 more: --last N or --all shows them" in text) == (20, True)
-    assert listed("--last", "2")[0] == 2
-    assert (listed("--all")[0], "more" in listed("--all")[1]) == (23, False)
+    assert sum(f" {each.version} " in text for each in found) == 23
 
 
 @pytest.mark.parametrize("options", [[], ["--to", "1", "--list"]])

@@ -56,7 +56,7 @@ def test_plan_takes_a_merged_edge_without_knowing_of_merging():
 
 
 def test_plan_refuses_what_nothing_leads_to():
-    with pytest.raises(UnknownVersion, match=r"version 2 is no longer stored: .* `heterorl rollback --list --all`"):
+    with pytest.raises(UnknownVersion, match=r"version 2 is no longer stored: .* `heterorl rollback --list`"):
         plan([edge(1, 2, 5)], 0, 2)
 
 

@@ -214,24 +214,19 @@ def test_state_before_the_first_step_has_no_moments(tmp_path):
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
-def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, tmp_path, monkeypatch, is_beside):
-    shared = tmp_path / "shared"
-    shared.mkdir()
+def test_checkpoint_that_rank_0_reads_otherwise_than_it_was_written_is_none(tmp_path, monkeypatch, is_beside):
     own = checkpoint_writer.CheckpointLayout.digest
     monkeypatch.setattr(
         checkpoint_writer.CheckpointLayout,
         "digest",
         lambda self, state, rank: b"torn" if rank == 1 else own(self, state, rank),
     )
-    alone_again, rest = [], checkpoint_writer.write_alone
-    monkeypatch.setattr(
-        checkpoint_writer, "write_alone", lambda *args, **options: (alone_again.append(1), rest(*args, **options))[1]
-    )
 
-    assert _write([shared] * 2, world_size=2, one_machine=False, is_beside=is_beside) == [None, None]
+    first, second = _write([tmp_path] * 2, world_size=2, one_machine=False, is_beside=is_beside)
 
-    assert alone_again == [1]
-    assert all((shared / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
+    assert isinstance(first, OSError)
+    assert "other bytes than rank 1 wrote" in str(first)
+    assert second is None
 
 
 def test_full_disk_of_one_rank_is_rank_0s_error_and_none_waits(tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ class StateTarget:
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._model(torch.ones(1, 3)).sum().backward()
         self._optimizer.step()
-        copy_state(self._model, self._optimizer, kind="adamw", applied_steps=1, lora=NO_LORA)(self._path)
+        copy_state(self._model, self._optimizer, applied_steps=1, lora=NO_LORA)(self._path)
         self._files = {path.name: path.read_bytes() for path in self._path.iterdir()}
         self._weights = [parameter.detach().clone() for parameter in self._model.parameters()]
 
@@ -166,7 +166,7 @@ class StateTarget:
         (self._path / name).write_bytes(data)
         random_state = self._torch.get_rng_state()
         try:
-            read_state(self._path, self._model, self._torch.optim.AdamW(self._model.parameters()), kind="adamw")
+            read_state(self._path, self._model, self._torch.optim.AdamW(self._model.parameters()))
         except CorruptData:
             for parameter, before in zip(self._model.parameters(), self._weights, strict=True):
                 assert self._torch.equal(parameter, before), "a refused state changed the model"

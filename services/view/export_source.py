@@ -1,4 +1,4 @@
-"""Source of an export file: a JSON or Parquet row a completion.
+"""Source of an export file: a JSON line a completion.
 
 Completions of one sample must follow each other. The file is not trusted: line size, types and bounds are checked, and
 errors name row and key. A sample with a faulty row is left out.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, GroupId, RewardPart, Span
 from heterorl.common.types.sample import (
@@ -39,22 +39,10 @@ from heterorl.view.sample_query import clean
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
 """Samples in one transaction of the index."""
-_ROWS = 64
-"""Parquet rows in memory."""
 Id = Annotated[int, Field(ge=1, le=(1 << 62))]
 Count = Annotated[int, Field(ge=0, le=(1 << 62))]
 Version = Annotated[int, Field(ge=-1, le=(1 << 62))]
 Index = Annotated[int, Field(ge=0, lt=(1 << 31))]
-_EMPTY = BeforeValidator(lambda value: [] if value is None else value)
-
-
-def _pairs(value: Any) -> Any:
-    if value is None:
-        return {}
-    is_map = isinstance(value, list) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
-    )
-    return dict(value) if is_map else value
 
 
 def _known(kept_because: str) -> str:
@@ -87,24 +75,24 @@ class _Row(BaseModel):
     answer: str | None = None
     completion: str | None = None
     reward: float | None = None
-    reward_parts: Annotated[dict[str, float | None], BeforeValidator(_pairs)] = {}
+    reward_parts: dict[str, float | None] = {}
     finish_reason: FinishReason
     num_tokens: Count | None = None
-    spans: Annotated[list[_Span], _EMPTY] = []
+    spans: list[_Span] = []
     log_ratio_mean: float | None = None
     kept_because: Annotated[str, AfterValidator(_known)]
     detail: str = ""
     kept_time: float = 0.0
-    prompt_token_ids: Annotated[list[Index], _EMPTY] = []
-    token_ids: Annotated[list[Index], _EMPTY] = []
-    sampler_logprobs: Annotated[list[float | None], _EMPTY] = []
-    log_ratios: Annotated[list[float | None], _EMPTY] = []
-    token_ends: Annotated[list[Index], _EMPTY] = []
+    prompt_token_ids: list[Index] = []
+    token_ids: list[Index] = []
+    sampler_logprobs: list[float | None] = []
+    log_ratios: list[float | None] = []
+    token_ends: list[Index] = []
 
 
 class ExportedSamples:
     """A Source over an export.
-    Raises ConfigError: a missing or foreign file; DependencyMissing: pyarrow."""
+    Raises ConfigError: a missing or foreign file."""
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
@@ -149,10 +137,9 @@ def _raise(error: ConfigError) -> None:
 def read_export(path: Path, *, refuse: Callable[[ConfigError], None] = _raise) -> Iterator[Sample]:
     """The samples of a file, in its order; `refuse` takes errors.
     A faulty sample is left out.
-    Raises ConfigError: the file cannot be read; DependencyMissing: pyarrow."""
-    numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    Raises ConfigError: the file cannot be read."""
     seen: set[int] = set()
-    for sample_id, group in groupby(numbered, key=itemgetter(1)):
+    for sample_id, group in groupby(_json_rows(path), key=itemgetter(1)):
         found = list(group)
         place = f"{path}, row {found[0][0]}"
         errors = [row for *_, row in found if isinstance(row, ConfigError)]
@@ -169,7 +156,7 @@ def read_export(path: Path, *, refuse: Callable[[ConfigError], None] = _raise) -
             refuse(errors[0])
 
 
-_EXPORT = "`heterorl samples export` writes files in this format"
+_EXPORT = "`heterorl samples export OUT.jsonl` writes files in this format"
 
 
 _Numbered = tuple[int, int, _Row | ConfigError]
@@ -193,28 +180,11 @@ def _json_rows(path: Path) -> Iterator[_Numbered]:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="give an export of samples") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[_Numbered]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise DependencyMissing("pyarrow", "parquet") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _row(path, number, row)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}", action="give an export of samples") from error
-
-
-def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Numbered:
+def _row(path: Path, number: int, line: bytes) -> _Numbered:
     found: Any = None
     try:
         # Pydantic's JSON reader refuses lone surrogates, which models write.
-        found = json.loads(row) if isinstance(row, bytes) else row
+        found = json.loads(line)
         read = _Row.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

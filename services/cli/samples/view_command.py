@@ -23,7 +23,7 @@ def view(
         str,
         typer.Argument(
             metavar="[HOST:PORT|FILE]",
-            help="host:port of a coordinator, or an export of samples (.jsonl, .parquet). Default: "
+            help="host:port of a coordinator, or an export of samples (.jsonl). Default: "
             "HETERORL_ADDRESS, else the note of `join` in --credentials.",
             show_default=False,
         ),
@@ -35,10 +35,8 @@ def view(
 
     Only this machine can open the page, and only with the key in its URL. Ctrl-C ends it and deletes all it read.
     """
-    from heterorl.cli.samples.sample_reader import SUFFIXES
-
     path = Path(run)
-    is_export = path.suffix in SUFFIXES or (run and path.is_file())
+    is_export = path.suffix == ".jsonl" or (run and path.is_file())
     make_source = _export(path) if is_export else _coordinator(link.at(run))
     from heterorl.common.errors import DependencyMissing
 

@@ -1,13 +1,8 @@
-"""AdamW and Adafactor, and their state in checkpoint files.
-
-    adamw       two moments as large as the parameter: 8 bytes of each element; works on any piece of a parameter
-    adafactor   arXiv 1804.04235, without a first moment: mean squares of each row and column of a matrix, and of each
-                element of a vector. Needs whole matrices, since its statistics are sums over all rows and columns
+"""AdamW and its state in checkpoint files.
 
     weights.safetensors     fp32 masters by parameter name, tied ones once
-    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `row_var/NAME`, `col_var/NAME`
-                            of a matrix and `variance/NAME` of a vector of Adafactor; `random/cpu`, `random/cuda`
-    state.json              {"format": 1, "applied_steps": n}; "lora": settings of adapters; "optimizer": "adafactor"
+    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; `random/cpu`, `random/cuda`
+    state.json              {"format": 1, "applied_steps": n}; "lora": settings of adapters
 
 Guarantees: read_state checks everything before it changes anything, and restores bit for bit.
 """
@@ -18,7 +13,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,11 +22,11 @@ from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.learner.backends.tensor_file import TensorFile
-from heterorl.learner.train.backend_config import BackendConfig, OptimizerName
+from heterorl.learner.train.backend_config import BackendConfig
 
 STEP = "step"
 """Key of a parameter's count of optimizer steps."""
-_EPSILONS = (1e-16, 1e-3)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 COUNTERS_FILE = "state.json"
@@ -40,27 +34,14 @@ FORMAT = 1
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: BackendConfig) -> torch.optim.Optimizer:
-    """The configured optimizer before its first step."""
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.optimizer == "adafactor":
-        # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
-        return torch.optim.Adafactor(parameters, eps=_EPSILONS, **options)
-    return torch.optim.AdamW(parameters, betas=config.betas, **options)
-
-
-def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
-    """Names and shapes of a parameter's fp32 moments, without the step count."""
-    if optimizer == "adamw":
-        return {"exp_avg": shape, "exp_avg_sq": shape}
-    if len(shape) < 2:
-        return {"variance": shape}
-    return {"row_var": torch.Size((*shape[:-1], 1)), "col_var": torch.Size((*shape[:-2], 1, shape[-1]))}
+    """The optimizer before its first step."""
+    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas)
 
 
 def copy_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName, applied_steps: int, lora: LoraSettings
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, applied_steps: int, lora: LoraSettings
 ) -> Callable[[Path], None]:
-    """Copy a state in host memory, 12 bytes a parameter with AdamW.
+    """Copy a state in host memory, 12 bytes a parameter.
 
     Returns a function that writes the three files into an existing directory. With adapters the weights are the
     adapters only.
@@ -71,13 +52,13 @@ def copy_state(
         f"{key}/{name}": _copy(optimizer.state[parameter][key])
         for name, parameter in parameters.items()
         if parameter in optimizer.state
-        for key in (*moments_of(kind, parameter.shape), STEP)
+        for key in (*MOMENTS, STEP)
     }
     moments["random/cpu"] = torch.get_rng_state()
     device = next(model.parameters()).device
     if device.type == "cuda":
         moments["random/cuda"] = torch.cuda.get_rng_state(device)
-    counters = json.dumps(counters_of(applied_steps, kind=kind, lora=lora))
+    counters = json.dumps(counters_of(applied_steps, lora=lora))
 
     def write(directory: Path) -> None:
         save_file(weights, directory / WEIGHTS_FILE)
@@ -87,11 +68,9 @@ def copy_state(
     return write
 
 
-def counters_of(applied_steps: int, *, kind: OptimizerName, lora: LoraSettings) -> dict[str, object]:
+def counters_of(applied_steps: int, *, lora: LoraSettings) -> dict[str, object]:
     """The content of `state.json`."""
     counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
-    if kind != "adamw":
-        counters["optimizer"] = kind
     if lora.rank:
         counters["lora"] = dataclasses.asdict(lora)
     return counters
@@ -103,14 +82,14 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName) -> int:
+def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Restore a model and a fresh optimizer; returns the applied steps.
     One tensor at a time is in memory.
 
     Raises as `open_state`, before any change.
     """
     parameters = trainable(model)
-    weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
+    weights, moments, applied_steps = open_state(directory, parameters)
     random = moments.flat("random/cpu").clone()
     # Map all files before the first copy: a missing file then raises before any change.
     mapped = {name: weights.flat(name) for name in parameters}
@@ -121,7 +100,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             # The count is on the CPU for every device.
             optimizer.state[parameter] = {
                 key: states.pop(stored).view(moments.tensors[stored].shape).to(place, copy=True)
-                for key in (*moments_of(kind, parameter.shape), STEP)
+                for key in (*MOMENTS, STEP)
                 for stored, place in [(f"{key}/{name}", "cpu" if key == STEP else parameter.device)]
             }
     torch.set_rng_state(random)
@@ -131,9 +110,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return applied_steps
 
 
-def open_state(
-    directory: Path, parameters: Mapping[str, torch.Tensor], *, kind: OptimizerName = "adamw"
-) -> tuple[TensorFile, TensorFile, int]:
+def open_state(directory: Path, parameters: Mapping[str, torch.Tensor]) -> tuple[TensorFile, TensorFile, int]:
     """Weights, moments and applied steps of a state, checked against a model.
 
     Raises CorruptStore: a file is missing, broken, or of another model.
@@ -143,7 +120,7 @@ def open_state(
         counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
-    applied_steps = _check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
+    applied_steps = _check_state(directory, parameters, weights.tensors, moments.tensors, counters)
     try:
         # Torch checks it when it is set: set it in a throw-away generator.
         torch.Generator().set_state(moments.flat("random/cpu").clone())
@@ -177,15 +154,10 @@ def _check_state(
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
     counters: object,
-    *,
-    kind: OptimizerName,
 ) -> int:
     """Check a state against the model; returns its applied steps."""
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
-    if (stated := counters.get("optimizer", "adamw")) != kind:
-        problem = f"checkpoint {directory} is of optimizer {str(stated)[:20]!r}, not {kind}"
-        raise CorruptStore(problem, action="set backend.optimizer back, or start with adopt_without_optimizer")
     applied_steps = counters.get("applied_steps")
     if not isinstance(applied_steps, int) or applied_steps < 0:
         raise CorruptStore(f"checkpoint {directory}: applied_steps is not a count")
@@ -193,11 +165,11 @@ def _check_state(
     if {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()} != shapes:
         raise CorruptStore(f"checkpoint {directory}: weights of another model", action="check model_dir")
     for name, parameter in parameters.items():
-        expected = {f"{key}/{name}": shape for key, shape in moments_of(kind, parameter.shape).items()}
+        expected = [f"{key}/{name}" for key in MOMENTS]
         found = [stored in moments for stored in (*expected, f"{STEP}/{name}")]
         if any(found) and not all(found):
             raise CorruptStore(f"checkpoint {directory}: part of the optimizer state of {name} is missing")
-        if all(found) and any(moments[stored].shape != shape for stored, shape in expected.items()):
+        if all(found) and any(moments[stored].shape != parameter.shape for stored in expected):
             raise CorruptStore(f"checkpoint {directory}: optimizer state of another model", action="check model_dir")
         if all(found) and any(moments[stored].dtype != torch.float32 for stored in (*expected, f"{STEP}/{name}")):
             raise CorruptStore(f"checkpoint {directory}: optimizer state of {name} in another type")

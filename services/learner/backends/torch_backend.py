@@ -1,4 +1,4 @@
-"""Backend of one process and device: fp32 masters, AdamW or Adafactor.
+"""Backend of one process and device: fp32 masters and AdamW.
 
 Passes see the masters rounded as they are published. On the CPU a run is a pure function of its inputs, its weights and
 the number of threads.
@@ -140,18 +140,12 @@ class TorchBackend(StepRecorder):
         self._applied_steps = 0
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        write = copy_state(
-            self.torch_model,
-            self._optimizer,
-            kind=self._config.optimizer,
-            applied_steps=self._applied_steps,
-            lora=self.lora,
-        )
+        write = copy_state(self.torch_model, self._optimizer, applied_steps=self._applied_steps, lora=self.lora)
         return lambda: write(directory)
 
     def restore(self, directory: Path) -> None:
         optimizer = self._new_optimizer()
-        self._applied_steps = read_state(directory, self.torch_model, optimizer, kind=self._config.optimizer)
+        self._applied_steps = read_state(directory, self.torch_model, optimizer)
         self._optimizer = optimizer
 
     def _update(self, loss: float, lr: float) -> tuple[bool, float]:

@@ -13,7 +13,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config_file import Config
 
-OptimizerName = Literal["adamw", "adafactor"]
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -22,9 +21,6 @@ class _Training(Config):
 
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
     """Step size after warm-up, before decay."""
-    optimizer: OptimizerName = "adamw"
-    """`adamw`, or `adafactor` (torch only): 8 bytes a parameter less. It scales each tensor's step by its root
-    mean square, at least 0.001; for weights near 0.02 take 50 times AdamW's lr."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """AdamW's decay rates of first and second moments, in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -80,8 +76,6 @@ class _Training(Config):
             raise ValueError(
                 f"lr_schedule {self.lr_schedule} needs lr_decay_steps above warmup_steps: set it to the run's max_steps"
             )
-        if self.optimizer == "adafactor" and "betas" in self.model_fields_set:
-            raise ValueError("betas are AdamW's: leave them out, or set optimizer to adamw")
         if self.sequence_parallel > 1 and getattr(self, "kind", "") != "fsdp2":
             raise ValueError("sequence_parallel needs backend fsdp2: set backend.kind to it, or sequence_parallel to 1")
         settings = (self.compute_dtype, getattr(self, "device", "")[:4])
@@ -133,15 +127,6 @@ class _Ranks(_Training):
     between steps, without copy. Needs overlap_publication."""
     device: Literal["cpu", "cuda"] = "cpu"
     """`cpu`, or `cuda`: the GPU that LOCAL_RANK numbers."""
-
-    @model_validator(mode="after")
-    def _check_elementwise(self) -> Self:
-        if self.optimizer == "adafactor":
-            raise ValueError(
-                "optimizer adafactor takes statistics of whole matrices, of which a rank has some rows:"
-                " use adamw, or backend torch"
-            )
-        return self
 
 
 class DeepSpeedBackendConfig(_Ranks):

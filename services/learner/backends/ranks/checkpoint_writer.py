@@ -83,7 +83,7 @@ class CheckpointLayout:
             weights=SafetensorsLayout([(name, "F32", tuple(state.shapes[name])) for name in names]),
             moments=SafetensorsLayout(table),
             steps=steps,
-            counters=json.dumps(counters_of(applied_steps, kind="adamw", lora=lora)),
+            counters=json.dumps(counters_of(applied_steps, lora=lora)),
         )
 
     @property

@@ -153,8 +153,12 @@ def problems(
         yield from _problem(lambda: prompter.append(Prompter.of(config)))
     if "task" in left_to_the_run(service, config):
         return
+    from heterorl.common.tasks.task_config import build_task
+
     task: list[Any] = []
-    yield from _problem(lambda: task.append(_build_task(config, prompter[0] if prompter else None)))
+    measure = prompter[0].num_tokens if prompter else None
+    # Without notes of commits, a branch of the hub is read at its newest commit.
+    yield from _problem(lambda: task.append(build_task(config.task, measure=measure)))
     if task:
         if prompter:
             say(counted(task[0], prompter[0]))
@@ -178,13 +182,6 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
         yield "liger_kernel", "gpu"
     if config.tracing.otlp_endpoint:
         yield "opentelemetry", "otel"
-
-
-def _build_task(config: Any, prompter: Any) -> Any:
-    from heterorl.common.tasks.task_config import build_task
-
-    # Without notes of commits, a branch of the hub is read at its newest commit.
-    return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
 
 
 def counted(task: Any, prompter: Any) -> str:

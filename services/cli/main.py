@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 import heterorl
@@ -250,18 +249,8 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     """
     loaded = load_service(service, config, set_ or ())
     _, sources = read_tables(config, set_ or ())
-    rows = [(key, json.dumps(value), source) for key, value, source in explain(loaded, sources)]
-    console = console_of()
-    if not console.is_terminal:
-        for key, value, source in rows:
-            console.print(f"{key} = {value}  # {source}", soft_wrap=True)
-        return
-    table = Table("key", "value", "source", title=f"{service} configuration")
-    for column in table.columns:
-        column.overflow = "fold"
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    for key, value, source in explain(loaded, sources):
+        console_of().print(f"{key} = {json.dumps(value)}  # {source}", soft_wrap=True)
 
 
 @app.command("verify-lineage", rich_help_panel=CHECK)

@@ -171,7 +171,7 @@ def _evaluate(
             _say(f"loading {subject}")
             subjects = iter([stack.enter_context(open_model(subject, config))])
         # On standard error: standard output holds only JSON or tables.
-        begin, advance = stack.enter_context(_progress())
+        begin, advance = _progress()
         yield from evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
 
 
@@ -185,39 +185,22 @@ def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int
         yield next(subjects)
 
 
-@contextmanager
-def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]]:
-    """Callbacks for each set and prompt: bars, or lines without a terminal."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def _progress() -> tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]:
+    """Callbacks for each set and prompt: a line for each tenth of a set."""
+    name, done, total = "", 0, 1
 
-    console = console_of(stderr=True)
-    with Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
+    def begin(subject: str, of: OpenSet) -> None:
+        nonlocal name, done, total
+        name, done, total = f"{subject}, {of.name}", 0, of.draws.num_prompts
+        _say(f"{name}: {amount(total, 'prompt')}, {amount(of.draws.num_samples, 'completion')} of each")
 
-        def begin(name: str, of: OpenSet) -> None:
-            draws = of.draws
-            bar.add_task(f"{name}, {of.name}", total=draws.num_prompts)
-            if not console.is_terminal:
-                each = amount(draws.num_samples, "completion")
-                _say(f"{name}, {of.name}: {amount(draws.num_prompts, 'prompt')}, {each} of each")
+    def advance(_: PromptResult) -> None:
+        nonlocal done
+        done += 1
+        if 10 * done // total > 10 * (done - 1) // total:
+            _say(f"{name}: {done} of {total} prompts")
 
-        def advance(_: PromptResult) -> None:
-            bar.advance(bar.task_ids[-1])
-            task = bar.tasks[-1]
-            done, total = int(task.completed), int(task.total or 1)
-            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
-                _say(f"{task.description}: {done} of {total} prompts")
-
-        yield begin, advance
+    return begin, advance
 
 
 ExportDtype = Literal["bf16", "fp16", "fp32"]

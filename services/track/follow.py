@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -110,32 +110,13 @@ class Pace:
     samples_every: int = 50
 
 
-@dataclass(slots=True)
-class Sent:
-    """Rows that this process wrote to a tracker, for a screen."""
-
-    name: str
-    steps: int = 0
-    evaluations: int = 0
-    tables: int = 0
-    mark: Mark | None = None
-    """The newest report in the tracker."""
-    problem: str = ""
-    """Why the tracker lacks rows; empty if all is well."""
-
-
-Show = Callable[[RunStatus | None, str, Sequence[Sent]], None]
-"""Takes the newest status, the coordinator's problem (empty: none) and the trackers' states."""
-
-
-async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock, show: Show) -> None:
+async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock) -> None:
     """Write a run into trackers until it ends, or once.
 
     Raises OperatorError: a tracker's run has another history than the coordinator's; Unreachable: a tracker does not
     answer when it is first opened, so that a wrong key is reported. Later failures are retried, unless `is_once`.
     """
     slots = [_Slot(name, open_, api, pace) for name, open_ in opens.items()]
-    sent = [slot.sent for slot in slots]
     status: RunStatus | None = None
     ended_at: float | None = None
     try:
@@ -151,7 +132,6 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
                 all_have = True
                 for slot in slots:
                     all_have &= await _write(slot, status, is_once=pace.is_once)
-                    show(status, "", sent)
                 if pace.is_once:
                     return
                 ended_at = (ended_at if ended_at is not None else clock.monotonic()) if has_ended(status) else None
@@ -162,7 +142,6 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
                 if pace.is_once or not error.is_transient:
                     raise
                 _LOG.warning("the coordinator is asked again in %g s: %s", pace.every_s, error)
-                show(status, str(error), sent)
             await clock.sleep(pace.every_s)
     finally:
         for slot in slots:
@@ -186,7 +165,7 @@ class _TrackerFailed(Exception):
 
 class _Slot:
     def __init__(self, name: str, open_: Open, api: OperatorApi, pace: Pace) -> None:
-        self.sent = Sent(name)
+        self.name = name
         self.is_waiting = False
         self._open, self._api, self._pace = open_, api, pace
         self._was_open = False
@@ -204,23 +183,19 @@ class _Slot:
         for start in range(0, len(reports), _AT_ONCE):
             part = reports[start : start + _AT_ONCE]
             await self._call(self._tracker.write, part)
-            self.sent.steps += len(part)
-            self.sent.mark = mark_of(part[-1])
         ended = await evaluations.read()
         self.is_waiting = evaluations.is_waiting
         if ended:
             await self._call(self._tracker.write_evaluations, ended)
-            self.sent.evaluations += len(ended)
         await self._write_table(self._tracker, status.head_version)
-        self.sent.problem = ""
         if reports:
             newest = mark_of(reports[-1])
             _LOG.info(
                 "%s took %d steps, up to step %d of version %d",
-                self.sent.name, len(reports), newest.step, newest.version,
+                self.name, len(reports), newest.step, newest.version,
             )  # fmt: skip
         for found in ended:
-            _LOG.info("%s took the evaluation of version %d on %s", self.sent.name, found.version, found.task_set)
+            _LOG.info("%s took the evaluation of version %d on %s", self.name, found.version, found.task_set)
 
     async def close(self) -> None:
         self._feeds = None
@@ -259,11 +234,10 @@ class _Slot:
         had = tracker.had
         if had.steps is not None and had.steps.version > status.head_version:
             raise OperatorError(
-                f"{self.sent.name}: its run has version {had.steps.version}, the coordinator {status.head_version} "
-                "at most",
+                f"{self.name}: its run has version {had.steps.version}, the coordinator {status.head_version} at most",
                 action="the tracker's run has another history: choose another name by --run",
             )
-        self.sent.mark, self._table = had.steps, had.table
+        self._table = had.table
         return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
 
     async def _write_table(self, tracker: Tracker, head: int) -> None:
@@ -274,7 +248,6 @@ class _Slot:
         if table is not None:
             await self._call(tracker.write_table, table)
             self._table = head
-            self.sent.tables += 1
 
 
 async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
@@ -283,8 +256,7 @@ async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
     except _TrackerFailed as error:
         if is_once:
             raise error.__cause__ or error from None
-        _LOG.warning("%s failed and is opened again: %s", slot.sent.name, error)
-        slot.sent.problem = str(error)
+        _LOG.warning("%s failed and is opened again: %s", slot.name, error)
         # The next open reads what the tracker took.
         await slot.close()
         return False

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import signal
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-from heterorl.cli.connection import Link, console_of, linked, silence_grpc
-from heterorl.common.types.policy import version_words
-
-if TYPE_CHECKING:
-    from heterorl.common.types.run import RunStatus
-    from heterorl.track.follow import Sent
+from heterorl.cli.connection import Link, linked, silence_grpc
 
 
 class Name(enum.Enum):
@@ -86,12 +76,7 @@ def track(
     address, tls = link.find()
     # Reports a wrong certificate or address as every other command does.
     link.ask(lambda api: api.get_status())
-    console = console_of(stderr=True)
-    is_live = console.is_terminal and not quiet
     logs.configure(level="WARNING" if quiet else "INFO", style="console", fields={})
-    if is_live:
-        # The live table shows the same, and log lines would break it.
-        logging.getLogger("heterorl.track").setLevel(logging.ERROR)
     pace = Pace(every_s=every, is_once=once, samples=samples, samples_every=samples_every)
     opens: dict[str, Open] = {
         name.value: partial(open_tracker, name.value, project=project, run=run, directory=directory)
@@ -102,19 +87,8 @@ def track(
         task = asyncio.current_task()
         if task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        live = Live(console=console, auto_refresh=False)
-
-        def show(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> None:
-            if is_live:
-                live.update(progress_table(status, problem, sent), refresh=True)
-
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=CALL_BUDGET_S)) as client:
-            if is_live:
-                live.start()
-            try:
-                await follow(client, opens, pace=pace, clock=SystemClock(), show=show)
-            finally:
-                live.stop()
+            await follow(client, opens, pace=pace, clock=SystemClock())
 
     try:
         asyncio.run(write())
@@ -122,26 +96,3 @@ def track(
         raise typer.Exit(143) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def progress_table(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> Table:
-    """Rows that this process sent to each tracker, and versions behind."""
-    title = "no answer from the coordinator yet"
-    if status is not None:
-        title = f"run {status.run_id}, {version_words(status.head_version)}"
-    table = Table("tracker", "steps sent", "evaluations", "tables", "newest step", "versions behind", "problem")
-    table.title = Text(f"{title}; the coordinator does not answer: {problem}" if problem else title)
-    for each in sent:
-        # A tracker with the newest report is not behind: some versions, such as 0, have no step.
-        newest = None if status is None or status.last_report is None else status.last_report.version
-        behind = "-" if newest is None else str(newest - (each.mark.version if each.mark is not None else 0))
-        table.add_row(
-            each.name,
-            str(each.steps),
-            str(each.evaluations),
-            str(each.tables),
-            "-" if each.mark is None else str(each.mark.step),
-            behind,
-            Text(each.problem),
-        )
-    return table

@@ -292,7 +292,8 @@ def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
     """Ascending end ids of the model's files and tokenizer; raises ConfigError."""
     named = _named(model_dir)
     listed = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
+    # Exactly: true is an int too.
+    if not all(type(number) is int and number >= 0 for number in listed) or len(listed) >= MAX_END_TOKENS:
         raise ConfigError(
             "model_dir",
             f"{_ENDS} in the files of {model_dir} is not a list of token ids: {named!r}"[:300],
@@ -300,10 +301,6 @@ def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
         )
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(sorted({*listed, *own}))
-
-
-def _is_id(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _named(model_dir: str) -> Any:

@@ -14,13 +14,6 @@ import torch
 from heterorl.learner.loss.group import masked_mean
 
 
-def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_raw: bool) -> torch.Tensor:
-    """Mean or, if raw, sum of each rollout's token log-probs; [B]."""
-    if is_raw:
-        return torch.where(mask_BT, logprobs_BT, 0.0).sum(1)
-    return masked_mean(logprobs_BT, mask_BT)
-
-
 def defensive_log_denominators(
     log_denominators_B: torch.Tensor, learner_log_probs_B: torch.Tensor, *, fraction: float
 ) -> torch.Tensor:

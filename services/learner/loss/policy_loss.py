@@ -142,7 +142,7 @@ def _sequence_objective(
             learner_BT - sampler_BT, advantages_B, low=spec.low, high=spec.high
         )
         numerators_BT = sampler_BT + ratios_BT
-    log_probs_B = importance.sequence_log_probs(numerators_BT, mask_BT, is_raw=is_raw)
+    log_probs_B = torch.where(mask_BT, numerators_BT, 0.0).sum(1) if is_raw else masked_mean(numerators_BT, mask_BT)
     log_weights_B = log_probs_B - _log_denominators(spec, inputs, learner_BT, sampler_BT, log_probs_B)
     log_weights = log_weights_B[:, None]
     if spec.m2_budget > 0.0:

@@ -116,7 +116,9 @@ class VllmEngine:
         is_running = (self.is_whole or self._is_fresh) and self._process is not None
         self._is_fresh = False
         if not is_running:
-            self._start_again()
+            self._end_process()
+            with self.source.weights.whole_model() as model_dir:
+                self._process = self._start(model_dir)
             self._alive().set_version(label)
         if is_running or self.source.lora.rank:
             self.source.weights.swap(self._alive(), label)
@@ -241,12 +243,6 @@ class VllmEngine:
 
     def _start(self, model_dir: str) -> VllmProcess:
         return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
-
-    def _start_again(self) -> None:
-        """Start a new process from the version as a whole model."""
-        self._end_process()
-        with self.source.weights.whole_model() as model_dir:
-            self._process = self._start(model_dir)
 
     def _check(self, arena: Arena, version: int) -> None:
         room = self.max_model_len - weight_canary.NUM_NEW_TOKENS

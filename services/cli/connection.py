@@ -42,9 +42,6 @@ CredentialsOption = Annotated[
         f"default: {CREDENTIALS_VARIABLE}."
     ),
 ]
-CaOption = Annotated[str, typer.Option(help="PEM file of the run's authority, instead of --credentials.")]
-CertOption = Annotated[str, typer.Option(help="PEM file of an operator's certificate.")]
-KeyOption = Annotated[str, typer.Option(help="PEM file of the certificate's private key.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; only for a coordinator on loopback.")]
 
 
@@ -54,9 +51,6 @@ class Link:
 
     address: str = ""
     credentials: Path | None = None
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
     insecure: bool = False
 
     def at(self, address: str) -> Link:
@@ -65,15 +59,14 @@ class Link:
     def find(self) -> tuple[str, TlsConfig]:
         """Address and certificates: command line, then environment, then note of `join`.
 
-        Raises ConfigError if one is missing, wrong or named twice.
+        Raises ConfigError if one is missing or wrong.
         """
         from heterorl.common.errors import ConfigError
-        from heterorl.common.identity.tls import noted_address
+        from heterorl.common.identity.tls import TlsConfig, files_in, noted_address
         from heterorl.common.process.address import check_address
 
         credentials, address = self.credentials, self.address or os.environ.get(ADDRESS_VARIABLE, "")
-        is_told = self.insecure or self.ca or self.cert or self.key
-        if credentials is None and not is_told and os.environ.get(CREDENTIALS_VARIABLE):
+        if credentials is None and not self.insecure and os.environ.get(CREDENTIALS_VARIABLE):
             credentials = Path(os.environ[CREDENTIALS_VARIABLE])
         if not address and credentials is not None:
             address = noted_address(credentials)
@@ -81,25 +74,14 @@ class Link:
             action = f"give host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it too"
             raise ConfigError("ADDRESS", "is not set", action=action)
         check_address("ADDRESS", address)
-        return address, self._files(credentials)
-
-    def _files(self, credentials: Path | None) -> TlsConfig:
-        from heterorl.common.errors import ConfigError
-        from heterorl.common.identity.tls import TlsConfig, files_in
-
-        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
-        stated = [f"--{name}" for name, value in files.items() if value]
-        if credentials is not None:
-            if stated:
-                raise ConfigError("--credentials", f"is given together with {stated[0]}", action="remove one of them")
-            return TlsConfig(**files_in(credentials), insecure=self.insecure)
-        if not self.insecure and len(stated) < len(files):
-            missing = next(name for name, value in files.items() if not value)
-            action = (
-                "give an operator's directory with --credentials (`heterorl join` makes it), or --ca, --cert and --key"
+        if credentials is None and not self.insecure:
+            raise ConfigError(
+                "--credentials",
+                "is not set, and the link needs certificates",
+                action="give an operator's directory, which `heterorl join` makes",
             )
-            raise ConfigError(f"tls.{missing}", "is not set, and the link needs certificates", action=action)
-        return TlsConfig(**files, insecure=self.insecure)
+        files = {} if credentials is None else files_in(credentials)
+        return address, TlsConfig(**files, insecure=self.insecure)
 
     def ask(self, call: Callable[[Any], Awaitable[ResultT]], *, client: type[Calls] | None = None) -> ResultT:
         """Connect and make one call, of a CoordinatorClient or another one.
@@ -129,15 +111,9 @@ class Link:
             raise Unreachable(error.args[0], action=hint) from error
 
 
-def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameter `link` by the address and link options.
-
-    `cert` is the annotation of --cert.
-    """
-    options = {
-        "credentials": (CredentialsOption, None), "ca": (CaOption, ""), "cert": (cert, ""), "key": (KeyOption, ""),
-        "insecure": (InsecureOption, False),
-    }  # fmt: skip
+def linked(*, has_address: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's parameter `link` by the address and link options."""
+    options = {"credentials": (CredentialsOption, None), "insecure": (InsecureOption, False)}
 
     def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

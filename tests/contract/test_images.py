@@ -223,8 +223,7 @@ def test_node_has_certificates_of_its_own_where_its_configuration_names_them(nam
     assert mount["read_only"] is True
     assert (config.tls.ca, config.tls.cert, config.tls.key) == ("/tls/ca.crt", "/tls/node.crt", "/tls/node.key")
     if name == "coordinator":
-        files = ["--ca", config.tls.ca, "--cert", config.tls.cert, "--key", config.tls.key]
-        words = ["heterorl", "health", "127.0.0.1:50051", *files]
+        words = ["heterorl", "health", "127.0.0.1:50051", "--credentials", "/tls"]
         assert BASE["services"][name]["healthcheck"]["test"] == ["CMD", *words]
         assert f"CMD {json.dumps(words)}" in (DEPLOY / "Dockerfile").read_text()
         # In a directory that is mounted whole: a list that is replaced is seen.

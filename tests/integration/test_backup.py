@@ -286,8 +286,7 @@ async def test_command_says_where_the_copy_lies(tmp_path):
     async with SecureRun(tmp_path) as secure:
         await secure.run.begin()
         await secure.run.publish()
-        operator = secure.certificates.tls("operator")
-        options = ["--ca", operator.ca, "--cert", operator.cert, "--key", operator.key, "--name", "one"]
+        options = ["--credentials", str(secure.certificates.node("operator", "eu-1")), "--name", "one"]
         result = await asyncio.to_thread(CliRunner().invoke, app, ["backup", secure.address, *options])
 
     assert result.exit_code == 0, result.output

@@ -64,7 +64,7 @@ def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monk
     data = tmp_path / "data"
 
     def moved(words):
-        return [re.sub("^/tls/", f"{node}/", word.replace("/etc/heterorl", str(config))) for word in words]
+        return [re.sub("^/tls(?=/|$)", str(node), word.replace("/etc/heterorl", str(config))) for word in words]
 
     tls = [f"--set=tls.{key}={path}" for key, path in paths(node).items()]
     own = [f"--set=data_dir={data}", "--set=listen=127.0.0.1:0", "--set=metrics_port=0", *tls]

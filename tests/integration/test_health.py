@@ -13,7 +13,7 @@ from heterorl.cli.main import app
 from heterorl.common.rpc.channel import check_health
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.rpc.grpc_server import Server
-from tests.support.certificates import Certificates, paths
+from tests.support.certificates import Certificates
 from tests.support.links import PLAINTEXT
 
 
@@ -47,7 +47,7 @@ async def secure_address(certificates):
 
 
 def files_of(certificates, role):
-    return [word for key, path in paths(certificates.node(role, "main")).items() for word in (f"--{key}", path)]
+    return ["--credentials", str(certificates.node(role, "main"))]
 
 
 async def test_server_that_serves_is_healthy(server):
@@ -96,7 +96,7 @@ async def test_check_without_certificates_or_with_another_runs_learns_nothing(se
 
     assert (plain.exit_code, other.exit_code) == (1, 1)
     assert plain.stdout == other.stdout == ""
-    assert "tls.ca: is not set" in str(neither.exception)
+    assert "--credentials: is not set" in str(neither.exception)
     assert "plaintext is for loopback only" in str(remote.exception)
 
 

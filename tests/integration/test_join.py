@@ -124,9 +124,7 @@ async def test_issued_certificate_is_accepted_by_a_coordinator_and_can_be_revoke
         async with office.open():
             token = office.token(site="me", role=Role.OPERATOR)
             await join(token, address=office.address, out=tmp_path / "me")
-        arguments = ["status", secure.address, "--json"]
-        for key, value in paths(tmp_path / "me").items():
-            arguments += [f"--{key}", value]
+        arguments = ["status", secure.address, "--json", "--credentials", str(tmp_path / "me")]
         first = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         office.certificates.authority.revoke(str(tmp_path / "me"))
         second = await asyncio.to_thread(CliRunner().invoke, app, arguments)

@@ -88,8 +88,7 @@ def heterorl(secure, *arguments):
     """The command in a process of its own would find its own loop; here it has a thread."""
     directory = secure.directory / "operator"
     directory.mkdir(exist_ok=True)
-    tls = secure.certificates.tls("operator")
-    options = ["--ca", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
+    options = ["--credentials", str(secure.certificates.node("operator", "eu-1"))]
     return CliRunner().invoke(app, [*arguments, secure.address, *options], env={"COLUMNS": "160"})
 
 

@@ -81,8 +81,7 @@ def evaluations(run, count, *, text="The answer is 42."):
 async def test_samples_of_a_coordinator_come_to_the_page_and_stay_when_it_is_gone(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         run = await stack.enter_async_context(SecureRun(tmp_path))
-        names = run.certificates.tls("operator")
-        words = ["--no-browser", "--ca", str(names.ca), "--cert", str(names.cert), "--key", str(names.key)]
+        words = ["--no-browser", "--credentials", str(run.certificates.node("operator", "eu-1"))]
         ask = await stack.enter_async_context(viewing(run.address, *words))
         await until(ask, "/", lambda page: "Nothing was kept yet" in page)
 
@@ -116,8 +115,7 @@ async def test_a_group_is_shown_with_what_the_learner_said_of_it(tmp_path):
             consumed = await run.run.push(2)
             await run.run.publish(consumed=consumed)
             await run.learner.note_samples(epoch=run.run.epoch, notes=list(map(note, consumed)))
-        names = run.certificates.tls("operator")
-        words = ["--no-browser", "--ca", str(names.ca), "--cert", str(names.cert), "--key", str(names.key)]
+        words = ["--no-browser", "--credentials", str(run.certificates.node("operator", "eu-1"))]
         async with viewing(run.address, *words) as ask:
             await until(ask, "/state.json", lambda state: json.loads(state)["read"] == 1)
 
@@ -132,10 +130,9 @@ async def test_a_group_is_shown_with_what_the_learner_said_of_it(tmp_path):
 @pytest.mark.parametrize("role", ["sampler", "learner"])
 async def test_others_than_operators_are_refused_in_words(tmp_path, role):
     async with SecureRun(tmp_path) as run:
-        names = run.certificates.tls(role)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "heterorl", "view", run.address, "--no-browser",
-            "--ca", str(names.ca), "--cert", str(names.cert), "--key", str(names.key),
+            "--credentials", str(run.certificates.node(role, "eu-1")),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         )  # fmt: skip
         out, err = await process.communicate()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
-AnyCertOption = Annotated[str, typer.Option(help="PEM file of any certificate of the run.")]
 STEPS = 200
 """Newest steps in which `status` looks for an accuracy."""
 
@@ -71,13 +70,13 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
     return status, tuple(steps), evaluations
 
 
-@linked(cert=AnyCertOption)
+@linked()
 def health(
     link: Link, timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0
 ) -> None:
     """Ask a coordinator whether it serves.
 
-    It is for health checks of containers and load balancers.
+    It is for health checks of containers and load balancers. Any certificate of the run will do.
 
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """

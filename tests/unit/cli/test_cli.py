@@ -170,13 +170,13 @@ def test_each_service_has_the_module_that_its_command_starts(service):
 
 
 def test_rollback_asks_for_certificates_and_a_version():
-    assert "tls.ca: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
+    assert "--credentials: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
     assert "give one of --to and --list" in str(invoke("rollback", "127.0.0.1:1").exception)
     assert invoke("rollback", "127.0.0.1:1", "--to", "-2").exit_code == 2
 
 
 def test_status_asks_for_certificates_unless_told_otherwise():
-    assert "tls.ca: is not set" in str(invoke("status", "127.0.0.1:1").exception)
+    assert "--credentials: is not set" in str(invoke("status", "127.0.0.1:1").exception)
     assert "coordinator is 10.0.0.1:1" in str(invoke("status", "10.0.0.1:1", "--insecure").exception)
 
 
@@ -485,10 +485,8 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
         return str(invoke(*command, *arguments).exception)
 
     assert "'coord.example' is not host:port" in problem("coord.example", "--credentials", str(tmp_path))
-    assert "tls.ca: is not set" in problem("127.0.0.1:1")
-    assert "with --credentials" in problem("127.0.0.1:1", "--ca", "x", "--cert", "y")
+    assert "--credentials: is not set" in problem("127.0.0.1:1")
     assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
-    assert "given together with --key" in problem("127.0.0.1:1", "--credentials", str(tmp_path), "--key", "k")
 
 
 @pytest.mark.parametrize("command", ["status", "backup"])
@@ -551,8 +549,8 @@ def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tm
     assert Link().find()[0] == "other.example:1"
     # What is said beats what is set.
     assert Link(address="127.0.0.1:2", insecure=True).find()[1].insecure
-    mine = Link(address="said.example:3", ca="a", cert="b", key="c").find()
-    assert (mine[0], mine[1].ca) == ("said.example:3", "a")
+    mine = Link(address="said.example:3", credentials=tmp_path / "mine").find()
+    assert (mine[0], mine[1].ca) == ("said.example:3", str(tmp_path / "mine" / "ca.crt"))
     monkeypatch.delenv("HETERORL_ADDRESS")
     # certs.sh notes the standbys too, and a host's name has up to 253 characters.
     several = ",".join(f"{name * 60}.example:50051" for name in "abcdef")

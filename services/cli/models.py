@@ -186,7 +186,7 @@ def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int
 
 
 def _progress() -> tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]:
-    """Callbacks for each set and prompt: a line for each tenth of a set."""
+    """Progress of sets: a line for each tenth of one."""
     name, done, total = "", 0, 1
 
     def begin(subject: str, of: OpenSet) -> None:

@@ -17,11 +17,10 @@ from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups import queue, validation
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.learner_lease import LearnerLease
-from heterorl.coordinator.offline.history import BACKUPS
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.delta_merger import DeltaMerger
-from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
 from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
 from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.payloads.storage_setup import open_payloads
@@ -128,17 +127,11 @@ async def open_context(
         lease_s = max(config.pull_lease_s, config.payloads.url_lifetime_s if config.payloads.bucket else 0.0)
         leases = PullLeases(term_s=lease_s, started=now)
         damage = Damage(database=database, blobs=blobs, cache=cache, merges=merges)
+        stores = Stores(
+            config=config, clock=clock, database=database, blobs=blobs, cache=cache, merges=merges, damage=damage
+        )
         collector = GarbageCollector(
-            config=config,
-            clock=clock,
-            database=database,
-            blobs=blobs,
-            cache=cache,
-            merges=merges,
-            damage=damage,
-            leases=leases,
-            in_use=sites.versions_in_use,
-            may_write=lambda: not disk.is_full,
+            **vars(stores), leases=leases, in_use=sites.versions_in_use, may_write=lambda: not disk.is_full
         )
         await collector.recover()
     except BaseException as error:
@@ -149,40 +142,17 @@ async def open_context(
     if disk.look():
         collector.poke()
     return CoordinatorContext(
-        config=config,
-        clock=clock,
-        database=database,
+        **vars(stores),
         storage=storage,
-        blobs=blobs,
-        cache=cache,
         direct_uploads=direct_uploads,
-        merges=merges,
         merger=DeltaMerger(
-            merges=merges,
-            database=database,
-            path_of=blobs.path,
-            cache=cache,
-            config=config,
-            leased=lambda: leases.payloads(clock.monotonic()),
-            may_write=lambda: not disk.is_full,
-            clock=clock,
+            **vars(stores), leased=lambda: leases.payloads(clock.monotonic()), may_write=lambda: not disk.is_full
         ),
         leases=leases,
         reader=PayloadReader(),
-        damage=damage,
         collector=collector,
         disk=disk,
-        backups=Backups(
-            directory=config.backup_dir or config.data_dir / BACKUPS,
-            run_id=config.run_id,
-            database=database,
-            blobs=blobs,
-            cache=cache,
-            damage=damage,
-            collector=collector,
-            clock=clock,
-            store_url=config.store.url,
-        ),
+        backups=Backups(**vars(stores), collector=collector),
         sites=sites,
         deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s, started=now),
         bell=Bell(),

@@ -169,7 +169,6 @@ class Session:
             policy_version=state.policy_version,
             state_root=state.state_root,
             tokens_per_s=state.tokens_per_s,
-            outbox_groups=self.outbox.level().num_groups,
             apply_s=state.apply_s,
             problem=peer_words(state.problem, most=MAX_PROBLEM),
         )

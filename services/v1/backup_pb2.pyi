@@ -44,7 +44,6 @@ class BackupResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     NUM_PAYLOADS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
-    MADE_S_FIELD_NUMBER: builtins.int
     AUDIT_DIGEST_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Directory on the coordinator's machine."""
@@ -54,8 +53,6 @@ class BackupResponse(google.protobuf.message.Message):
     """Payload files in it."""
     num_bytes: builtins.int
     """Bytes of the store and the payloads."""
-    made_s: builtins.float
-    """When it was made, seconds since the Unix epoch."""
     audit_digest: builtins.str
     """Digest of the newest row of the log of audit; empty when there is none."""
     def __init__(
@@ -65,9 +62,8 @@ class BackupResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         num_payloads: builtins.int = ...,
         num_bytes: builtins.int = ...,
-        made_s: builtins.float = ...,
         audit_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit_digest", b"audit_digest", "head_version", b"head_version", "made_s", b"made_s", "num_bytes", b"num_bytes", "num_payloads", b"num_payloads", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_digest", b"audit_digest", "head_version", b"head_version", "num_bytes", b"num_bytes", "num_payloads", b"num_payloads", "path", b"path"]) -> None: ...
 
 Global___BackupResponse: typing_extensions.TypeAlias = BackupResponse

@@ -188,7 +188,6 @@ class HeartbeatRequest(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
-    OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
     IS_STOPPED_FIELD_NUMBER: builtins.int
@@ -202,8 +201,6 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """State root (hex) of that version."""
     tokens_per_s: builtins.float
     """Generation speed, tokens per second."""
-    outbox_groups: builtins.int
-    """Groups waiting in the outbox."""
     apply_s: builtins.float
     """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
     problem: builtins.str
@@ -218,12 +215,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         policy_version: builtins.int = ...,
         state_root: builtins.str = ...,
         tokens_per_s: builtins.float = ...,
-        outbox_groups: builtins.int = ...,
         apply_s: builtins.float = ...,
         problem: builtins.str = ...,
         is_stopped: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "is_stopped", b"is_stopped", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "is_stopped", b"is_stopped", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import trial
 from heterorl.certs import enrolment_server
-from heterorl.cli import certs, operations
+from heterorl.cli import certs
 from heterorl.cli.live import track
 from heterorl.common.process import notify
 from heterorl.common.process.backoff import Backoff
@@ -180,7 +180,6 @@ PROMISES = [
     ("docs/operate.md", f"`listen`: {RELAY.listen} | samplers of its place | {RELAY.metrics_port} | `cache_dir`"),
     ("docs/operate.md", f"`heterorl certs serve` | 0.0.0.0:{certs.DESK_PORT}"),
     ("docs/operate.md", f"If you raise `metrics_nodes` ({COORDINATOR.metrics_nodes})"),
-    ("docs/operate.md", f"the last {operations.NEWEST} versions and the best of each evaluation set"),
     ("docs/operate.md", f"`canary_threshold` (median, {COORDINATOR.canary_threshold:g} nats)"),
     ("docs/operate.md", f"the answer up to {MAX_ANSWER:,} characters"),
     ("docs/operate.md", f"`store_bytes` | {COORDINATOR.store_bytes >> 40} TiB"),

@@ -368,7 +368,6 @@ CASES = [
             policy_version=version,
             state_root=digest,
             tokens_per_s=real,
-            outbox_groups=uint,
             apply_s=real,
             problem=text,
         ),

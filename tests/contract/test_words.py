@@ -64,7 +64,7 @@ BUDGETS = {
     "docs/recipes.md": 1740,
     "docs/relay.md": 405,
     "docs/results.md": 765,
-    "docs/rewards.md": 1675,
+    "docs/rewards.md": 1683,
     "docs/scale.md": 955,
     "docs/security.md": 925,
     "docs/signatures.md": 550,

@@ -230,7 +230,7 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
                 await core.collector.work()
             clock.advance(601)
             # Version 5 is generated with; somebody who holds version 6 has a plan for the head.
-            beat = {"policy_version": 5, "state_root": run.roots[5], "tokens_per_s": 0.0, "outbox_groups": 0}
+            beat = {"policy_version": 5, "state_root": run.roots[5], "tokens_per_s": 0.0}
             await core.heartbeat(Heartbeat(site=SITE, incarnation=INCARNATION, **beat))
             await core.plan_pull(have_version=6, have_root=run.roots[6], want_version=-1)
             before = stored_files(disk.root)

@@ -52,12 +52,7 @@ class Site:
     async def beat(self):
         await self.client.heartbeat(
             Heartbeat(
-                site=self.name,
-                incarnation=INCARNATION,
-                policy_version=self.run.head,
-                state_root="",
-                tokens_per_s=0.0,
-                outbox_groups=len(self.outbox),
+                site=self.name, incarnation=INCARNATION, policy_version=self.run.head, state_root="", tokens_per_s=0.0
             )
         )
 

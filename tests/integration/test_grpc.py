@@ -137,9 +137,7 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
     assert [report.step for report in await client.list_steps(after_step=0, limit=5)] == [1]
     assert await client.get_step(step_id=f"step-{run.epoch}-1") == 1
     assert await client.get_step(step_id="x") is None
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1)
     assert await client.heartbeat(beat) == ()
     assert not (await client.get_status()).sites[0].is_stopped
     await client.heartbeat(dataclasses.replace(beat, is_stopped=True))

@@ -176,9 +176,15 @@ def _read_frame(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
         return b""
     number = offset // FRAME_BYTES
     start = number * FRAME_BYTES
-    block = memoryview(bytearray(min(FRAME_BYTES, proof.identity.size - start)))
-    num_read = _fill(descriptor, block, start)
+    block = _read(descriptor, min(FRAME_BYTES, proof.identity.size - start), start)
     # Checksums are of whole blocks.
-    if xxhash.xxh3_64_intdigest(block[:num_read]) != proof.checksums[number]:
+    if xxhash.xxh3_64_intdigest(block) != proof.checksums[number]:
         raise DamagedFile(f"its bytes from {start} on changed on disk")
-    return bytes(block[offset - start : end - start])
+    return block[offset - start : end - start]
+
+
+def _read(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    data = os.pread(descriptor, num_bytes, offset)
+    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data

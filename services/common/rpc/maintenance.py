@@ -50,16 +50,12 @@ BACKUP_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backup:
-    """A copy of a run, at `path` on the coordinator's machine.
-
-    `made_s` is in seconds since the epoch.
-    """
+    """A copy of a run, at `path` on the coordinator's machine."""
 
     path: str
     head_version: int
     num_payloads: int
     num_bytes: int
-    made_s: float
     audit_digest: str
 
 

@@ -196,7 +196,6 @@ class Heartbeat:
     policy_version: int
     state_root: str
     tokens_per_s: float
-    outbox_groups: int
     apply_s: float = 0.0
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
     problem: str = ""

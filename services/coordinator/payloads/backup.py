@@ -22,20 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
-from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version, version_words
-from heterorl.coordinator.offline.history import STORE_FILE
-from heterorl.coordinator.payloads.damage import Damage
-from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
-from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.engine_choice import OWNER
 from heterorl.coordinator.store.payload_files import typed_error
-from heterorl.coordinator.store.payload_storage import PayloadCache
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -48,20 +43,13 @@ _TRIES = 20
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Backups:
+class Backups(Stores):
     """Makes backups, one at a time. Belongs to the event loop."""
 
-    directory: Path
-    run_id: str
-    database: Database
-    blobs: BlobStore
-    cache: PayloadCache
-    damage: Damage
     collector: GarbageCollector
-    clock: Clock
-    store_url: str = ""
 
     def __post_init__(self) -> None:
+        self._directory = self.config.backup_dir or self.config.data_dir / BACKUPS
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
     async def make(self, name: str) -> Backup:
@@ -85,40 +73,38 @@ class Backups:
 
     async def _make(self, name: str) -> Backup:
         try:
-            known = await asyncio.to_thread(_read_note, self.directory / name, self.run_id)
+            known = await asyncio.to_thread(_read_note, self._directory / name, self.config.run_id)
             return known or await self._write(name)
         except OSError as error:
             raise typed_error(error) from error
 
     async def _write(self, name: str) -> Backup:
         # Its own name: several runs may have one backup_dir.
-        partial = self.directory / f".{self.run_id}{_PARTIAL}"
-        await asyncio.to_thread(_begin, self.directory, partial)
+        partial = self._directory / f".{self.config.run_id}{_PARTIAL}"
+        await asyncio.to_thread(_begin, self._directory, partial)
         try:
             copy = partial / STORE_FILE
             with contextlib.ExitStack() as kept:
                 async with self.collector.undisturbed:
-                    if self.store_url:
-                        digests, head, audit_digest = await asyncio.to_thread(_read_out, self.store_url, copy)
+                    if self.config.store.url:
+                        digests, head, audit_digest = await asyncio.to_thread(_read_out, self.config.store.url, copy)
                     else:
                         digests, head, audit_digest = await self.database.run_alone(lambda c: _copy(c, copy))
                     for digest in digests:
                         kept.enter_context(self.collector.leases.reading(digest))
-                made_s = self.clock.wall()
                 num_bytes = await asyncio.to_thread(_take_store, copy)
                 for digest in digests:
                     # One after another: the cache may not have room for all.
                     num_bytes += await self._bring(digest, partial)
                 await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
-                path=str((self.directory / name).resolve()),
+                path=str((self._directory / name).resolve()),
                 head_version=stated_version(head),
                 num_payloads=len(digests),
                 num_bytes=num_bytes,
-                made_s=made_s,
                 audit_digest=audit_digest,
             )
-            await asyncio.to_thread(_finish, partial, self.directory / name, backup, self.run_id)
+            await asyncio.to_thread(_finish, partial, self._directory / name, backup, self.config.run_id)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise

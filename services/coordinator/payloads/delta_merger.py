@@ -10,22 +10,18 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from heterorl.common.errors import CorruptData, LimitExceeded
-from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.policy_messages import manifest_from_bytes
-from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.payloads.merged_deltas import MergedDeltas, Span, due_blocks
+from heterorl.coordinator.payloads.garbage_collector import Stores
+from heterorl.coordinator.payloads.merged_deltas import Span, due_blocks
 from heterorl.coordinator.store.background import BackgroundWorker
-from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.database_engine import Connection
-from heterorl.coordinator.store.payload_storage import PayloadCache
 from heterorl.coordinator.versions import lineage, published_variants
 from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.pull_plans import cheapest_way
@@ -45,17 +41,11 @@ class _Job:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class DeltaMerger(BackgroundWorker):
+class DeltaMerger(BackgroundWorker, Stores):
     """Makes merged deltas. Belongs to the event loop."""
 
-    merges: MergedDeltas
-    database: Database
-    path_of: Callable[[Digest], Path]
-    cache: PayloadCache
-    config: CoordinatorConfig
     leased: Callable[[], frozenset[Digest]]
     may_write: Callable[[], bool]
-    clock: Clock
 
     def __post_init__(self) -> None:
         super().__init__("delta_merger", self.clock)
@@ -173,7 +163,7 @@ class DeltaMerger(BackgroundWorker):
         if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
             raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")
         paths = [
-            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.path_of(payload.digest)
+            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.blobs.path(payload.digest)
             for payload in job.payloads
         ]
         scratch = self.merges.scratch()

@@ -43,8 +43,8 @@ UNPUBLISHED_VERSIONS = 2
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class GarbageCollector(BackgroundWorker):
-    """Deletes payloads and writes snapshots. Belongs to the event loop."""
+class Stores:
+    """Parts that all work on payloads shares."""
 
     config: CoordinatorConfig
     clock: Clock
@@ -53,6 +53,12 @@ class GarbageCollector(BackgroundWorker):
     cache: PayloadCache
     merges: MergedDeltas
     damage: Damage
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GarbageCollector(BackgroundWorker, Stores):
+    """Deletes payloads and writes snapshots. Belongs to the event loop."""
+
     leases: PullLeases
     in_use: Callable[[float], frozenset[int]]
     may_write: Callable[[], bool]

@@ -180,7 +180,8 @@ class Outbox:
         self._lock_file.close()
 
     def _own(self, site: str) -> None:
-        """Make the file this site's; raises ConfigError: it holds groups of another site.
+        """Make the file this site's.
+        Raises ConfigError: it holds groups of another site.
 
         The coordinator counts sequences by name and incarnation, so another name begins another incarnation.
         """

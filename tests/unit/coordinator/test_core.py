@@ -467,7 +467,7 @@ async def test_out_of_order_sequences_are_remembered_beyond_the_watermark(core, 
 async def test_unregistered_sites_are_told_to_register(core, run):
     with pytest.raises(NotRegistered):
         await core.lease_work(site=SITE, incarnation="unknown", max_groups=1, policy_version=0)
-    beat = Heartbeat(site=SITE, incarnation="unknown", policy_version=0, state_root="", tokens_per_s=0, outbox_groups=0)
+    beat = Heartbeat(site=SITE, incarnation="unknown", policy_version=0, state_root="", tokens_per_s=0)
     assert await core.heartbeat(beat) == (Command.REGISTER,)
     assert await core.heartbeat(dataclasses.replace(beat, incarnation=INCARNATION)) == ()
 
@@ -479,9 +479,7 @@ async def test_drain_stops_work_takes_groups_and_ends_with_a_new_learner(core, r
     # A drained run has ended: there is nothing to reconnect for.
     with pytest.raises(Draining, match=r"maintenance \(deliver what is held, then end; only a learner"):
         await run.lease(1)
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0)
     assert await core.heartbeat(beat) == (Command.DRAIN,)
     (outcome,) = await core.push_groups([run.group(work)])
     assert outcome.status is PushStatus.ACCEPTED
@@ -645,7 +643,7 @@ async def test_a_status_of_many_sites_with_long_problems_fits_a_message(tmp_path
         await core.heartbeat(
             Heartbeat(
                 site=site, incarnation=INCARNATION, policy_version=0, state_root=run.roots[0], tokens_per_s=1.0,
-                outbox_groups=0, problem=f"site {number} " + 4000 * chr(0x1F525),
+                problem=f"site {number} " + 4000 * chr(0x1F525),
             )
         )  # fmt: skip
 

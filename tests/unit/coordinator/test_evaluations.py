@@ -61,8 +61,7 @@ class World:
 
     async def beat(self, site=SITE, *, version=0):
         return await self.core.heartbeat(
-            Heartbeat(site=site, incarnation=INCARNATION, policy_version=version, state_root="", tokens_per_s=1.0,
-                      outbox_groups=0)
+            Heartbeat(site=site, incarnation=INCARNATION, policy_version=version, state_root="", tokens_per_s=1.0)
         )  # fmt: skip
 
     async def of(self, version):

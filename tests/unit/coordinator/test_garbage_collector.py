@@ -34,7 +34,6 @@ async def in_use(core, run, version, *, incarnation=INCARNATION):
     await run.register(incarnation=incarnation)
     beat = Heartbeat(
         site=SITE, incarnation=incarnation, policy_version=version, state_root=run.roots[version], tokens_per_s=0.0,
-        outbox_groups=0,
     )  # fmt: skip
     await core.heartbeat(beat)
 

@@ -34,7 +34,7 @@ def beat(core, site, incarnation=""):
     return core.heartbeat(
         Heartbeat(
             site=SiteId(site), incarnation=incarnation or core.incarnation, policy_version=0, state_root="",
-            tokens_per_s=1.0, outbox_groups=0,
+            tokens_per_s=1.0,
         )
     )  # fmt: skip
 

@@ -174,9 +174,7 @@ async def test_abandoned_policy_gets_no_work_and_is_told_what_to_pull(begin):
 
 async def test_run_ends_at_its_last_version(begin):
     core, run = await begin(max_versions=1)
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0)
     (work,) = await run.lease(1)
     assert await core.heartbeat(beat) == ()
     request = await run.prepare()

@@ -152,9 +152,7 @@ async def test_lease_lasts_longer_by_the_delay_that_its_site_declared(tmp_path, 
         return [work.id for work in grant.assignments]
 
     async def alive_for(seconds):
-        beat = Heartbeat(
-            site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0, outbox_groups=1
-        )
+        beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0)
         for _ in range(int(seconds) // 100):
             clock.advance(100)
             await core.heartbeat(beat)

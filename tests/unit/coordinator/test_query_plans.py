@@ -67,9 +67,7 @@ async def every_call(core, run, clock):
     """What learner, samplers and operators call, each at least once."""
     await run.register("other")
     await core.register(run.registration(work_ahead_s=600.0, held=(1,), lowest_sequence=1))
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0)
     await core.heartbeat(beat)
     ids = await run.push(4)
     left = await run.lease(2)

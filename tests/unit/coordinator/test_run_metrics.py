@@ -40,7 +40,7 @@ async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_app
     await core.publish_version(request)
     await core.heartbeat(
         Heartbeat(
-            site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=0.0, outbox_groups=0,
+            site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=0.0,
             apply_s=0.25,
         )
     )  # fmt: skip
@@ -139,9 +139,7 @@ def test_every_gauge_of_a_site_leaves_with_it():
 
 
 async def test_site_that_stopped_in_order_raises_no_alert_until_it_is_back(core, run, clock):
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0)
     await core.heartbeat(dataclasses.replace(beat, is_stopped=True))
     clock.advance(200.0)
     await run_metrics.observe_run(core)

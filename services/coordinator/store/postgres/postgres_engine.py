@@ -248,7 +248,8 @@ class PostgresEngine:
             self._raw.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation; after a read-only one the savepoint stays, which spares a round trip."""
+        """Begin an operation.
+        The savepoint of a read-only one stays, which spares a round trip."""
         if self.connection.has_written:
             self._raw.execute("RELEASE one; SAVEPOINT one")
             self.connection.has_written = False

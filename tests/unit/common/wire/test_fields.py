@@ -73,7 +73,7 @@ def test_a_lease_says_bounds_always_and_orders_later():
 
 
 def test_backups_and_diagnoses_travel_whole():
-    backup = Backup(path="/b", head_version=1, num_payloads=2, num_bytes=3, made_s=4.0, audit_digest="5")
+    backup = Backup(path="/b", head_version=1, num_payloads=2, num_bytes=3, audit_digest="5")
     diagnosis = Diagnosis(
         server_time=1.0, run_id="run", heterorl_version="0.9", python_version="3.12", grpc_version="1.85",
         max_message_bytes=2, head_version=-1, bytes_full=3, contract=None, statement=b"s",

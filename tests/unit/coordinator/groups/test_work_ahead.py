@@ -77,9 +77,7 @@ class World:
 
     async def beat(self, *sites):
         for site in sites:
-            beat = Heartbeat(
-                site=site, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0.0, outbox_groups=0
-            )
+            beat = Heartbeat(site=site, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0.0)
             await self.core.heartbeat(beat)
 
     async def pass_time(self, seconds, *living):

@@ -111,7 +111,7 @@ class Orders:
                 self.seen[site] = self.clock.monotonic()
                 await self.core.heartbeat(
                     Heartbeat(site=SiteId(site), incarnation=INCARNATION, policy_version=0, state_root="",
-                              tokens_per_s=0.0, outbox_groups=0)
+                              tokens_per_s=0.0)
                 )  # fmt: skip
 
     async def finish(self):

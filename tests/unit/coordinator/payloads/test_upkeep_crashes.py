@@ -24,7 +24,7 @@ SMALL = {"merged_bytes": 0, "snapshot_ratio": 0.02, "keep_versions": 2, "max_sta
 
 async def beat(core, held, incarnation=INCARNATION):
     state = {"policy_version": held.version, "state_root": held.manifest.state_root}
-    await core.heartbeat(Heartbeat(site=SITE, incarnation=incarnation, tokens_per_s=0.0, outbox_groups=0, **state))
+    await core.heartbeat(Heartbeat(site=SITE, incarnation=incarnation, tokens_per_s=0.0, **state))
 
 
 class History:

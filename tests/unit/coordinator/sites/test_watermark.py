@@ -174,9 +174,7 @@ def _watermarks(connection):
 
 async def test_heartbeat_asks_to_register_again_before_the_gap_is_used_up(tmp_path):
     core, run = await begin(tmp_path)
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1, outbox_groups=0
-    )
+    beat = Heartbeat(site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1)
     far = run.group((await run.lease(1))[0])
     far = dataclasses.replace(far, id=dataclasses.replace(far.id, sequence=MAX_GAP // 2 + 1))
     await core.push_groups([far])

@@ -117,12 +117,11 @@ async def test_rewards_that_come_too_slowly_stop_the_engine_before_memory_fills(
     drafts = world.sampler.generation.collector.drafts
     await world.until(lambda: not drafts.num_running)
     unscored, speed = drafts.num_unscored, world.sampler.generation.collector.groups
-    before = speed.per_s
+    before = speed.per_s(world.clock.monotonic())
     await world.passed(60.0, step_s=1.0)
 
     # The site is as fast as its rewards: what it leases ahead follows from that.
-    speed.add(0, world.clock.monotonic())
-    assert speed.per_s < before / 2
+    assert speed.per_s(world.clock.monotonic()) < before / 2
     assert unscored == drafts.num_unscored <= 2 * world.engine.max_running + 3 * SIZE
     made = world.outbox.next_sequence
     world.task.go.set()

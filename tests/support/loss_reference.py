@@ -245,13 +245,17 @@ class Reference:
         w = self.sp(i) / self.q(i)
         return [(w if 0.9 <= w <= 1.05 else 0.0) * a * lp for lp in self.lp[i]]
 
-    def decoupled(self, i: int, a: float, is_exact: bool, eps: float) -> list[float]:
+    def decoupled(
+        self, i: int, a: float, is_exact: bool, eps: float, cap: float = 1.1, most: float = math.inf
+    ) -> list[float]:
         age = self.case.staleness[i]
         alpha = 1.0 if is_exact else max(age - 1, 0) / max(age, 1)
         result = []
         for lp, sg, lq in zip(self.lp[i], self.sg[i], self.lq[i], strict=True):
             proximal = lq + alpha * (sg - lq)
-            result.append(min(math.exp(proximal - lq), 1.1) * ppo(math.exp(lp - proximal), a, 1 - eps, 1 + eps))
+            behaviour = min(math.exp(proximal - lq), cap, most)
+            ratio = min(math.exp(lp - proximal), most / max(behaviour, 1.0))
+            result.append(behaviour * ppo(ratio, a, 1 - eps, 1 + eps))
         return result
 
 

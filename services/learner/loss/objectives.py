@@ -135,7 +135,7 @@ def ratio_objective(
     dual: float = math.inf,
     decision_log_weights: torch.Tensor | None = None,
     is_preserving: bool = False,
-    max_log_weight: float = MAX_LOG_WEIGHT,
+    max_log_weight: float | torch.Tensor = MAX_LOG_WEIGHT,
 ) -> Objective:
     """PPO's one-sided clip: min(w A, clip(w, low, high) A).
 

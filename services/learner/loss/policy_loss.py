@@ -107,8 +107,13 @@ def _token_objective(
     proximal_BT = importance.proximal_logprobs(
         learner_BT, sampler_BT, staleness_BT, is_exact=spec.proximal == "step_start"
     )
-    inner = _objective(spec, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None)
-    behaviour_BT = (proximal_BT - sampler_BT).clamp(max=spec.max_log_weight).exp().clamp(max=spec.behaviour_cap)
+    behaviour_logs_BT = (proximal_BT - sampler_BT).clamp(max=spec.max_log_weight)
+    behaviour_BT = behaviour_logs_BT.exp().clamp(max=spec.behaviour_cap)
+    # The bound holds for the product of both ratios.
+    limits_BT = spec.max_log_weight - behaviour_logs_BT.clamp(0.0, max(0.0, math.log(spec.behaviour_cap)))
+    inner = _objective(
+        spec, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None, max_log_weight=limits_BT
+    )
     return Objective(
         values=inner.values * behaviour_BT, weights=inner.weights * behaviour_BT, is_clipped=inner.is_clipped
     )
@@ -182,6 +187,7 @@ def _objective(
     advantages_B1: torch.Tensor,
     *,
     decision: torch.Tensor | None,
+    max_log_weight: torch.Tensor | None = None,
 ) -> Objective:
     if spec.is_score:
         return score_objective(
@@ -202,7 +208,7 @@ def _objective(
         dual=spec.dual_clip or float("inf"),
         decision_log_weights=decision,
         is_preserving=spec.clip == "preserve",
-        max_log_weight=spec.max_log_weight,
+        max_log_weight=spec.max_log_weight if max_log_weight is None else max_log_weight,
     )
 
 

@@ -1,5 +1,7 @@
 """Log-probs that a site made up, finite and at most 0, must not let one rollout own the step of all sites."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from heterorl.learner.loss.loss_config import (
     ToprConfig,
 )
 from heterorl.learner.train.batch import build_batch
+from tests.support.losses import groups_of, run_loss
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 # Of the tokens of one rollout of 16. An untrained model gives each about -3: ratios of e^2, e^5, e^17 and e^20, the
@@ -29,7 +32,7 @@ FORGED = (-5.0, -8.0, -20.0, -23.0, -1e30)
 MODEL = tiny_model()
 
 
-def _gradient(loss, forged=None, *, spread=None):
+def _gradient(loss, forged=None, *, spread=None, head_version=2):
     """The gradient of a step over four groups of four, one rollout of which states other log-probs."""
     groups = [queued.group for queued in random_groups(seed=9)]
     if forged is not None:
@@ -43,7 +46,7 @@ def _gradient(loss, forged=None, *, spread=None):
         MODEL, loss=loss, temperature=1.0, max_new_tokens=SAMPLING.max_new_tokens, micro_batch_tokens=4096,
         batching="padded",
     )  # fmt: skip
-    passes.accumulate(build_batch(groups, loss=loss, head_version=2))
+    passes.accumulate(build_batch(groups, loss=loss, head_version=head_version))
     gradient = torch.cat([parameter.grad.double().flatten() for parameter in MODEL.parameters()])
     assert gradient.isfinite().all()
     return gradient
@@ -66,6 +69,22 @@ def test_forged_rollout_counts_for_at_most_twenty_of_its_peers(config):
     assert _worst(config()) < 30
 
 
+@pytest.mark.parametrize("age", [1, 2, 3, 9])
+@pytest.mark.parametrize("cap", [0.5, 5.0, math.inf])
+def test_forged_token_with_two_ratios_counts_for_at_most_twenty(age, cap):
+    config = DecoupledPpoConfig(proximal="loglinear", behaviour_cap=cap)
+    sampler = np.linspace(-40.0, -1.0, 400).tolist()
+    # Without a standard deviation of rewards, a token weighs 1 / 800 where p = q.
+    outcome = run_loss(
+        config, [[-1.0] * 400] * 2, groups_of([[sampler] * 2], [[0.0, 1.0]], version=0), head_version=age,
+        advantages=[-1.0, 1.0],
+    )  # fmt: skip
+    limit = math.exp(3) * (1 + 1e-12)
+
+    assert float(outcome.terms[0].weights.max()) <= limit
+    assert max(float(gradient.abs().max()) for gradient in outcome.gradients) * 800 <= limit
+
+
 def test_without_the_bound_a_forged_rollout_owns_the_step():
     """The control: the same sweep over the published algorithm finds what is bounded."""
     assert _worst(GepoConfig(max_log_weight=20.0)) > 1e4
@@ -82,3 +101,13 @@ def test_honest_log_probs_give_the_published_gradient():
     for config in (GepoConfig(), GspoConfig(), GrpoConfig()):
         published = config.model_copy(update={"max_log_weight": 20.0})
         assert torch.equal(_gradient(config, spread=0.5), _gradient(published, spread=0.5))
+
+
+@pytest.mark.parametrize("age", [1, 2, 9])
+def test_two_ratios_below_their_caps_are_their_product(age):
+    config = DecoupledPpoConfig(proximal="loglinear")
+    published = config.model_copy(update={"max_log_weight": 20.0})
+
+    found, expected = (_gradient(one, spread=0.3, head_version=1 + age) for one in (config, published))
+
+    assert torch.equal(found, expected)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.learner.loss.loss_config import (
+    DecoupledPpoConfig,
     GepoConfig,
     GepoOneSidedConfig,
     GepoProductConfig,
@@ -89,6 +90,18 @@ def _dual():
     return value, np.array(rows)
 
 
+def _decoupled():
+    value, rows = 0.0, []
+    for p, q, a in zip(P, Q, -A / STD, strict=True):
+        # Eight versions old: the proximal policy is 7/8 of the way. One product, e^.4375 capped at 1.3 times e^.0625,
+        # is beyond e^.3.
+        behaviour, r = np.minimum(np.exp(0.875 * (p - q)), 1.3), np.exp(0.125 * (p - q))
+        product = behaviour * r
+        value -= (product.clip(max=np.exp(0.3)) * a).sum() / 14
+        rows.append(-(np.where(product > np.exp(0.3), 0, product) * a).sum() / 14)
+    return value, np.array(rows)
+
+
 # Configuration, rewards, numpy's way, value, gradient summed over each rollout.
 CASES = {
     "reinforce": (
@@ -132,6 +145,10 @@ CASES = {
     "grpo with dual clip": (
         GrpoConfig(dual_clip=1.3), [0.0, 1.0, 0.0, 1.0], _dual,
         0.113228075515585, [0.237437132931975, -0.189819243200483, 0.164054699351916, -0.168796892235880],
+    ),
+    "decoupled_ppo loglinear": (
+        DecoupledPpoConfig(proximal="loglinear", behaviour_cap=1.3, max_log_weight=0.3), [0.0, 1.0, 0.0, 1.0], _decoupled,
+        0.351015811935961, [0.339195904188536, -0.162702208457556, 0.187491084973618, -0.096455366991931],
     ),
 }  # fmt: skip
 

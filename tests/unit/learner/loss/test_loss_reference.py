@@ -1,7 +1,11 @@
 """Every loss against the same loss written with loops: value, and gradient by central differences."""
 
+import dataclasses
+import math
+
 import pytest
 
+from heterorl.learner.loss.loss_config import DecoupledPpoConfig
 from tests.support.loss_cases import HEAD, assert_equals, case_of, coefficient, groups_of_case
 from tests.support.loss_reference import Reference, advantage, drifted, second_moment_kept
 from tests.support.losses import CATALOGUE, run_loss
@@ -117,3 +121,20 @@ def test_bounds_and_masks_act_on_the_cases(name):
         acted |= bool(terms.is_clipped.any()) or int(terms.is_kept_BT.sum()) < sum(map(len, rows))
 
     assert acted or name in ("decoupled_ppo", "reinforce", "custom of the step")
+
+
+@pytest.mark.parametrize("age", [2, 3, 9])
+@pytest.mark.parametrize("cap", [1.1, 1.5])
+def test_product_of_two_ratios_is_bounded_as_in_the_reference(age, cap):
+    case, learner = case_of(1)
+    case = dataclasses.replace(case, staleness=[age] * 10)
+    config = DecoupledPpoConfig(proximal="loglinear", behaviour_cap=cap, max_log_weight=0.2)
+    advantages = [advantage(case, i, "mean_std") for i in range(10)]
+    factor = coefficient(case, 0, "token_mean", range(10))
+
+    def value(moved):
+        reference = Reference(case, moved, learner)
+        rows = [reference.decoupled(i, a, False, 0.2, cap=cap, most=math.exp(0.2)) for i, a in enumerate(advantages)]
+        return -factor * sum(map(sum, rows))
+
+    assert_equals(config, case, learner, value)

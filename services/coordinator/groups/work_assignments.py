@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 
 from heterorl.common.types.common import SiteId
@@ -58,6 +59,8 @@ MAX_HOLDERS = 3
 """Sites that may answer an assignment: the holder and the two before it."""
 MAX_EVALUATORS = 64
 """The same of a held-out prompt: a refusal would end the evaluation of a slow site, and the first answer counts."""
+MAX_SEEN = 64
+"""Unanswered held-out prompts that a question looks at, twice, if none is open."""
 REOPENED_AT_ONCE = 256
 """Rows of one statement. SQLite takes longer for each one the more pages its operation has changed before."""
 
@@ -105,21 +108,43 @@ def hand_out_held_out(
     connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
 ) -> list[WorkAssignment]:
     """Lease held-out prompts of an evaluation.
-    If none is open, it takes prompts that fewer than MAX_HOLDERS other sites had."""
+    If none is open, it takes some that fewer than MAX_HOLDERS other sites had."""
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
         " AND assignment < ? ORDER BY assignment LIMIT ?",
         (numbers.start, numbers.stop, count),
     ).fetchall()
     if not rows:
-        out = connection.execute(
-            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
-            " ORDER BY assignment",
-            (numbers.start, numbers.stop),
-        ).fetchall()
-        others = [(row, json.loads(row[3])) for row in out]
-        rows = [row for row, names in others if _holder(*holder) not in names and len(names) < MAX_HOLDERS][:count]
+        rows = _held_by_others(connection, numbers, holder=holder, count=count, request_id=request_id)
     return _lease(connection, rows, holder, request_id)
+
+
+def _held_by_others(
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
+) -> list[tuple[int, int, int, str]]:
+    """Unanswered prompts that the site may take as well.
+
+    It looks at the MAX_SEEN lowest ones, then at as many from a place that the request's id decides: every site may
+    hold all of them, and each question is answered on the store's thread.
+    """
+    found: list[tuple[int, int, int, str]] = []
+    first = numbers.start
+    for _ in range(2):
+        seen = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
+            " ORDER BY assignment LIMIT ?",
+            (first, numbers.stop, MAX_SEEN),
+        ).fetchall()
+        others = [(row, json.loads(row[3])) for row in seen]
+        found += [row for row, names in others if _holder(*holder) not in names and len(names) < MAX_HOLDERS]
+        if len(found) >= count or len(seen) < MAX_SEEN:
+            break
+        (last,) = connection.execute(
+            "SELECT max(assignment) FROM work WHERE assignment < ?", (numbers.stop,)
+        ).fetchone()
+        first = seen[-1][0] + 1
+        first += zlib.crc32(f"{_holder(*holder)}/{request_id}".encode()) % max(1, last - first + 1)
+    return found[:count]
 
 
 def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:

@@ -1,16 +1,21 @@
 """Assignments: the same prompt and seed for ever, one answer to one request, and few who may answer."""
 
 import dataclasses
+import json
+import sqlite3
 
 import pytest
 
 from heterorl.common.errors import InvalidRequest
+from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out, reopen
+from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, MAX_SEEN, expire, give_back, hand_out, reopen
 from heterorl.coordinator.rollout_column import LEASE_BATCH
+from heterorl.coordinator.store.schema import SCHEMA
 from heterorl.sampler.outbox.outbox import empty_group
 from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
 
@@ -295,3 +300,65 @@ async def test_group_with_tokens_of_an_abandoned_version_is_not_trained_on(core,
     assert [queued async for queued in _streamed(core, run, 2)] == []
     counts = (await core.get_status()).ledger
     assert (counts.dropped, counts.is_balanced) == ({DropReason.UNKNOWN_VERSION: 2}, True)
+
+
+# ---- held-out prompts that others hold
+
+
+HELD = range(HELD_OUT, HELD_OUT + 2**20)
+
+
+def _outstanding(count, *, few=()):
+    """A store whose unanswered held-out prompts have all holders they may have, except `few`."""
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(SCHEMA)
+    work_assignments.open_held_out(connection, HELD[:count], seed=1)
+    full = json.dumps([f"eu-{number}/1" for number in range(MAX_HOLDERS)])
+    connection.execute("UPDATE work SET is_leased = 1, holders = ?", (full,))
+    connection.executemany(
+        "UPDATE work SET holders = '[\"eu-0/1\"]' WHERE prompt_index = ?", [(index,) for index in few]
+    )
+    return connection
+
+
+def _question(connection, request_id, *, count=4):
+    handed = work_assignments.hand_out_held_out(
+        connection, HELD, holder=("us-0", "1"), count=count, request_id=request_id
+    )
+    return [each.prompt_index for each in handed]
+
+
+def test_question_for_held_out_prompts_costs_the_same_with_any_number_outstanding():
+    steps = []
+    for count in (1000, 8000):
+        connection, taken = _outstanding(count), []
+        connection.set_progress_handler(lambda taken=taken: taken.append(1) and None, 1)
+        assert _question(connection, "a") == []
+        steps.append(len(taken))
+
+    assert steps[1] < 1.1 * steps[0]
+
+
+def test_lowest_prompts_with_room_come_first():
+    few = [MAX_SEEN - 1, 3, 5]
+    connection = _outstanding(8000, few=few)
+
+    assert _question(connection, "a", count=2) == [3, 5]
+    assert _question(connection, "b", count=2)[:1] == [MAX_SEEN - 1]
+    assert not {3, 5} & set(_question(connection, "c")), "a prompt is given to a site once"
+
+
+@pytest.mark.parametrize("count", [1, MAX_SEEN, MAX_SEEN + 1, 2 * MAX_SEEN + 1, 1000])
+def test_repeated_questions_find_every_prompt_with_room(count):
+    connection = _outstanding(count, few=[count - 1])
+
+    assert any(_question(connection, str(number)) == [count - 1] for number in range(100))
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_questions_of_one_evaluation_take_nothing_of_the_next(number):
+    connection = _outstanding(200)
+    following = range(HELD.stop, HELD.stop + 200)
+    work_assignments.open_held_out(connection, following, seed=1)
+
+    assert _question(connection, str(number)) == []

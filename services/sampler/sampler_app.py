@@ -21,6 +21,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
+from heterorl.common.errors import ConfigError, EngineError, EpisodeError, HeterorlError, RewardError
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.backoff import Backoff
@@ -45,6 +46,8 @@ from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
+OF_PROMPTS = (ConfigError, EngineError, EpisodeError, RewardError)
+"""Errors that a prompt in flight may cause: after such an end the prompts count as after a kill."""
 
 
 async def main(config: SamplerConfig) -> int:
@@ -216,7 +219,11 @@ class Sampler:
                 for task in ends:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise cause_of(group) from group
+            error = cause_of(group)
+            if isinstance(error, HeterorlError) and not isinstance(error, OF_PROMPTS) and not self.session.left:
+                # The next process returns the prompts in flight as after a stop.
+                self.in_flight.clear()
+            raise error from group
         self.in_flight.clear()
         await self.session.say_stopped(self.generation.reported())
         await self._say_end()

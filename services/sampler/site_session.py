@@ -51,7 +51,8 @@ class Reported:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """Registration, heartbeats and orders; `left` are a killed process's assignments."""
+    """Registration, heartbeats and orders.
+    `left` are a killed process's assignments until they are returned."""
 
     api: SamplerApi
     registration: Registration
@@ -72,7 +73,6 @@ class Session:
         """Seconds of work that the coordinator lets this site lease ahead; at first the site's own value."""
         # No process will answer what an earlier one leased and did not spool: the first registration says so.
         self._is_new = True
-        self._left = tuple(self.left)
 
     async def register(self) -> None:
         """Register; retries without limit.
@@ -113,7 +113,7 @@ class Session:
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
         """Return a killed process's assignments first: one may have killed it."""
-        lost = sorted(set(self._left) - set(spooled))
+        lost = sorted(set(self.left) - set(spooled))
         if lost:
             # A coordinator that lost the registration holds no assignments.
             with contextlib.suppress(NotRegistered):
@@ -126,7 +126,7 @@ class Session:
                     " after three such ends a prompt is given up",
                     len(lost),
                 )
-        self._left = ()
+        self.left = ()
 
     async def _skip_to(self, sequence: int) -> None:
         if sequence > self.outbox.next_sequence:

@@ -10,7 +10,8 @@ are not kept if the environment is not deterministic: no process could step it a
 A row can kill its process, for example by the kernel's memory killer, and that process cannot report it. So
 `under_way.json` names the assignments in flight. The next process returns those that it does not continue, with the
 reason ENGINE_FAILED, and the coordinator closes a row that killed three processes. `held_out.json` counts such ends of
-held-out prompts, which the sampler itself answers without a score after three.
+held-out prompts, which the sampler itself answers without a score after three. A stop, and an end by an error that no
+prompt causes, remove both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,6 +277,8 @@ class InFlightNote:
         self.left: tuple[int, ...] = _read(self._path)
         self.held_out = _read_held_out(self._held_out)
         """Failures in a row of held-out prompts, by set and index."""
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def note(self, assignments: Sequence[int]) -> None:
         """Write the assignments in the engine, oldest first. Blocking.
@@ -282,22 +286,26 @@ class InFlightNote:
         The note survives the process, not the machine: it is not synced.
         """
         # On a full disk groups do not begin, so a kill counts against no row.
-        _write(self._path, [*reversed(assignments)])
+        self._write(self._path, [*reversed(assignments)])
 
     def note_held_out(self, failures: Mapping[tuple[str, int], int]) -> None:
         """Write failures in a row of held-out prompts.
         Blocking."""
-        _write(self._held_out, [[name, index, count] for (name, index), count in failures.items()])
+        self._write(self._held_out, [[name, index, count] for (name, index), count in failures.items()])
 
     def clear(self) -> None:
-        for path in (self._path, self._held_out):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        """Remove the notes at the process's end; late threads write none."""
+        with self._lock:
+            self._is_over = True
+            for path in (self._path, self._held_out):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
-
-def _write(path: Path, noted: Sequence[object]) -> None:
-    with contextlib.suppress(OSError), replacing(path, is_durable=False) as file:
-        file.write(json.dumps(noted[:MAX_NOTED]).encode("ascii"))
+    def _write(self, path: Path, noted: Sequence[object]) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if not self._is_over:
+                with replacing(path, is_durable=False) as file:
+                    file.write(json.dumps(noted[:MAX_NOTED]).encode("ascii"))
 
 
 def _read(path: Path) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ async def test_an_outbox_beyond_what_a_registration_states_still_accuses_the_row
     outbox._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
     api = Registering()
     session = session_of(api, outbox, tmp_path)
-    session._left = (MAX_HELD + 1, MAX_HELD + 2)
+    session.left = (MAX_HELD + 1, MAX_HELD + 2)
     await session.register()
 
     assert api.stated.held is None

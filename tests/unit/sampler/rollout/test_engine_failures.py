@@ -5,11 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from heterorl.common.errors import EngineDied, StaleWeights
+from heterorl.common.errors import ConfigError, DiskFull, EngineDied, PermissionDenied, StaleWeights
 from heterorl.common.generation.inference_engine import Lost, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.sampler.rollout.in_flight_groups import MAX_NOTED, NAME, InFlightNote
+from heterorl.sampler.trust_record import RunReplaced
 from tests.support.sampler_world import World
 
 
@@ -203,3 +204,82 @@ def test_note_of_what_is_under_way(tmp_path):
     InFlightNote(tmp_path).clear()
     InFlightNote(tmp_path).clear()
     assert InFlightNote(tmp_path / "gone").note([1]) is None
+
+
+@pytest.mark.parametrize("error", [PermissionDenied("revoked"), RunReplaced("older"), DiskFull("/site")])
+async def test_a_process_that_ends_by_an_error_of_no_prompt_accuses_no_row(world, error):
+    await world.run.publish()
+    reasons = []
+
+    async def abandon_work(**given):
+        reasons.append(given.get("reason"))
+        await world.core.abandon_work(**given)
+
+    world.link.replaced["abandon_work"] = abandon_work
+    held, seen = await _ended_in_a_batch(world, error)
+    note = world.directory / "site" / NAME
+    assert len(held) == 2
+    assert not note.exists()
+
+    world.start()
+    await world.until(lambda: len(world.engine.submitted) >= 2)
+    assert ReturnReason.ENGINE_FAILED not in reasons
+    # They are handed out again at once.
+    assert {request.seed for request in world.engine.submitted[:2]} == seen
+
+
+async def test_a_process_that_ends_by_an_error_of_a_prompt_leaves_its_note(world):
+    await world.run.publish()
+
+    await _ended_in_a_batch(world, ConfigError("task.reward", "the reward of a row is no number"))
+
+    assert (world.directory / "site" / NAME).exists()
+
+
+async def test_an_error_before_the_first_registration_keeps_the_note_of_a_killed_process(world):
+    await world.run.publish()
+    held = await killed_in_a_batch(world)
+    note = world.directory / "site" / NAME
+    written = note.read_bytes()
+
+    async def abandon_work(**given):
+        raise PermissionDenied("revoked")
+
+    async def register(registration):
+        raise PermissionDenied("revoked")
+
+    world.link.replaced.update(abandon_work=abandon_work, register=register)
+    world.start()
+    with pytest.raises(PermissionDenied):
+        await world.end()
+
+    assert held
+    assert note.read_bytes() == written
+
+
+def test_a_note_is_not_written_after_the_end(tmp_path):
+    note = InFlightNote(tmp_path)
+    note.note([1])
+    note.clear()
+    note.note([2])
+    note.note_held_out({("set", 1): 2})
+
+    assert list(tmp_path.iterdir()) == []
+
+
+async def _ended_in_a_batch(world, error):
+    """A process that an error of a heartbeat ends while its engine computes."""
+    world.start()
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    held = [draft.assignment.id for draft in world.sampler.generation.collector.drafts]
+
+    async def heartbeat(report):
+        raise error
+
+    world.link.replaced["heartbeat"] = heartbeat
+    with pytest.raises(type(error)):
+        await world.end()
+    world.engine.proceed.set()
+    del world.link.replaced["heartbeat"]
+    return held, {request.seed for request in world.engine.submitted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,8 +42,12 @@ class Components:
     """Ends the reward processes and the engine's processes."""
 
 
-def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Components:
+def load_components(
+    config: SamplerConfig, *, scores_here: bool = False, is_stopped: threading.Event | None = None
+) -> Components:
     """Load model, tokenizer and task; `scores_here` scores in this process.
+
+    `is_stopped` gives up the start of an engine's process.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -65,7 +70,7 @@ def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Comp
             try_reward(opened[-1].task, prompter)
     sets = tuple(opened)
     sampling = config.sampling.semantics()
-    engines = build_engines(config, sampling, end_token_ids=prompter.end_token_ids)
+    engines = build_engines(config, sampling, end_token_ids=prompter.end_token_ids, is_stopped=is_stopped)
     # The contract states the trained weights; a variant is another form of them.
     taken = take_variant(engines, config.variant)
     contract = build_contract(

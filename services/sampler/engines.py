@@ -178,6 +178,11 @@ class EngineGroup:
         with self._news:
             self._drop()
 
+    def stop(self) -> None:
+        for member in self._members:
+            member.engine.stop()
+        self.cancel()
+
     def close(self) -> None:
         """End the threads; the owner closes the engines.
         A start that goes on after CLOSE_S ends with the process."""
@@ -312,8 +317,14 @@ class Engines:
     close: Callable[[], None]
 
 
-def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]) -> Engines:
-    """Start the engines of [engine].
+def build_engines(
+    config: SamplerConfig,
+    sampling: SamplingSemantics,
+    *,
+    end_token_ids: Sequence[int],
+    is_stopped: threading.Event | None = None,
+) -> Engines:
+    """Start the engines of [engine]; `is_stopped` gives up the start of vLLM.
 
     Raises:
         ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says.
@@ -322,7 +333,7 @@ def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, end_tok
     """
     if isinstance(config.engine, HfEngineConfig):
         return _hf(config, config.engine, sampling, end_token_ids=end_token_ids)
-    return _vllm(config, config.engine, sampling, end_token_ids=end_token_ids)
+    return _vllm(config, config.engine, sampling, end_token_ids=end_token_ids, is_stopped=is_stopped)
 
 
 def _hf(
@@ -358,7 +369,12 @@ def _hf(
 
 
 def _vllm(
-    config: SamplerConfig, settings: VllmEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
+    config: SamplerConfig,
+    settings: VllmEngineConfig,
+    sampling: SamplingSemantics,
+    *,
+    end_token_ids: Sequence[int],
+    is_stopped: threading.Event | None,
 ) -> Engines:
     if config.sampling.router_replay != "none":
         raise ConfigError(
@@ -372,7 +388,7 @@ def _vllm(
         lora=config.lora,
         canary_device=settings.canary_device,
     )
-    engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids)
+    engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids, is_stopped=is_stopped)
     return Engines(
         engine=engine,
         vocab_size=source.room.vocab_size,
@@ -391,12 +407,16 @@ def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
 
 
 def start_vllm(
-    source: SharedModel, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
+    source: SharedModel,
+    settings: Sequence[VllmEngineConfig],
+    *,
+    end_token_ids: Sequence[int],
+    is_stopped: threading.Event | None = None,
 ) -> tuple[Engine, Callable[[], None]]:
     """Start an engine for each settings, in parallel.
 
-    Returns the engine, and a function that ends all of them and the source. Raises EngineDied: one of them does not
-    start; the others and the source are ended.
+    `is_stopped` gives the starts up. Returns the engine, and a function that ends all of them and the source. Raises
+    EngineDied: one of them does not start; the others and the source are ended.
     """
     if len(settings) > 1:
         # A process forked while another thread holds a lock inherits a lock that is never released.
@@ -404,7 +424,10 @@ def start_vllm(
     with ExitStack() as started:
         started.callback(source.close)
         with ThreadPoolExecutor(len(settings)) as threads:
-            starts = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one) for one in settings]
+            starts = [
+                threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one, is_stopped=is_stopped)
+                for one in settings
+            ]
         for start in starts:
             if start.exception() is None:
                 started.callback(start.result().close)

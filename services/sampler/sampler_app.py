@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,9 @@ async def _sample(config: SamplerConfig, process: notify.Process) -> None:
                 if joined is None:
                     return
                 config = joined.config
-            sampler = await asyncio.to_thread(build, config, api, outbox, process.clock)
+            sampler = await _built(config, api, outbox, process)
+            if sampler is None:
+                return
             try:
                 if joined is not None:
                     joined.check(sampler.session.registration.contract)
@@ -90,13 +93,39 @@ async def _sample(config: SamplerConfig, process: notify.Process) -> None:
         outbox.close()
 
 
+async def _built(config: SamplerConfig, api: SamplerApi, outbox: Outbox, process: notify.Process) -> Sampler | None:
+    """The sampler, or None if a stop gives up its engine's start."""
+    is_stopped = threading.Event()
+
+    async def watch() -> None:
+        await process.stop.wait()
+        is_stopped.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await asyncio.to_thread(build, config, api, outbox, process.clock, is_stopped=is_stopped)
+    except EngineError as error:
+        if not process.stop.is_set():
+            raise
+        _LOG.info("the sampler stops before its engine has started: %s", error)
+        return None
+    finally:
+        watching.cancel()
+
+
 def build(
-    config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
+    config: SamplerConfig,
+    api: SamplerApi,
+    outbox: Outbox,
+    clock: Clock,
+    rng: random.Random | None = None,
+    is_stopped: threading.Event | None = None,
 ) -> Sampler:
-    """Load and connect a sampler, blocking; the caller closes the outbox."""
+    """Load and connect a sampler, blocking; the caller closes the outbox.
+    `is_stopped` gives up the start of an engine."""
     # Before the model is loaded: a problem of state_dir is reported at once.
     record = TrustRecord(config.state_dir / record_name(config.variant))
-    parts = load_components(config)
+    parts = load_components(config, is_stopped=is_stopped)
     return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
 
 

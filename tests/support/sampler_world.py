@@ -56,6 +56,8 @@ class SilentEngine:
         self.may_load = threading.Event()
         self.may_load.set()
         self.is_loading = False
+        self.is_starting = False
+        """Whether a load starts a process: a stop ends it."""
         self.begins_late = False
         self.is_paced = False
         self.pace = threading.Semaphore(0)
@@ -122,6 +124,12 @@ class SilentEngine:
             self._waiting = []
         self.proceed.set()
         self.pace.release()
+
+    def stop(self) -> None:
+        self.cancel()
+        if self.is_starting:
+            self.load_failures = [EngineDied("its start was given up")]
+            self.may_load.set()
 
     def _completion(self, begun: int) -> Completion:
         begun = self.version if self.begins_late else begun

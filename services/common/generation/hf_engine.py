@@ -423,6 +423,9 @@ class HfEngine:
             self._rows = None
             self._num_cancels += 1
 
+    def stop(self) -> None:
+        self.cancel()
+
     def _admitted(self) -> list[Group]:
         """Whole requests, in their order, that fit next to running rows."""
         if self._rows and not self._rows.is_joinable:

@@ -146,6 +146,12 @@ class Engine(Protocol):
     def cancel(self) -> None:
         """Give up all requests, from any thread; `collect` returns an empty list."""
 
+    def stop(self) -> None:
+        """Give up all requests, and a process that starts.
+
+        From any thread. A `load` that starts a process fails, a swap goes on. No process starts afterwards.
+        """
+
 
 def generate_all(
     engine: Engine, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int

@@ -108,7 +108,7 @@ class GenerationLoop:
     async def stop(self) -> None:
         """Begin no groups, spool ended ones, hand back others; takes seconds."""
         self._is_ending = True
-        await asyncio.to_thread(self.engine.cancel)
+        await asyncio.to_thread(self.engine.stop)
         self._return_prefetched()
         await self.collector.end(self.prefetch.end)
         async with self.swap.running:

@@ -44,10 +44,18 @@ _LOG = logging.getLogger(__name__)
 class VllmEngine:
     """Implements heterorl.common.generation.inference_engine.Engine."""
 
-    def __init__(self, source: SharedModel, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
+    def __init__(
+        self,
+        source: SharedModel,
+        *,
+        end_token_ids: Sequence[int],
+        settings: VllmEngineConfig,
+        is_stopped: threading.Event | None = None,
+    ) -> None:
         """Start vLLM with a source's model; `close` keeps the source open.
 
-        Only `end_token_ids` end a completion; the end token is its last token.
+        Only `end_token_ids` end a completion; the end token is its last token. `is_stopped` does what `stop` does,
+        also before this returns.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -69,6 +77,7 @@ class VllmEngine:
         self._is_fresh = False
         """Whether `restart` has started the process."""
         self._is_closed = False
+        self._is_stopped = is_stopped or threading.Event()
         self._epoch = 0
         self._num_open = 0
         self._ended: list[Finished | Lost] = []
@@ -178,6 +187,10 @@ class VllmEngine:
         with self._news:
             self._drop()
 
+    def stop(self) -> None:
+        self._is_stopped.set()
+        self.cancel()
+
     def _take(self, epoch: int, key: int, member: int, answer: Any) -> None:
         with self._news:
             if epoch != self._epoch:
@@ -230,6 +243,7 @@ class VllmEngine:
         ]
 
     def close(self) -> None:
+        self._is_stopped.set()
         with self._news:
             self.is_whole, self._is_closed = False, True
             self._drop()
@@ -242,7 +256,8 @@ class VllmEngine:
             process.close()
 
     def _start(self, model_dir: str) -> VllmProcess:
-        return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
+        arguments = {**self._arguments, "model": model_dir}
+        return VllmProcess(arguments, max_running=self.max_running, is_stopped=self._is_stopped)
 
     def _check(self, arena: Arena, version: int) -> None:
         room = self.max_model_len - weight_canary.NUM_NEW_TOKENS

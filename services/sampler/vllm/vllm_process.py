@@ -12,9 +12,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
@@ -25,6 +27,10 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 START_S = 1800.0
 """Timeout of a start: a large model from a slow disk."""
+LOOK_S = 0.5
+"""Time between looks whether a start is given up."""
+CORE = "EngineCore"
+"""How the names of vLLM's processes begin."""
 _DESCRIBING = threading.Lock()
 ANSWER_S = 600.0
 """Timeout of a swap or a question; submitted requests have none."""
@@ -53,15 +59,15 @@ def import_vllm() -> Any:
 class VllmProcess:
     """One running engine; a restart makes a new one."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, max_running: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, max_running: int, is_stopped: threading.Event) -> None:
         """Start the process with arguments of vLLM's AsyncEngineArgs and load its model.
 
         vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
-        `max_num_seqs` above it is room for urgent requests.
+        `max_num_seqs` above it is room for urgent requests. `is_stopped` gives the start up.
 
         Raises:
             DependencyMissing: vLLM is not installed.
-            EngineDied: it does not start.
+            EngineDied: it does not start, or its start is given up.
         """
         vllm = import_vllm()
         from vllm.platforms import current_platform
@@ -87,7 +93,7 @@ class VllmProcess:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         try:
-            self._engine: Any = self._wait(_start(arguments), START_S)
+            self._engine: Any = self._started(arguments, is_stopped)
             self.call("end_with", os.getpid())
         except EngineDied:
             self._end_loop()
@@ -244,13 +250,33 @@ class VllmProcess:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _wait(self, work: Coroutine[Any, Any, _T], timeout_s: float | None) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _started(self, arguments: Mapping[str, Any], is_stopped: threading.Event) -> Any:
+        """vLLM's engine; the loop's thread hangs while vLLM starts its process."""
+        older = _processes()
+        future = asyncio.run_coroutine_threadsafe(_start(arguments, is_stopped), self._loop)
+        for _ in range(round(START_S / LOOK_S)):
+            if concurrent.futures.wait([future], LOOK_S).done:
+                break
+            if is_stopped.is_set():
+                # vLLM's start fails when its process is gone.
+                for process in _processes() - older:
+                    process.kill()
+        try:
+            return self._result(future, 0.0, START_S)
+        except EngineDied as error:
+            if is_stopped.is_set():
+                raise EngineDied("vLLM's start was given up", action="") from error
+            raise
+
+    def _wait(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        return self._result(asyncio.run_coroutine_threadsafe(work, self._loop), timeout_s, timeout_s)
+
+    def _result(self, future: concurrent.futures.Future[_T], timeout_s: float, waited_s: float) -> _T:
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
             future.cancel()
-            raise EngineDied(f"vLLM gave no answer in {timeout_s:.0f} s") from error
+            raise EngineDied(f"vLLM gave no answer in {waited_s:.0f} s") from error
         except concurrent.futures.CancelledError as error:
             raise EngineDied("vLLM was told to give up what it was generating") from error
         except Exception as error:
@@ -268,13 +294,20 @@ def _died(error: BaseException) -> EngineDied:
     return EngineDied(f"vLLM: {type(cause).__name__}: {cause}")
 
 
-async def _start(arguments: Mapping[str, Any]) -> Any:
+def _processes() -> set[BaseProcess]:
+    """vLLM's processes of this one's engines."""
+    return {process for process in multiprocessing.active_children() if process.name.startswith(CORE)}
+
+
+async def _start(arguments: Mapping[str, Any], is_stopped: threading.Event) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # Engines start in parallel, but their configuration goes through globals of the package.
     with _DESCRIBING:
         config = AsyncEngineArgs(**arguments).create_engine_config()
+    if is_stopped.is_set():
+        raise EngineDied("the engine is stopped")
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 

@@ -119,6 +119,21 @@ async def test_stop_during_a_swap_ends_when_the_engine_has_the_weights_and_hands
     await _only_what_is_spooled_is_leased(world)
 
 
+async def test_stop_during_the_start_of_an_engine_ends_it_within_seconds(world):
+    await hold_a_batch(world)
+    world.engine.may_load.clear()
+    world.engine.is_starting = True
+    await world.run.publish()
+    await world.until(lambda: world.engine.is_loading)
+    began = world.clock.monotonic()
+    world.stop.set()
+    await world.end()
+
+    assert world.clock.monotonic() - began < 5.0
+    assert world.engine.version == -1
+    await _only_what_is_spooled_is_leased(world)
+
+
 async def test_version_that_comes_during_a_stop_is_not_loaded(world):
     await hold_a_batch(world)
 

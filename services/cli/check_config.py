@@ -145,7 +145,7 @@ def problems(
     if service == "learner" and importlib.util.find_spec("torch") is not None:
         from heterorl.learner.train.custom_loss_check import check_custom_loss
 
-        yield from _problem(check_custom_loss, config.loss)
+        yield from _problem(lambda: check_custom_loss(config.loss, has_reference=config.backend.has_reference))
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
         from heterorl.common.text.prompter import Prompter

@@ -9,14 +9,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.model.contract import ContractConfig
-from heterorl.common.process.config_file import Config
+from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
 from heterorl.learner.checks.reward_signal import DynamicSamplingConfig
-from heterorl.learner.loss.loss_config import GepoConfig, LossConfig
+from heterorl.learner.loss.loss_config import GepoConfig, LossConfig, check_reference
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 
 
@@ -136,8 +137,22 @@ class LearnerConfig(ContractConfig):
         """An equal configuration, in another process."""
         return cls.model_validate(json.loads(text))
 
+    def check_backend(self) -> None:
+        """Raise ConfigError for keys that the backend cannot follow."""
+        if self.lora.is_on and self.backend.kind == "deepspeed":
+            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
+        if self.verification.max_log_ratio > 0 and not self.backend.has_whole_weights:
+            raise ConfigError(
+                "verification.max_log_ratio",
+                "no rank has the whole weights",
+                action="set it to 0, or use backend torch or deepspeed with a stage below 3",
+            )
+        check_reference(self.loss, is_needed=self.loss.reference_kl > 0.0, has_reference=self.backend.has_reference)
+
     @model_validator(mode="after")
     def _check_pairs(self) -> LearnerConfig:
+        checked(self.sampling.members, self.group_size)
+        checked(self.check_backend)
         if self.trusted_keys and self.signing_key is None:
             raise ValueError(
                 "trusted_keys without signing_key: the learner would refuse its own versions on resume; set signing_key"

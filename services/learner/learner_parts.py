@@ -68,9 +68,10 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     Raises:
         ConfigError: key, model, tokenizer, task or custom loss cannot be loaded.
     """
+    config.check_backend()
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
-    check_custom_loss(config.loss)
+    check_custom_loss(config.loss, has_reference=config.backend.has_reference)
     # First: other ranks do not wait for the task, and a machine with another model is found at once.
     rank_group = None if rank_env is None else _join_launched(config, rank_env)
     prompter = Prompter.of(config)
@@ -106,14 +107,8 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     )
     evaluator = _build_evaluator(config, task, prompter, conversations) if config.evaluation.every_versions else None
     # In ZeRO stage 3 and FSDP2 no rank has all weights, and versions are published without a canary.
-    options = config.backend
-    is_whole = isinstance(options, TorchBackendConfig) or (
-        isinstance(options, DeepSpeedBackendConfig) and options.stage < 3
-    )
-    texts = canary_texts(task, prompter)
+    texts, is_whole = canary_texts(task, prompter), config.backend.has_whole_weights
     canary = Canary(model, texts, temperature=sampling.logprob_temperature) if is_whole else None
-    if config.verification.max_log_ratio > 0 and not is_whole:
-        raise ConfigError("verification.max_log_ratio", "no rank has the whole weights", action="set it to 0")
     replayer = None
     if config.verification.logprob_floor > 0:
         replayer = Replayer(
@@ -206,9 +201,8 @@ def _join(config: LearnerConfig, rank_group: RankGroup) -> RankGroup:
 
 
 def _check_divided(config: LearnerConfig) -> None:
+    config.check_backend()
     if isinstance(config.backend, DeepSpeedBackendConfig):
-        if config.lora.is_on:
-            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
         from heterorl.learner.backends.zero import import_deepspeed
 
         # Before the other ranks start, which would all lack it.

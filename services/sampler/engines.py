@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EngineError
+from heterorl.common.errors import EngineError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.model.model_loading import warn_of_idle_gpus
@@ -35,6 +35,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
+from heterorl.sampler.vllm.vllm_limits import check_limits
 
 _LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0
@@ -376,10 +377,7 @@ def _vllm(
     end_token_ids: Sequence[int],
     is_stopped: threading.Event | None,
 ) -> Engines:
-    if config.sampling.router_replay != "none":
-        raise ConfigError(
-            "sampling.router_replay", "vLLM's routing is not recorded", action='use engine hf, or set it to "none"'
-        )
+    check_limits(config.sampling, config.lora)
     source = SharedModel(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,

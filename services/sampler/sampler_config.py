@@ -10,10 +10,12 @@ from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field
 from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig, check_unique_names
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.model.contract import ContractConfig
-from heterorl.common.process.config_file import Config
+from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.reward_config import Directory
+from heterorl.common.types.common import LogprobMode
 from heterorl.sampler.delay import DelayConfig, NoDelay
+from heterorl.sampler.vllm.vllm_limits import check_limits
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -220,4 +222,12 @@ class SamplerConfig(ContractConfig):
             raise ValueError('seeded_sampling needs swap = "drain": draws are named by one version of the weights')
         if self.seeded_sampling and (self.sampling.top_p < 1 or self.sampling.top_k):
             raise ValueError("seeded_sampling needs top_p = 1 and top_k = 0: truncation flips under rounding")
+        # With [join] a key that the file leaves out is the run's: adoption checks them together.
+        if self.join is None or "group_size" in self.model_fields_set:
+            checked(self.sampling.members, self.group_size)
+        if isinstance(self.engine, VllmEngineConfig):
+            sampling = self.sampling
+            if self.join is not None and "logprob_mode" not in sampling.model_fields_set:
+                sampling = sampling.model_copy(update={"logprob_mode": LogprobMode.RAW})
+            checked(check_limits, sampling, self.lora)
         return self

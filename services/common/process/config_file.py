@@ -13,7 +13,7 @@ import json
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -354,6 +354,15 @@ def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()
     except ValidationError as error:
         source = str(path) if path is not None else "the configuration"
         raise InvalidConfig(problems_of(schema, error), source=source) from error
+
+
+def checked(check: Callable[..., object], *arguments: object) -> None:
+    """Call a check of the start from a validator.
+    Raises ValueError: the check's ConfigError."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.reward_config import Directory
 
@@ -404,3 +405,11 @@ LossConfig = Annotated[
     | CustomLossConfig,
     Field(discriminator="kind"),
 ]
+
+
+def check_reference(loss: LossConfig, *, is_needed: bool, has_reference: bool) -> None:
+    """Raise ConfigError if the backend lacks a reference model it needs."""
+    if is_needed and not has_reference:
+        key = "loss.reference_kl" if loss.reference_kl > 0.0 else "loss.function"
+        problem = "needs log-probs of a reference model, which this backend does not divide"
+        raise ConfigError(key, problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')

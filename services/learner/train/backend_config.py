@@ -83,7 +83,19 @@ class _Training(Config):
             raise ValueError(
                 "attn_implementation flash_attention_2 needs compute_dtype bf16 and device cuda: set both, or take sdpa"
             )
+        if self.liger and getattr(self, "device", "cpu") == "cpu":
+            raise ValueError("liger's kernels run on a GPU only: set device to cuda, or liger to false")
         return self
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether a rank has all weights."""
+        return True
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it computes log-probs of a reference model."""
+        return True
 
     def rate(self, *, step: int, applied_steps: int) -> float:
         """Step size: lr * min(1, (applied_steps + 1) / warmup_steps) * decay(step - 1).
@@ -150,6 +162,14 @@ class DeepSpeedBackendConfig(_Ranks):
             raise ValueError("compile needs stage 0, 1 or 2: stage 3 gathers weights between the layers")
         return self
 
+    @property
+    def has_whole_weights(self) -> bool:
+        return self.stage < 3
+
+    @property
+    def has_reference(self) -> bool:
+        return False
+
 
 class Fsdp2BackendConfig(_Ranks):
     """The same processes with torch's `fully_shard` of weights, gradients, masters and optimizer."""
@@ -161,6 +181,10 @@ class Fsdp2BackendConfig(_Ranks):
     offload_optimizer: bool = False
     """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
     copies weights as fp32."""
+
+    @property
+    def has_whole_weights(self) -> bool:
+        return False
 
     @model_validator(mode="after")
     def _check_compile(self) -> Fsdp2BackendConfig:

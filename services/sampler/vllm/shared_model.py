@@ -35,11 +35,10 @@ from heterorl.common.process.files import replacing, try_lock
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.safetensors_layout import SafetensorsLayout
+from heterorl.sampler.vllm.vllm_limits import adapter_room
 from heterorl.sampler.vllm.vllm_process import VllmProcess
 from heterorl.sampler.vllm.weight_canary import Reference
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks of vLLM."""
 _TYPES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
 _PEFT = dict(zip(PARTS, ("lora_A", "lora_B"), strict=True))
 LOCK = ".lock"
@@ -159,7 +158,7 @@ class WeightFiles:
             return {}
         return {
             "enable_lora": True,
-            "max_lora_rank": _room(self._lora.rank),
+            "max_lora_rank": adapter_room(self._lora.rank),
             "max_loras": 1,
             "max_cpu_loras": 1,
             # Else vLLM adds empty adapters; over the output layer they fail on prompt log-probs on a CPU.
@@ -240,17 +239,6 @@ def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]
         if owner not in chosen or is_derived(chosen[owner]):
             chosen[owner] = spec.name
     return sorted(chosen.values())
-
-
-def _room(rank: int) -> int:
-    room = [larger for larger in LORA_RANKS if larger >= rank]
-    if not room:
-        raise ConfigError(
-            "lora.rank",
-            f"vLLM takes adapters up to rank {LORA_RANKS[-1]}",
-            action='set a smaller rank at the learner, or engine.kind = "hf"',
-        )
-    return room[0]
 
 
 def _peft_name(name: str) -> str:

@@ -1,7 +1,6 @@
 """vLLM's arguments for engine and completion, and its parsed answers.
 
-A completion's random stream depends only on the assignment's seed and the member. Log-probs have the contract's
-meaning, or the configuration is refused. This module must never import vllm.
+A completion's random stream depends only on the assignment's seed and the member. This module must never import vllm.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from typing import Any, Literal
 import blake3
 import numpy as np
 
-from heterorl.common.errors import ConfigError
 from heterorl.common.generation.inference_engine import Completion
-from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.sampler.sampler_config import VllmEngineConfig
 
@@ -24,8 +22,6 @@ TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
 """Mean log-prob difference from the reference that rounding explains, nats."""
 NUM_URGENT = 8
 """Canary requests that run in addition to a full batch."""
-MIN_TEMPERATURE = 0.01
-"""Below it vLLM uses another temperature than it is given."""
 NO_VERSION = "default"
 """vLLM's label of tokens drawn before a label was set."""
 
@@ -54,27 +50,6 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
         "disable_log_stats": True,
         "worker_extension_cls": "heterorl.sampler.vllm.arena_worker.ArenaWorker",
     }
-
-
-def logprobs_mode(sampling: SamplingSemantics) -> str:
-    """vLLM's log-probs mode of the contract's meaning; raises ConfigError without one."""
-    if sampling.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            "sampling.temperature",
-            f"vLLM draws at no temperature below {MIN_TEMPERATURE}",
-            action='set a higher temperature at the learner, or engine.kind = "hf"',
-        )
-    is_of_logits = sampling.logprob_temperature == 1.0
-    if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
-        return "raw_logprobs"
-    if sampling.is_truncated:
-        # vLLM renormalises processed log-probs after truncation; the contract does not.
-        raise ConfigError(
-            "sampling",
-            "vLLM gives no log-probs before truncation at a temperature",
-            action="use top_p = 1 and top_k = 0, temperature = 1, or logprob_mode = raw",
-        )
-    return "processed_logprobs"
 
 
 def drawing(sampling: SamplingSemantics, *, seed: int, max_tokens: int, **changes: Any) -> dict[str, Any]:

@@ -27,15 +27,8 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm import weight_canary
 from heterorl.sampler.vllm.shared_model import SharedModel
-from heterorl.sampler.vllm.vllm_arguments import (
-    chosen,
-    completion,
-    drawing,
-    engine_arguments,
-    logprobs_mode,
-    seed_of,
-    tolerance,
-)
+from heterorl.sampler.vllm.vllm_arguments import chosen, completion, drawing, engine_arguments, seed_of, tolerance
+from heterorl.sampler.vllm.vllm_limits import logprobs_mode
 from heterorl.sampler.vllm.vllm_process import VllmProcess, import_vllm
 
 _LOG = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from heterorl.learner.backends.loading import OpenedModel, open_model, streamed
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.ranks.sharded_state import ShardedState
-from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_config import LossConfig, check_reference
 from heterorl.learner.loss.loss_spec import LossSpec, caveats, loss_spec_of
 from heterorl.learner.train.backend_config import RanksConfig
 from heterorl.learner.train.model import check_forward
@@ -138,9 +138,7 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
         raise ConfigError(
             "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
         )
-    if loss_spec.needs_reference and not has_reference:
-        problem = "needs log-probs of a reference model, which this backend does not divide"
-        raise ConfigError("loss", problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')
+    check_reference(loss, is_needed=loss_spec.needs_reference, has_reference=has_reference)
     if ranks.rank == 0:
         for note in caveats(loss_spec, max_new_tokens=max_new_tokens):
             _LOG.warning("%s", note)

@@ -6,9 +6,11 @@ import threading
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.config_file import load
 from heterorl.common.types.rollout import Span, turn_numbers, without_stale
 from heterorl.learner import learner_parts
@@ -96,9 +98,11 @@ def test_several_processes_need_a_backend_that_divides(tmp_path):
 
 def test_adapters_are_refused_before_another_rank_begins(monkeypatch):
     monkeypatch.setattr(learner_parts, "LocalRanks", lambda _: pytest.fail("another rank begins"))
-    config = LearnerConfig.model_validate(
-        {"model_dir": "x", "backend": {"kind": "deepspeed"}, "lora": {"rank": 2, "target_modules": ["q_proj"]}}
-    )
+    table = {"model_dir": "x", "backend": {"kind": "deepspeed"}}
+    lora = LoraConfig(rank=2, target_modules=("q_proj",))
+    with pytest.raises(ValidationError, match=r"lora: backend deepspeed trains all weights"):
+        LearnerConfig.model_validate({**table, "lora": lora})
+    config = LearnerConfig.model_validate(table).model_copy(update={"lora": lora})
 
     with pytest.raises(ConfigError, match=r"^lora: backend deepspeed trains all weights"):
         learner_parts.build_backend(config, 2)
@@ -120,7 +124,7 @@ def test_versions_of_divided_weights_have_no_canary_and_no_group_is_compared_wit
 
     assert parts_with(backend).canary is None
     assert parts_with({"kind": "deepspeed", "stage": 2}, max_log_ratio=1.0).canary is not None
-    with pytest.raises(ConfigError, match=r"^verification\.max_log_ratio: no rank has the whole weights"):
+    with pytest.raises(ValidationError, match=r"verification\.max_log_ratio: no rank has the whole weights"):
         parts_with(backend, max_log_ratio=1.0)
 
 

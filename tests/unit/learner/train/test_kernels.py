@@ -71,9 +71,11 @@ def test_compilation_of_divided_weights_is_refused():
         DeepSpeedBackendConfig(stage=3, compile=True)
 
 
-def test_liger_is_refused_on_the_cpu(model_dir):
+def test_liger_is_refused_on_the_cpu():
+    with pytest.raises(ValidationError, match="liger's kernels run on a GPU only"):
+        TorchBackendConfig(liger=True)
     with pytest.raises(ConfigError, match=r"backend\.liger.*GPU only"):
-        _backend(model_dir, liger=True)
+        apply_liger(tiny_model(), TorchBackendConfig().model_copy(update={"liger": True}))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")

@@ -1,0 +1,60 @@
+"""Settings of a run that vLLM cannot follow.
+
+The configuration and the start call the same functions: a run's contract may come later than the file. This module
+must never import vllm.
+"""
+
+from __future__ import annotations
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.contract import LoraConfig, SamplingConfig
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
+
+MIN_TEMPERATURE = 0.01
+"""Below it vLLM uses another temperature than it is given."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks of vLLM."""
+
+
+def check_limits(sampling: SamplingConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError if vLLM cannot draw so, or takes no such adapters."""
+    if sampling.router_replay != "none":
+        raise ConfigError(
+            "sampling.router_replay", "vLLM's routing is not recorded", action='use engine hf, or set it to "none"'
+        )
+    logprobs_mode(sampling.semantics())
+    if lora.is_on:
+        adapter_room(lora.rank)
+
+
+def logprobs_mode(sampling: SamplingSemantics) -> str:
+    """vLLM's log-probs mode of the contract's meaning; raises ConfigError without one."""
+    if sampling.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            "sampling.temperature",
+            f"vLLM draws at no temperature below {MIN_TEMPERATURE}",
+            action='set a higher temperature at the learner, or engine.kind = "hf"',
+        )
+    is_of_logits = sampling.logprob_temperature == 1.0
+    if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
+        return "raw_logprobs"
+    if sampling.is_truncated:
+        # vLLM renormalises processed log-probs after truncation; the contract does not.
+        raise ConfigError(
+            "sampling",
+            "vLLM gives no log-probs before truncation at a temperature",
+            action="use top_p = 1 and top_k = 0, temperature = 1, or logprob_mode = raw",
+        )
+    return "processed_logprobs"
+
+
+def adapter_room(rank: int) -> int:
+    """The smallest rank of vLLM's that has room for an adapter."""
+    room = [larger for larger in LORA_RANKS if larger >= rank]
+    if not room:
+        raise ConfigError(
+            "lora.rank",
+            f"vLLM takes adapters up to rank {LORA_RANKS[-1]}",
+            action='set a smaller rank at the learner, or engine.kind = "hf"',
+        )
+    return room[0]

@@ -1,0 +1,132 @@
+"""Keys with which no start succeeds, found from the file alone and once more at the start."""
+
+import json
+
+import pytest
+
+from heterorl.cli.check_config import load_service, problems
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.contract import LoraConfig, SamplingConfig
+from heterorl.common.process.config_file import InvalidConfig
+from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.loss.loss_config import CustomLossConfig
+from heterorl.learner.train.custom_loss_check import check_custom_loss
+from heterorl.sampler.adoption import adopt
+from heterorl.sampler.engines import build_engines
+from heterorl.sampler.sampler_config import SamplerConfig
+from tests.support.run import CONTRACT
+from tests.support.statements import statement
+
+VLLM = {"engine.kind": "vllm"}
+DEEPSPEED, FSDP2 = {"backend.kind": "deepspeed"}, {"backend.kind": "fsdp2"}
+RATIO = {"verification.max_log_ratio": 1.0}
+LEARNERS = {
+    "adapters and deepspeed": ({**DEEPSPEED, "lora.rank": 8}, "lora", "use backend fsdp2 or torch"),
+    "log ratios and fsdp2": ({**FSDP2, **RATIO}, "verification.max_log_ratio", "set it to 0"),
+    "log ratios and stage 3": (
+        {**DEEPSPEED, "backend.stage": 3, **RATIO}, "verification.max_log_ratio", "set it to 0",
+    ),
+    "reference model and deepspeed": (
+        {**DEEPSPEED, "loss.kind": "grpo", "loss.reference_kl": 0.1}, "loss.reference_kl", 'set backend.kind to "fsdp2"',
+    ),
+    "liger on a CPU": ({"backend.liger": True}, "liger", "set device to cuda"),
+    "liger on a CPU in ranks": ({**FSDP2, "backend.liger": True}, "liger", "set device to cuda"),
+    "members above the group": (
+        {"group_size": 8, "sampling.min_members": 9}, "sampling.min_members", "at most group_size",
+    ),
+}  # fmt: skip
+SAMPLERS = {
+    "replayed routing": ({**VLLM, "sampling.router_replay": "rollout"}, "sampling.router_replay", "use engine hf"),
+    "truncation at a temperature": (
+        {**VLLM, "sampling.top_p": 0.9, "sampling.temperature": 0.7}, "sampling", "use top_p = 1",
+    ),
+    "lowest tokens cut at a temperature": (
+        {**VLLM, "sampling.top_k": 20, "sampling.temperature": 0.7}, "sampling", "use top_p = 1",
+    ),
+    "low temperature": ({**VLLM, "sampling.temperature": 0.001}, "sampling.temperature", "set a higher temperature"),
+    "large adapters": ({**VLLM, "lora.rank": 1024}, "lora.rank", "set a smaller rank"),
+    "members above the group": (
+        {"group_size": 8, "sampling.min_members": 9}, "sampling.min_members", "at most group_size",
+    ),
+}  # fmt: skip
+ROWS = [
+    pytest.param(service, *row, id=f"{service}: {name}")
+    for service, rows in (("learner", LEARNERS), ("sampler", SAMPLERS))
+    for name, row in rows.items()
+]
+LOCAL = {"coordinator": "127.0.0.1:50051", "tls.insecure": True}
+
+
+def loaded(service, keys):
+    return load_service(service, None, [f"{key}={json.dumps(value)}" for key, value in {**LOCAL, **keys}.items()])
+
+
+@pytest.mark.parametrize(("service", "keys", "key", "action"), ROWS)
+def test_keys_that_no_start_accepts_are_a_problem_of_the_file(service, keys, key, action):
+    with pytest.raises(InvalidConfig) as caught:
+        loaded(service, keys)
+
+    assert key in str(caught.value)
+    assert action in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("service", "keys"),
+    [
+        ("learner", {**FSDP2, "lora.rank": 8}),
+        ("learner", {**DEEPSPEED, "backend.stage": 2, **RATIO}),
+        ("learner", {**FSDP2, "loss.kind": "grpo", "loss.reference_kl": 0.1}),
+        ("learner", {"backend.liger": True, "backend.device": "cuda:1"}),
+        ("learner", {"group_size": 8, "sampling.min_members": 8}),
+        ("sampler", {**VLLM, "sampling.top_p": 0.9}),
+        ("sampler", {**VLLM, "sampling.top_p": 0.9, "sampling.temperature": 0.7, "sampling.logprob_mode": "raw"}),
+        ("sampler", {**VLLM, "lora.rank": 512}),
+        ("sampler", {"lora.rank": 1024, "sampling.temperature": 0.001, "sampling.router_replay": "rollout"}),
+    ],
+)
+def test_their_neighbours_are_valid(service, keys):
+    assert list(problems(service, loaded(service, keys), is_loading=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sampling": SamplingConfig(router_replay="rollout")}, "sampling.router_replay"),
+        ({"sampling": SamplingConfig(temperature=0.001)}, "sampling.temperature"),
+        ({"lora": LoraConfig(rank=1024)}, "lora.rank"),
+    ],
+)
+def test_a_start_of_vllm_refuses_them_before_the_model_is_read(changes, key):
+    config = SamplerConfig.model_validate({"engine": {"kind": "vllm"}, "model_dir": "/nothing"})
+    config = config.model_copy(update=changes)
+
+    with pytest.raises(ConfigError) as caught:
+        build_engines(config, config.sampling.semantics(), end_token_ids=())
+    assert caught.value.key == key
+
+
+def test_a_joining_sampler_is_refused_only_for_what_its_file_states():
+    keys = {"join": {}, "sampling": {"min_members": 9, "top_p": 0.9, "temperature": 0.7}, "engine": {"kind": "vllm"}}
+    config = SamplerConfig.model_validate(keys)
+
+    def adopted(group_size, logprob_mode):
+        drawn = SamplingConfig(
+            min_members=9, top_p=0.9, temperature=0.7, max_new_tokens=4, logprob_mode=logprob_mode
+        ).model_dump(mode="json")
+        return adopt(config, statement(CONTRACT, sampling=drawn, group_size=group_size))
+
+    assert adopted(16, "raw").config.group_size == 16
+    with pytest.raises(ConfigError, match="min_members"):
+        adopted(8, "raw")
+    with pytest.raises(ConfigError, match="before truncation"):
+        adopted(16, "processed")
+
+
+def test_a_custom_loss_with_a_reference_is_refused_where_the_backend_has_none(tmp_path):
+    loss = "def loss(batch):\n    return (batch.learner_BT * batch.mask_BT).sum(1)\n"
+    (tmp_path / "mine.py").write_text(loss, encoding="utf-8")
+    config = CustomLossConfig(function="mine:loss", directory=str(tmp_path), reads_reference=True)
+    learner = LearnerConfig.model_validate({"backend": {"kind": "deepspeed"}, "loss": config.model_dump()})
+
+    with pytest.raises(ConfigError, match=r"^loss\.function: needs log-probs of a reference model"):
+        check_custom_loss(learner.loss, has_reference=learner.backend.has_reference)

@@ -229,6 +229,11 @@ class ChargedEngine:
         self.num_open = self.num_groups = 0
         self.inner.cancel()
 
+    def stop(self) -> None:
+        """Give up everything, for good."""
+        self.cancel()
+        self.inner.stop()
+
 
 class BenchmarkEvaluator(Evaluator):
     """Held-out accuracy on several benchmarks; `rows` keeps each evaluation, the accuracy is the mean over prompts."""

@@ -35,7 +35,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
-from heterorl.sampler.vllm.vllm_limits import check_limits
+from heterorl.sampler.vllm_limits import check_limits
 
 _LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0

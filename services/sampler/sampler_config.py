@@ -15,7 +15,7 @@ from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.reward_config import Directory
 from heterorl.common.types.common import LogprobMode
 from heterorl.sampler.delay import DelayConfig, NoDelay
-from heterorl.sampler.vllm.vllm_limits import check_limits
+from heterorl.sampler.vllm_limits import check_limits
 
 OWN_ARGUMENTS = frozenset(
     {

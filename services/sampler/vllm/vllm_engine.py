@@ -28,8 +28,8 @@ from heterorl.sampler.sampler_config import VllmEngineConfig
 from heterorl.sampler.vllm import weight_canary
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_arguments import chosen, completion, drawing, engine_arguments, seed_of, tolerance
-from heterorl.sampler.vllm.vllm_limits import logprobs_mode
 from heterorl.sampler.vllm.vllm_process import VllmProcess, import_vllm
+from heterorl.sampler.vllm_limits import logprobs_mode
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -17,7 +18,7 @@ TYPES = {
 }  # fmt: skip
 """Types that are written, by their names in the format."""
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
-_STORED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_STORED = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.float16: "<i2", torch.uint8: "u1"}
 
 
 class TensorFile:
@@ -35,8 +36,12 @@ class TensorFile:
                     for name in file.keys()  # noqa: SIM118 - not a dictionary
                     for part in [file.get_slice(name)]
                 }
+            with path.open("rb") as raw:
+                length = int.from_bytes(raw.read(8), "little")
+                header = json.loads(raw.read(length))
         except (OSError, ValueError, SafetensorError) as error:
             raise CorruptStore(f"{path} cannot be read: {error}") from error
+        self._offsets = {name: 8 + length + header[name]["data_offsets"][0] for name in self.tensors}
 
     def flat(self, name: str) -> torch.Tensor:
         """A flattened tensor of the file's type, mapped from the disk.
@@ -45,13 +50,17 @@ class TensorFile:
 
         Raises CorruptStore: the file is gone, or shorter than its header says.
         """
+        meta = self.tensors[name]
+        if not meta.numel():
+            return torch.empty(0, dtype=meta.dtype)
+        # Copy on write: torch takes writable arrays only, and writes do not reach the file.
         try:
-            with safe_open(self._path, "pt") as file:
-                # Copy on write: writes do not reach the file.
-                values: torch.Tensor = file.get_tensor(name)
-        except (OSError, ValueError, SafetensorError) as error:
+            mapped = np.memmap(
+                self._path, _STORED[meta.dtype], mode="c", offset=self._offsets[name], shape=(meta.numel(),)
+            )
+        except (OSError, ValueError) as error:
             raise CorruptStore(f"{self._path} cannot be read: {error}") from error
-        return values.reshape(-1)
+        return torch.from_numpy(mapped).view(meta.dtype)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -34,7 +34,7 @@ class FunctionReward:
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
         self.close = self.pool.close
         facts = loaded_facts(self.pool, path, key=key, path_key="task.reward_path")
-        self.digest: Digest = bytes_digest(f"reward 4\n{path}\n{facts['digest']}".encode())
+        self.digest: Digest = bytes_digest(f"reward 5\n{path}\n{facts['digest']}".encode())
         self._key, self._path = key, path
         self._asks = None if facts["takes_all"] else tuple(facts["asks"])
         self._needs = tuple(facts["needs"])

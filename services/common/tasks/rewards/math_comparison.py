@@ -36,12 +36,15 @@ from heterorl.common.tasks.rewards.units import PERCENT, Unit
 
 MAX_BARE = 200
 """Most characters of a completion that is read as a value alone."""
+MAX_WORDED = 1000
+"""The same, where the row's answer is words."""
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
     r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+"
     r"(?:(?:squared|cubed)\W*$|(?:times|plus|minus)\s+[\d$\\(])"
 )
+_WORD = re.compile(r"\w+")
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -101,21 +104,28 @@ def is_right(answers: Sequence[Any], completion: str) -> bool:
     return False
 
 
+def _without_words(option: Option) -> Option:
+    """The option's letter alone, where words follow that may end the sentence."""
+    return Option(option.letter, None) if isinstance(option.value, Text) else option
+
+
 def _is_option(answer: Option, given: Option) -> bool:
-    """Whether letter and value are equal; one text may say more."""
-    if answer.letter != given.letter:
-        return False
-    if isinstance(answer.value, Text) and isinstance(given.value, Text):
-        few, many = sorted((set(one.value.words.split()) for one in (answer, given)), key=len)
-        return few <= many
-    return _is_equal(answer.value, given.value)
+    """Whether letters are equal and values agree; one text may say more."""
+    if given.value is None:
+        return answer.letter == given.letter
+    texts = [one.value.words for one in (answer, given) if isinstance(one.value, Text)]
+    if len(texts) == 2:
+        few, many = sorted((set(_WORD.findall(text)) for text in texts), key=len)
+        return answer.letter == given.letter and few <= many
+    return answer.letter == given.letter and (len(texts) == 1 or _is_equal(answer.value, given.value))
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     """Answers of a completion: its readings, or math-verify's findings in prose."""
     stated = statement_of(completion)
     is_box = stated.is_marked and not stated.prose
-    texts = stated.texts or (completion,) * (wants_text or _is_bare(completion))
+    is_short = len(completion) <= (MAX_WORDED if wants_text else MAX_BARE)
+    texts = stated.texts or (completion,) * (is_short and (wants_text or _is_bare(completion)))
     found: list[Any] = []
     if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
         return []
@@ -126,6 +136,8 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
             # An exclamation, or a factorial.
             given = readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
         given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
+        if not stated.is_marked:
+            given = [_without_words(each) if isinstance(each, Option) else each for each in given]
         if wants_text and (letters := letters_of(plain)) is not None:
             given.append(letters)
         if given and not (is_box or (wants_text and not stated.is_marked)):
@@ -140,7 +152,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 def _is_bare(completion: str) -> bool:
     """Whether a completion is a value alone, such as (3,4)."""
     words = _SHORT_WORD.findall(COMMAND.sub(" ", completion))
-    return len(completion) <= MAX_BARE and all(word.lower() in FUNCTIONS | {"am", "pm"} for word in words)
+    return all(word.lower() in FUNCTIONS | {"am", "pm"} for word in words)
 
 
 def _is_equal(answer: Any, given: Any) -> bool:

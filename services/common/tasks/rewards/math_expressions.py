@@ -334,8 +334,8 @@ def _measured_in(text: str) -> Any:
         both = [_parsed(_EITHER_SIGN.sub(lambda sign: signs[sign[1] == "mp"], maths)) for signs in ("+-", "-+")]  # noqa: B023
         kinds = {sympy.Union if isinstance(one, sympy.Set) else sympy.FiniteSet for one in both}
         found = None if None in both or len(kinds) > 1 else kinds.pop()(*both)
-    if isinstance(found, sympy.FiniteSet) and _BRACED.fullmatch(maths):
-        # Without braces it may be a tuple too.
+    if isinstance(found, sympy.FiniteSet) and _BRACED.fullmatch(maths) and not found.has(sympy.Eq):
+        # Without braces it may be a tuple too; names give an order.
         found = sympy.FiniteSet(*found.args)
     return Measured(found, unit) if found is not None and any(unit) else found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from heterorl.common.errors import ConfigError
 
 _AT_ONCE = 256
-_SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
 
 
 class ArrowRows:
@@ -51,11 +50,35 @@ class _Columns(dict[str, list[Any]]):
     def __missing__(self, name: str) -> list[Any]:
         column = self._batch.column(name)
         cells: list[Any] = column.to_pylist()
-        if short := _SHORT_FLOATS.get(str(column.type)):
-            # With the digits of its own type.
-            cells = [None if cell is None else float(str(short(cell))) for cell in cells]
+        if (shorten := _shortening(column.type)) is not None:
+            cells = [None if cell is None else shorten(cell) for cell in cells]
         self[name] = cells
         return cells
+
+
+def _shortening(kind: Any) -> Callable[[Any], Any] | None:
+    """Conversion of cells with short floats to the digits of these.
+    None for types without them; cells that are null are left out."""
+    import pyarrow
+
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        short = np.float16 if pyarrow.types.is_float16(kind) else np.float32
+        return lambda cell: float(str(short(cell)))
+    if pyarrow.types.is_dictionary(kind):
+        return _shortening(kind.value_type)
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
+        each = _shortening(kind.value_type)
+        return None if each is None else lambda cell: [None if one is None else each(one) for one in cell]
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: each for field in kind if (each := _shortening(field.type)) is not None}
+        return (
+            None
+            if not fields
+            else lambda cell: {
+                name: fields[name](one) if name in fields and one is not None else one for name, one in cell.items()
+            }
+        )
+    return None
 
 
 class _ArrowRow(Mapping[str, Any]):

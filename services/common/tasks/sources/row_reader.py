@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -136,12 +137,14 @@ class RowReader:
         is_kept = True
         for name, wanted in data.where.items():
             value = _cell("where", name, row)
-            value = float(value) if isinstance(value, Decimal) else json_value(value)
-            kind = kind_of(value)
+            if isinstance(value, bytes):
+                raise RowProblem(f"{name} is bytes", key=f"task.data.where.{name}", action="name a column of text")
+            value = float(value) if isinstance(value, Decimal) else value
+            kind = kind_of(json_value(value))
             if value is not None:
                 self._kinds.setdefault(name, set()).add(kind)
             # True is no 1.
-            is_kept &= any(each == value and kind_of(each) == kind for each in _listed(wanted))
+            is_kept &= any(_is_value(each, value) and kind_of(each) == kind for each in _listed(wanted))
         for kind, bounds in (("at_least", data.at_least), ("at_most", data.at_most)):
             for name, bound in bounds.items() if is_kept else ():
                 value = _cell(kind, name, row)
@@ -150,6 +153,15 @@ class RowReader:
                     raise RowProblem(f"{name} is {value!r}"[:300], key=key, action=action)
                 is_kept &= value is not None and bool(value >= bound if kind == "at_least" else value <= bound)
         return is_kept
+
+
+def _is_value(wanted: Any, cell: Any) -> bool:
+    if not isinstance(cell, datetime):
+        return bool(wanted == json_value(cell))
+    try:
+        return datetime.fromisoformat(str(wanted)) == cell
+    except ValueError:
+        return False
 
 
 _UNANSWERED = 'give each row an answer; task.data.answer = "" reads no answers at all'

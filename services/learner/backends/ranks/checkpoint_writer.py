@@ -381,7 +381,11 @@ class Writing:
             return
         for rank, (_, text) in enumerate(answers):
             if self._layout.digest(self._state, rank).hex() != text:
-                raise OSError(errno.EIO, f"rank 0 reads other bytes than rank {rank} wrote: {self._layout.directory}")
+                raise OSError(
+                    errno.EIO,
+                    f"rank 0 reads other bytes than rank {rank} wrote in {self._layout.directory}: mount it so that a"
+                    " machine reads what others have closed (NFS without nocto), or put state_dir on machine 0's disk",
+                )
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:

@@ -34,7 +34,11 @@ STYLES = [
     ("D. 12", *OPTION),
     ("D", [box("(D) 13"), "(D) 13"], [box("(C) 13")]),
     ("(B) 5 cm", [box("(B) 5 cm"), box("B"), box("5 cm"), box("(B) 5")], [box("(B) 5 m"), box("(A) 5 cm")]),
-    ("(B) Paris", ["The answer is (B) Paris, France.", "B", "Paris"], ["The answer is (B) London.", "(A) Paris"]),
+    ("(B) Paris", ["The answer is (B) Paris, France.", "B", "Paris", box("(B) Paris, France")], [box("(B) London"), "(A) Paris"]),
+    ("(B) Paris", ["The answer is B. I hope this helps", "The answer is (B) as shown above."], ["The answer is (A) as shown."]),
+    ("(B) 12", ["The answer is (B) because it is smallest.", "Answer: B. The others are wrong.", box("(B) twelve")], []),
+    ("(3,4)", [box("\\{x=3,y=4\\}"), box("x=3,y=4")], [box("\\{3,4\\}"), box("\\{x=4,y=3\\}")]),
+    ("AB", ["The answer is AB."], ["$A$" * 10_000]),
     # Several statements are no several tries.
     ("A", [], ["#### A\n#### B\n#### C", "Suppose A is correct. Contradiction, so C.", "We ask whether A is correct."]),
     ("Paris", [], ["#### Paris\n#### London"]),

@@ -233,7 +233,7 @@ class ReasoningGymTask:
         self.num_workers = config.reward_workers
         self.num_prompts, self.num_evaluation_prompts = config.size, config.evaluation_size
         stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
-        self.digest: Digest = bytes_digest(f"reasoning_gym 5 {stated}".encode())
+        self.digest: Digest = bytes_digest(f"reasoning_gym 6 {stated}".encode())
         job = {
             **entries, "kind": "gym", "version": version, "timeout_s": timeout_s, "sandbox": config.sandbox,
             "patience": PATIENCE,

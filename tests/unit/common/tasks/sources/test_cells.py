@@ -354,3 +354,33 @@ def test_a_table_is_converted_in_batches_of_the_columns_that_are_read(monkeypatc
     assert task.num_prompts + task.num_evaluation_prompts == 993
     assert {name for name, _ in converted} == {"prompt", "answer", "level"}
     assert max(count for _, count in converted) <= 256
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0.1], pa.float32()).dictionary_encode(),
+        pa.array([{"d": 0.1}], pa.struct([("d", pa.float32())])),
+        pa.array([[0.1, None]], pa.list_(pa.float32())),
+    ],
+)
+def test_short_floats_inside_a_cell_have_their_own_digits(column):
+    ((_, row),) = ArrowRows(pa.table({"r": column}), "digest")
+
+    assert row["r"] in (0.1, {"d": 0.1}, [0.1, None])
+
+
+@pytest.mark.parametrize("wanted", ["2020-01-01", "2020-01-01T00:00:00", "2020-01-01 00:00:00"])
+def test_a_filter_takes_an_instant_in_each_iso_form(tmp_path, wanted):
+    days = pa.array([f"2020-01-0{1 + number // 3}" for number in range(6)]).cast(pa.timestamp("us"))
+
+    task = built(parquet(tmp_path, {"prompt": ASKED, "answer": ASKED, "day": days}), data={"where": {"day": wanted}})
+
+    assert task.num_prompts + task.num_evaluation_prompts == 3
+
+
+def test_a_filter_of_bytes_is_refused_by_its_key(tmp_path):
+    name = parquet(tmp_path, {"prompt": ASKED, "answer": ASKED, "raw": [b"x"] * 6})
+
+    with pytest.raises(ConfigError, match=r"^task\.data\.where\.raw: row 0: raw is bytes"):
+        built(name, data={"where": {"raw": "x"}})

@@ -42,9 +42,9 @@ class _Chosen:
     reader: RowReader
     numbers: npt.NDArray[np.int64]
     texts: Hashes
-    """Of all messages, which identify a prompt in its file."""
+    """Hashes of all messages of a prompt; the split of a file compares them."""
     questions: Hashes
-    """Of task.question_of, which identify a prompt among files."""
+    """Hashes of its messages but the system's; sources of a mixture compare them."""
 
     def only(self, mask: npt.NDArray[np.bool_]) -> _Chosen:
         return _Chosen(

@@ -31,11 +31,12 @@ def sleeping(name):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The processes that a start has begun; it fails when its process is gone, as vLLM's does."""
-    processes = []
+    """Processes of starts, and an event; a start fails when its process is gone, as vLLM's does."""
+    processes, begun = [], threading.Event()
 
     async def start(arguments, is_stopped):
         processes.append(sleeping("EngineCore"))
+        begun.set()
         # Blocks the loop's thread, as vLLM does.
         processes[-1].join(300.0)
         raise RuntimeError("Engine core initialization failed")
@@ -46,13 +47,14 @@ def started(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(vllm_process, "_start", start)
-    yield processes
+    yield processes, begun
     for process in processes:
         process.kill()
         process.join()
 
 
 def test_a_stop_ends_a_start_and_only_its_process(started):
+    processes, begun = started
     others = [sleeping("EngineCore"), sleeping("reward")]
     is_stopped, errors = threading.Event(), []
 
@@ -65,15 +67,14 @@ def test_a_stop_ends_a_start_and_only_its_process(started):
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
     try:
-        while not started:
-            time.sleep(0.05)
+        assert begun.wait(60.0)
         thread.join(2 * vllm_process.LOOK_S)
-        assert started[0].is_alive(), "without a stop it goes on"
+        assert processes[0].is_alive(), "without a stop it goes on"
         is_stopped.set()
         thread.join(20.0)
 
         assert [str(error) for error in errors] == ["vLLM's start was given up"]
-        assert not started[0].is_alive()
+        assert not processes[0].is_alive()
         assert all(each.is_alive() for each in others)
     finally:
         is_stopped.set()

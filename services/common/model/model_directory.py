@@ -46,7 +46,8 @@ def check_model_dir(model_dir: str) -> None:
         raise ConfigError("model_dir", f"there is no directory {model_dir}", action=_ACTION)
     if _is_cached(model_dir):
         return
-    if any(os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"} for name in _OFFLINE):
+    switches = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if any(switch.upper() in {"1", "ON", "YES", "TRUE"} for switch in switches):
         problem = f"there is no directory {model_dir}, and no such model in the cache of the hub, which is switched off"
         raise ConfigError("model_dir", problem, action=_ACTION)
     _reach_hub(model_dir)
@@ -95,9 +96,6 @@ def _check_shards(path: Path) -> None:
                 problem = f"{missing[0]} is not in {path}, and {index.name} names it"
                 raise ConfigError("model_dir", problem, action="copy the directory again")
             return
-
-
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def first_line(error: Exception) -> str:

@@ -114,13 +114,8 @@ class Window:
 def window_of(config: Any) -> Window | None:
     """The smallest window of a model's configuration; None if positions are fixed."""
     config = config.get_text_config()
-    windows = [
-        Window(kind=kind, tokens=int(tokens))
-        for kind, tokens in _by_length(
-            getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", 0)
-        )
-    ]
-    return min(windows, key=lambda window: window.tokens, default=None)
+    parameters, positions = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", 0)
+    return min(_windows(parameters or {}, positions), key=lambda window: window.tokens, default=None)
 
 
 def hold_positions(model: nn.Module) -> None:
@@ -147,14 +142,14 @@ def _check_held(module: nn.Module, kind: str, options: Mapping[str, Any]) -> Non
         raise ConfigError("model_dir", problem, action="name a model with other positions")
 
 
-def _by_length(parameters: Mapping[str, Any], max_positions: int) -> list[tuple[str, int]]:
-    """Kind and window of all layers; several kinds have a table each."""
+def _windows(parameters: Mapping[str, Any], max_positions: int) -> list[Window]:
+    """Windows of all layers; several kinds have a table each."""
     tables = [value for value in parameters.values() if isinstance(value, Mapping)]
-    found = [pair for table in tables for pair in _by_length(table, max_positions)]
+    found = [window for table in tables for window in _windows(table, max_positions)]
     kind = str(parameters.get("rope_type") or parameters.get("type") or "")
     if _is_by_length(kind):
         tokens = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
-        found.append((kind, tokens or max_positions))
+        found.append(Window(kind=kind, tokens=int(tokens or max_positions)))
     return found
 
 

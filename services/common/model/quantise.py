@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.tensors import TORCH_DTYPE, main_type
+from heterorl.common.model.tensors import main_type, read_tensor
 from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 Variant = Literal["int8", "fp8_e4m3"]
@@ -80,9 +80,9 @@ def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | No
         if spec not in quantised:
             target.view(spec.name)[...] = base.view(spec.name)
             continue
-        kept = None if frozen is None else _tensor(frozen, spec.name + SCALE)
-        scales = _tensor(target, spec.name + SCALE)
-        values, bits = _tensor(base, spec.name).flatten(1), _bits(target, spec.name).flatten(1)
+        kept = None if frozen is None else read_tensor(frozen, spec.name + SCALE)
+        scales = read_tensor(target, spec.name + SCALE)
+        values, bits = read_tensor(base, spec.name).flatten(1), torch.from_numpy(target.view(spec.name)).flatten(1)
         for rows in _blocks(spec):
             block = values[rows].to(torch.float32)
             largest = block.abs().amax(1)
@@ -112,8 +112,8 @@ def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
         if spec not in quantised:
             target.view(spec.name)[...] = source.view(spec.name)
             continue
-        scales = _tensor(source, spec.name + SCALE)
-        values, bits = _tensor(target, spec.name).flatten(1), _bits(source, spec.name).flatten(1)
+        scales = read_tensor(source, spec.name + SCALE)
+        values, bits = read_tensor(target, spec.name).flatten(1), torch.from_numpy(source.view(spec.name)).flatten(1)
         largest = torch.finfo(values.dtype).max
         for rows in _blocks(spec):
             # Half a step above the largest finite number is not infinity.
@@ -150,14 +150,6 @@ def _decoded(bits: torch.Tensor, variant: Variant) -> torch.Tensor:
         return bits.to(torch.float32)
     # Five times as fast as torch's conversion, which takes one element after another.
     return _FP8_NUMBERS.index_select(0, bits.view(torch.uint8).flatten().to(torch.int32)).view(bits.shape)
-
-
-def _bits(arena: Arena, name: str) -> torch.Tensor:
-    return torch.from_numpy(arena.view(name))
-
-
-def _tensor(arena: Arena, name: str) -> torch.Tensor:
-    return _bits(arena, name).view(TORCH_DTYPE[arena.layout.spec(name).dtype])
 
 
 def _blocks(spec: TensorSpec) -> Iterator[slice]:

@@ -88,11 +88,7 @@ def routing_shape(model: nn.Module) -> RoutingShape:
         )
     ((top_k, num_experts),) = kinds
     if num_experts > 1 << 15:
-        raise ConfigError(
-            "sampling.router_replay",
-            f"{num_experts} experts; 32768 can be recorded",
-            action='set router_replay = "none"',
-        )
+        raise _unusable(f"{num_experts} experts; 32768 can be recorded")
     return RoutingShape(num_layers=len(routers), top_k=top_k, num_experts=num_experts)
 
 

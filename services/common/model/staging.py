@@ -45,7 +45,9 @@ def to_device(host: torch.Tensor, target: torch.Tensor) -> None:
     """Copy into a part on any device, which may have another type."""
     if target.is_cuda:
         # Converted on the device: `copy_` between types would convert on the host.
-        host = _pinned(host).to(target.device)
+        buffer = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        _copy_bytes(host, buffer)
+        host = buffer.to(target.device)
     target.copy_(host)
 
 
@@ -55,12 +57,6 @@ def to_host(part: torch.Tensor, target: torch.Tensor) -> None:
         buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         part = buffer.copy_(part)
     _copy_bytes(part, target)
-
-
-def _pinned(host: torch.Tensor) -> torch.Tensor:
-    buffer = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
-    _copy_bytes(host, buffer)
-    return buffer
 
 
 def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:

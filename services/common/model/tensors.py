@@ -113,24 +113,20 @@ def store_tensors(
         before = None
         if published is not None and dead_band_ulp:
             # In double precision, for which a full GPU may have no room.
-            before, master = part_of(_values(published, spec), part), master.cpu()
+            before, master = part_of(read_tensor(published, spec.name), part), master.cpu()
         rounded = round_to(master, TORCH_DTYPE[spec.dtype], published=before, dead_band_ulp=dead_band_ulp)
         if not rounded.to(torch.float32).isfinite().all():
             raise ConfigError(
                 "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
             )
-        to_host(rounded.contiguous(), part_of(_values(arena, spec), part))
+        to_host(rounded.contiguous(), part_of(read_tensor(arena, spec.name), part))
 
     each_part(store_part, masters)
 
 
 def read_tensor(arena: Arena, name: str) -> torch.Tensor:
     """A tensor of its published type; writes reach the arena."""
-    return _values(arena, arena.layout.spec(name))
-
-
-def _values(arena: Arena, spec: TensorSpec) -> torch.Tensor:
-    return torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+    return torch.from_numpy(arena.view(name)).view(TORCH_DTYPE[arena.layout.spec(name).dtype])
 
 
 def round_to(
@@ -179,6 +175,6 @@ def load(arena: Arena, model: nn.Module) -> None:
 
     def load_part(number: int, part: Part) -> None:
         spec, tensor = copied[number]
-        to_device(part_of(_values(arena, spec), part), part_of(tensor, part))
+        to_device(part_of(read_tensor(arena, spec.name), part), part_of(tensor, part))
 
     each_part(load_part, [tensor for _, tensor in copied])

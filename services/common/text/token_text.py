@@ -70,15 +70,11 @@ class TokenTexts:
             position += length
             ends.append(position)
             joined.clear()
-        if joined and position < len(text):
+        rest = text[position:]
+        if joined and rest and not rest.strip(UNKNOWN):
             # A text may end with half a character.
-            rest = text[position:]
-            if rest.strip(UNKNOWN):
-                return _no_ends()
             ends += [position] * (len(joined) - 1) + [len(text)]
-            joined.clear()
-            position = len(text)
-        if joined or position != len(text):
+        elif joined or rest:
             return _no_ends()
         return np.array(ends, np.int32)
 

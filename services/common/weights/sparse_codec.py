@@ -50,8 +50,7 @@ def compress(data: bytes | memoryview) -> bytes:
     """One zstandard frame that states its size; empty for no bytes."""
     if not len(data):
         return b""
-    result: bytes = _contexts.compressor.compress(data)
-    return result
+    return bytes(_contexts.compressor.compress(data))
 
 
 def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
@@ -76,10 +75,9 @@ def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
         if frame.window_size > MAX_WINDOW_BYTES:
             raise LimitExceeded(f"a zstd frame asks for a window of {frame.window_size} bytes")
         # Bounded now: the library allocates the stated size and refuses blocks that do not fill it exactly.
-        content: bytes = _contexts.decompressor.decompress(data, allow_extra_data=False)
+        return bytes(_contexts.decompressor.decompress(data, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise MalformedPayload(f"zstd: {error}") from error
-    return content
 
 
 U8Array = npt.NDArray[np.uint8]
@@ -345,15 +343,10 @@ class StepReader:
         most = int(rests.max(initial=0))
         if most > bound:
             raise MalformedPayload("a step leaves its width")
-        if most == bound:
-            self._check_largest()
-
-    def _check_largest(self) -> None:
-        lowest = np.iinfo(self._dtype).min
         place = 0
-        for index, step in self.blocks():
+        for index, step in self.blocks() if most == bound else ():
             is_up = self._signs_between(place, place + index.size) == 0
-            if (step[is_up] == lowest).any():
+            if (step[is_up] == np.iinfo(self._dtype).min).any():
                 raise MalformedPayload("a step upwards leaves its width")
             place += index.size
 

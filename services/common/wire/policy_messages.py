@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import xxhash
 from google.protobuf.message import DecodeError
 
@@ -49,15 +47,11 @@ def frame_checksum(frame: bytes) -> int:
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
     """Convert a lease; rollback orders come at renewals."""
-    stated: dict[str, Any] = {
-        "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
-    }
+    most = message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
     if isinstance(message, policy_pb2.AcquireLeaseResponse):
-        stated |= {"rollback_to": -1, "rollback_id": ""}
-    else:
-        ordered = message.rollback_to if message.HasField("rollback_to") else -1
-        stated |= {"rollback_to": ordered}
-    return to_value(LeaseGrant, message, **stated)
+        return to_value(LeaseGrant, message, max_staleness_versions=most, rollback_to=-1, rollback_id="")
+    ordered = message.rollback_to if message.HasField("rollback_to") else -1
+    return to_value(LeaseGrant, message, max_staleness_versions=most, rollback_to=ordered)
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:

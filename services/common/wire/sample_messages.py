@@ -120,8 +120,8 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
     if message.HasField("evaluation"):
         evaluation = to_value(EvaluationSample, message.evaluation)
         return Sample(summary=summary, prompt=evaluation.prompt, answer=evaluation.answer, rollouts=evaluation.rollouts)
-    group = open_group(read_sealed(message.group))
-    return _of_group(summary, group, to_value(SampleNote, message.note) if message.HasField("note") else None)
+    # Without a note its fields are empty.
+    return _of_group(summary, open_group(read_sealed(message.group)), to_value(SampleNote, message.note))
 
 
 def sample_of(value: StoredSample) -> Sample:
@@ -132,34 +132,30 @@ def sample_of(value: StoredSample) -> Sample:
         raise MalformedPayload(f"not a sample: {error}") from error
 
 
-def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> Sample:
-    notes: list[RolloutNote | None] = [None] * len(group.rollouts)
-    if note is not None and len(note.rollouts) == len(group.rollouts):
-        notes = list(note.rollouts)
-    rollouts = []
-    for rollout, said in zip(group.rollouts, notes, strict=True):
-        has_ratios = said is not None and len(said.log_ratios) == rollout.num_drawn
-        has_ends = said is not None and len(said.token_ends) == rollout.token_ids.size
-        rollouts.append(
-            SampleRollout(
-                completion="" if said is None else said.completion,
-                token_ids=rollout.token_ids,
-                sampler_logprobs=rollout.sampler_logprobs,
-                # One entry a token or none; other lengths are dropped.
-                log_ratios=said.log_ratios if said is not None and has_ratios else floats(()),
-                token_ends=said.token_ends if said is not None and has_ends else ids(()),
-                spans=rollout.spans,
-                reward=rollout.reward,
-                reward_parts=said.reward_parts if said is not None and said.reward_parts else rollout.reward_parts,
-                finish_reason=rollout.finish_reason,
-            )
+def _of_group(summary: SampleSummary, group: Group, note: SampleNote) -> Sample:
+    is_whole = len(note.rollouts) == len(group.rollouts)
+    notes = note.rollouts if is_whole else [RolloutNote(completion="", reward_parts=())] * len(group.rollouts)
+    rollouts = tuple(
+        SampleRollout(
+            completion=said.completion,
+            token_ids=rollout.token_ids,
+            sampler_logprobs=rollout.sampler_logprobs,
+            # One entry a token or none; other lengths are dropped.
+            log_ratios=said.log_ratios if len(said.log_ratios) == rollout.num_drawn else floats(()),
+            token_ends=said.token_ends if len(said.token_ends) == rollout.token_ids.size else ids(()),
+            spans=rollout.spans,
+            reward=rollout.reward,
+            reward_parts=said.reward_parts or rollout.reward_parts,
+            finish_reason=rollout.finish_reason,
         )
+        for rollout, said in zip(group.rollouts, notes, strict=True)
+    )
     return Sample(
         summary=summary,
-        prompt="" if note is None else note.prompt,
-        answer="" if note is None else note.answer,
+        prompt=note.prompt,
+        answer=note.answer,
         prompt_token_ids=group.prompt_token_ids,
-        rollouts=tuple(rollouts),
+        rollouts=rollouts,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.evaluation.evaluation_sets import MAX_PROMPTS, EvaluationSetConfig
+from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
@@ -31,7 +31,7 @@ from heterorl.common.tasks.task import Measure
 from heterorl.common.tasks.task_config import names_rows
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
-from heterorl.common.types.evaluation import EvaluationDraws
+from heterorl.common.types.evaluation import MAX_HELD_OUT, EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.adoption import adopted, missing_keys
@@ -64,7 +64,7 @@ def configured(
     """
     drawn: dict[str, Any] = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
     if every_row and names_rows(config.task.name):
-        drawn["num_prompts"] = MAX_PROMPTS
+        drawn["num_prompts"] = MAX_HELD_OUT
     own = (EvaluationSetConfig(name=FROM_TASK, task=config.task, **drawn),)
     sets = own if every_row else config.evaluation or own
     known = {one.name: one for one in sets}

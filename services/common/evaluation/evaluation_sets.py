@@ -9,9 +9,7 @@ from pydantic import Field, model_validator
 
 from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.task_config import TaskConfig
-from heterorl.common.types.evaluation import MAX_SAMPLES, EvaluationDraws
-
-MAX_PROMPTS = 1 << 20
+from heterorl.common.types.evaluation import MAX_HELD_OUT, MAX_SAMPLES, EvaluationDraws
 
 
 class DrawsConfig(Config):
@@ -19,7 +17,7 @@ class DrawsConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the set, equal at coordinator and sites."""
-    num_prompts: int = Field(default=64, ge=1, le=MAX_PROMPTS)
+    num_prompts: int = Field(default=64, ge=1, le=MAX_HELD_OUT)
     """Held-out prompts, from the first on; at most the task's."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Completions of each prompt, n: avg@n is their mean; pass@k has k = 1, 2, 4, ... and n."""

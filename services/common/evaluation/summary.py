@@ -71,9 +71,6 @@ def wilson(num: int, of: int, *, confidence: float = 0.95) -> tuple[float, float
     return max(0.0, center - half), min(1.0, center + half)
 
 
-_EQUAL = 1e-9
-
-
 def pass_at(k: int, *, num: int, num_right: int) -> float:
     """Chance that k of `num` completions, without replacement, include a right one.
 
@@ -116,7 +113,7 @@ def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward:
     results = list(results)
     samples = [sample for result in results for sample in result.samples]
     rewards = [[sample.reward for sample in result.samples if sample.reward is not None] for result in results]
-    right = [sum(reward >= pass_reward - _EQUAL for reward in of_prompt) for of_prompt in rewards]
+    right = [sum(reward >= pass_reward - 1e-9 for reward in of_prompt) for of_prompt in rewards]
     passes = []
     for k in ks_of(num_samples):
         # A prompt with fewer scored completions than k does not count.

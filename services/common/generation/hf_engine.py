@@ -370,19 +370,15 @@ class HfEngine:
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         try:
-            return self._scores(texts)
+            return [self._scored(text) for text in texts]
         except Exception as error:
             raise _failure(error) from error
 
-    def _scores(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        scores = []
-        for text in texts:
-            ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
-            shown = tempered(logits, self._sampling.logprob_temperature)
-            logprobs = logprobs_of(shown, ids[text.prompt.size :])
-            scores.append(logprobs.cpu().numpy().astype(np.float32))
-        return scores
+    def _scored(self, text: ScoredText) -> Float32Array:
+        ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
+        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
+        shown = tempered(logits, self._sampling.logprob_temperature)
+        return logprobs_of(shown, ids[text.prompt.size :]).cpu().numpy().astype(np.float32)
 
     def close(self) -> None:
         """Do nothing: no other process computes."""

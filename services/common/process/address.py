@@ -6,6 +6,7 @@ Errors about a URL do not repeat it, since it may hold a password.
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import re
 from typing import Annotated, Any
@@ -27,26 +28,18 @@ def check_address(key: str, address: str, *, is_listening: bool = False) -> None
     """
     try:
         for each in [address] if is_listening else address.split(","):
-            (_listening if is_listening else _dialled)(each)
+            _check(each, least=0 if is_listening else 1)
     except ValueError as error:
         raise ConfigError(key, str(error)) from error
 
 
-def _check(address: str, least: int) -> str:
+def _check(address: str, *, least: int) -> str:
     match = re.fullmatch(r"[!-~]+:([0-9]{1,5})", address)
     if match is None:
         raise ValueError(f"{address[:100]!r} is not host:port, for example coord.example:50051")
     if not least <= int(match[1]) <= MAX_PORT:
         raise ValueError(f"the port of {address[:100]!r} must be from {least} to {MAX_PORT}")
     return address
-
-
-def _listening(address: str) -> str:
-    return _check(address, 0)
-
-
-def _dialled(address: str) -> str:
-    return _check(address, 1)
 
 
 def listen_error(key: str, address: str, error: OSError) -> OperatorError:
@@ -69,13 +62,13 @@ def _joined(value: Any) -> Any:
 
 def _all_dialled(text: str) -> str:
     for address in addresses(text) or (text,):
-        _dialled(address)
+        _check(address, least=1)
     return text
 
 
 Addresses = Annotated[str, BeforeValidator(_joined), AfterValidator(_all_dialled)]
 """One host:port to dial, or a list of them; kept with commas between them."""
-Listen = Annotated[str, AfterValidator(_listening)]
+Listen = Annotated[str, AfterValidator(functools.partial(_check, least=0))]
 """host:port to listen on; port 0 lets the system choose."""
 
 
@@ -96,12 +89,8 @@ def split_url(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port if "," not in parts.netloc else None
     except ValueError:
-        # The library's message repeats the URL.
-        problem = True
-    else:
-        problem = False
-    if problem:
-        raise ValueError("is no address: a host, a port or a character of it cannot be")
+        # Without the library's message, which repeats the URL.
+        raise ValueError("is no address: a host, a port or a character of it cannot be") from None
     return parts
 
 

@@ -33,7 +33,6 @@ _WAITS: tuple[tuple[type[Exception], str], ...] = (
     (QuotaExceeded, "the coordinator is busy, retrying"),
     (Draining, "the coordinator takes no calls now, retrying"),
     (Unreachable, _SILENT),
-    (TimeoutError, _SILENT),
     (RemoteError, "the coordinator asks for a later call, retrying"),
 )
 
@@ -41,11 +40,6 @@ _WAITS: tuple[tuple[type[Exception], str], ...] = (
 def is_transient(error: Exception) -> bool:
     """Whether the unchanged call may succeed later."""
     return error.is_transient if isinstance(error, RemoteError) else isinstance(error, TimeoutError)
-
-
-def wait_of(error: Exception) -> str:
-    """Name of the awaited recovery after a failure, for logs."""
-    return next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
 
 
 def log_level(error: Exception) -> int:
@@ -106,7 +100,7 @@ class Backoff:
                 return result
 
     def _say(self, error: Exception) -> None:
-        what = wait_of(error)
+        what = next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
         now = self.clock.monotonic()
         if what != self.said or now - self.said_at >= REMIND_S:
             _LOG.warning("%s: %s", what, str(error) or type(error).__name__)

@@ -146,16 +146,11 @@ def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel
     return f"; did you mean {' or '.join(same[:3])}?"
 
 
-def _is_secret(key: str, value: Any) -> bool:
-    """Whether a value may hold a secret: key's name, or URL's user."""
-    name = key.rpartition(".")[2].partition("[")[0].lower()
-    return bool(_SECRET_NAMES.search(name) or _USER_IN_ADDRESS.search(repr(value)))
-
-
 def _words(entry: Any, key: str) -> str:
     kind, context, value = entry["type"], entry.get("ctx", {}), entry["input"]
     given = f"{value!r}" if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-    if _is_secret(key, value):
+    name = key.rpartition(".")[2].partition("[")[0].lower()
+    if _SECRET_NAMES.search(name) or _USER_IN_ADDRESS.search(repr(value)):
         value = "***"
         context = {**context, "tag": value} if "tag" in context else context
         given = f"a {type(entry['input']).__name__} that is not shown"
@@ -171,8 +166,8 @@ def _words(entry: Any, key: str) -> str:
         near = difflib.get_close_matches(str(context.get("tag", value)), expected.split(", "), n=1)
         return f"{given} is none of {expected}" + (f"; did you mean {near[0]}?" if near else "")
     if kind in _BOUNDS:
-        word, name = _BOUNDS[kind]
-        return f"must be {word} {context[name]:g}, is {given}"
+        word, bound = _BOUNDS[kind]
+        return f"must be {word} {context[bound]:g}, is {given}"
     wanted = _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing").removesuffix("_from_float"))
     if wanted:
         return f"must be {wanted}, is {given}"

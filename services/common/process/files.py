@@ -21,8 +21,6 @@ from typing import IO, BinaryIO
 from heterorl.common.errors import DiskFull
 
 _LOG = logging.getLogger(__name__)
-SUFFIX = ".tmp"
-"""Ending of incomplete files."""
 
 
 @contextlib.contextmanager
@@ -31,7 +29,7 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
 
     With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask.
     """
-    temporary = path.with_name(path.name + SUFFIX)
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file

@@ -109,7 +109,8 @@ def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
     for metric, names in _table():
         lines = [found for node in blocks for name in names if (found := node.get(name))]
         if lines:
-            parts += [f"# TYPE {_family(metric)} {metric.type}\n", *lines]
+            family = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            parts += [f"# TYPE {family} {metric.type}\n", *lines]
     return "".join(parts).encode()
 
 
@@ -130,10 +131,6 @@ def _is_declared(one: Series, declared: tuple[str, ...], reserved: frozenset[str
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _family(metric: Metric) -> str:
-    return f"{metric.name}_total" if metric.type == "counter" else metric.name
 
 
 def _names(metric: Metric) -> tuple[str, ...]:

@@ -44,12 +44,12 @@ class _Changes:
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
-        self._seen = self._look()
+        self._seen = [*map(stamp_of, paths)]
         self._again_at = math.inf
         self._problem = ""
 
     def are_due(self) -> bool:
-        before, self._seen = self._seen, self._look()
+        before, self._seen = self._seen, [*map(stamp_of, self._paths)]
         return self._seen != before or time.monotonic() >= self._again_at
 
     def used(self) -> None:
@@ -60,9 +60,6 @@ class _Changes:
         before, self._problem = self._problem, problem
         self._again_at = time.monotonic() + AGAIN_S
         return problem != before
-
-    def _look(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(map(stamp_of, self._paths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,10 @@ def read_identity(pem: bytes) -> Identity | Refusal:
     """
     try:
         certificate = x509.load_pem_x509_certificate(pem)
-        uris = _uris(certificate)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        uris = []
     except (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
         return Refusal(reason=RefusalReason.NO_IDENTITY, message=f"the certificate cannot be read: {error}")
     if len(uris) != 1:
@@ -152,28 +155,20 @@ def read_identity(pem: bytes) -> Identity | Refusal:
             reason=RefusalReason.NO_IDENTITY,
             message=f"the certificate has {len(uris)} URIs; exactly one names its run, site and role",
         )
-    names = split_uri(uris[0])
-    if names is None:
+    parts = split_uri(uris[0])
+    if parts is None:
         return Refusal(
             reason=RefusalReason.NO_IDENTITY,
             message=f"{uris[0][:200]!r} is not of the form spiffe://RUN/site/SITE/role/ROLE",
         )
     return Identity(
-        run=names[0],
-        site=names[1],
-        role=names[2],
+        run=parts[0],
+        site=parts[1],
+        role=parts[2],
         serial=certificate.serial_number,
         not_before=certificate.not_valid_before_utc.timestamp(),
         not_after=certificate.not_valid_after_utc.timestamp(),
     )
-
-
-def _uris(certificate: x509.Certificate) -> list[str]:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return list(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 TLS_VERSION = b"TLSv1.3"

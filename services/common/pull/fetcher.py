@@ -92,7 +92,10 @@ class Fetcher:
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
         gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self.num_streams)
-        self._check_room(sum(gap.num_bytes for gap in gaps))
+        # Fails before hours of fetching; writes still meet a disk that fills meanwhile.
+        needed, free = sum(gap.num_bytes for gap in gaps), shutil.disk_usage(self.spool).free
+        if needed > free:
+            raise DiskFull(str(self.spool), needed_bytes=needed, free_bytes=free)
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
@@ -122,14 +125,6 @@ class Fetcher:
         """The only place where a payload's name becomes a path."""
         name = file_name(payload.digest)
         return self.spool / (name if start == 0 else f"{name}.{start}")
-
-    def _check_room(self, num_bytes: int) -> None:
-        # Fails before hours of fetching; writes still meet a disk that fills meanwhile.
-        if not num_bytes:
-            return
-        free = shutil.disk_usage(self.spool).free
-        if free < num_bytes:
-            raise DiskFull(str(self.spool), needed_bytes=num_bytes, free_bytes=free)
 
     def _pieces(self, payload: PayloadRef) -> list[Piece]:
         path = self._path(payload)

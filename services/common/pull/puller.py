@@ -15,6 +15,7 @@ The target's manifest comes with the plan; the others are listed in pages.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -74,13 +75,12 @@ class Puller:
     on_frame: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._max_bytes = max_file_bytes(self.layout.chunks)
         self._fetcher = Fetcher(
             api=self.api,
             spool=self.spool,
             clock=self.clock,
             num_streams=self.num_streams,
-            max_bytes=self._max_bytes,
+            max_bytes=max_file_bytes(self.layout.chunks),
             on_frame=self.on_frame,
         )
         self.chain = ManifestChain(api=self.api, variant=self.variant)
@@ -115,7 +115,9 @@ class Puller:
                     raise
                 _LOG.info("version %d is planned again: %s", want_version, error)
             except CorruptData as error:
-                self._discard(error)
+                metrics.DIGEST_MISMATCHES.inc()
+                _LOG.debug("fetched payloads are discarded: %s", error)
+                self._fetcher.keep_only(())
                 if not self._fallback.damaged():
                     raise
                 way = BELOW[self._fallback.basis]
@@ -124,11 +126,6 @@ class Puller:
         # Free the memory of a whole state.
         self._base = None
         return pulled
-
-    def _discard(self, error: CorruptData) -> None:
-        metrics.DIGEST_MISMATCHES.inc()
-        _LOG.debug("fetched payloads are discarded: %s", error)
-        self._fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
         if not self._fallback.is_open(PlanBasis.SINGLES):
@@ -149,7 +146,10 @@ class Puller:
         is_from_base = self._fallback.basis is PlanBasis.BASE
         if any(payload.kind is PayloadKind.MERGED for payload in plan.payloads):
             self._fallback.rest_on(PlanBasis.MERGED)
-        self._check(plan, held=held, want_version=want_version)
+        _check_plan(plan, held=held, want_version=want_version)
+        if plan.kind is not PlanKind.SAME:
+            _check_target(plan, self.layout)
+            self._fetcher.check_sizes(plan.payloads)
         self.chain.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
             if is_from_base:
@@ -176,13 +176,6 @@ class Puller:
         self._fetcher.keep_only(())
         self.chain.end()
         return pulled
-
-    def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
-        _check_plan(plan, held=held, want_version=want_version)
-        if plan.kind is PlanKind.SAME:
-            return
-        _check_target(plan, self.layout)
-        self._fetcher.check_sizes(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
         if not self._fallback.is_open(PlanBasis.BASE):
@@ -347,7 +340,13 @@ class ManifestChain:
         Keeps the manifests that the plan wants.
         """
         found = await self._api.list_manifests(first_version=first, last_version=last, variant=self._variant)
-        self._keep(found)
+        for data in found if self._wanted else ():
+            # Of a malformed one `manifests` reports that it is missing.
+            with contextlib.suppress(MalformedPayload):
+                version = manifest_from_bytes(data).version
+                if version in self._wanted:
+                    self._found.setdefault(version, data)
+        self._check_size()
         return found
 
     async def manifests(self, plan: PullPlan) -> tuple[bytes, ...]:
@@ -367,19 +366,6 @@ class ManifestChain:
             if number not in self._found:
                 raise StateMismatch(f"the coordinator does not list the manifest of version {number}")
         return tuple(self._found[number] for number in numbers)
-
-    def _keep(self, manifests: Sequence[bytes]) -> None:
-        if not self._wanted:
-            return
-        for data in manifests:
-            try:
-                version = manifest_from_bytes(data).version
-            except MalformedPayload:
-                # `manifests` reports it as missing.
-                continue
-            if version in self._wanted:
-                self._found.setdefault(version, data)
-        self._check_size()
 
     def _check_size(self) -> None:
         if sum(map(len, self._found.values())) > MAX_BYTES:

@@ -187,9 +187,6 @@ async def _listening(candidates: Sequence[str]) -> str | None:
     return None
 
 
-MESSAGE_BYTES = 1 << 16
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Whether a server serves, and why or why not."""
@@ -206,7 +203,7 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Ans
     """
     check_tls(tls, key="ADDRESS", address=address)
     material = None if tls.insecure else read_material(tls, number=0, now=time.time())
-    async with _dialled(address, material, receive_bytes=MESSAGE_BYTES) as channel:
+    async with _dialled(address, material, receive_bytes=1 << 16) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -7,6 +7,7 @@ one token to the next. In a progression, one wrong digit spoils all later terms.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import takewhile
 
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
@@ -85,12 +86,6 @@ class ProgressionTask(NumberPairs):
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         given = completion.strip()
-        right = 0
-        if len(given) <= len(prompt.answer):
-            width = self.digits
-            while (
-                right < self._terms
-                and given[right * width : (right + 1) * width] == (prompt.answer[right * width : (right + 1) * width])
-            ):
-                right += 1
-        return (RewardPart(name="right_terms", value=right / self._terms),)
+        pairs = zip(given, prompt.answer, strict=False) if len(given) <= len(prompt.answer) else ()
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return (RewardPart(name="right_terms", value=same // self.digits / self._terms),)

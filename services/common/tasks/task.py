@@ -111,22 +111,18 @@ class Doubts:
 
 def doubts_of(task: object, prompt: Prompt, completion: str) -> Doubts:
     """Doubts about a completion's rewards; none where the task has no `doubts`."""
-    find = getattr(task, "doubts", None)
-    found: Doubts = Doubts() if find is None else find(prompt, completion)
-    return found
+    find: Callable[[Prompt, str], Doubts] = getattr(task, "doubts", lambda *_: Doubts())
+    return find(prompt, completion)
 
 
 def close_task(task: object) -> None:
     """Kill the processes of a task or a reward, if any."""
-    close = getattr(task, "close", None)
-    if close is not None:
-        close()
+    getattr(task, "close", lambda: None)()
 
 
 def source_of(task: Task, index: int) -> str:
     """Label of a training prompt's source; empty where a task has one."""
-    find = getattr(task, "source_of", None)
-    return str(find(index)) if find is not None else ""
+    return str(getattr(task, "source_of", lambda _: "")(index))
 
 
 def knows_answers(task: object) -> bool:
@@ -136,8 +132,7 @@ def knows_answers(task: object) -> bool:
 
 def answer_problem_of(task: object, prompt: Prompt) -> str:
     """Why completions cannot be scored, else empty; raises DependencyMissing or RewardError."""
-    find = getattr(task, "answer_problem", None)
-    return str(find(prompt)) if find is not None else ""
+    return str(getattr(task, "answer_problem", lambda _: "")(prompt))
 
 
 def check_answer(task: object, prompt: Prompt) -> None:

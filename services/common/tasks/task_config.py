@@ -246,14 +246,11 @@ def score_in_workers(task: Task, config: SourceConfig) -> Task:
             score_in_workers(task.inner, config.model_copy(update={"rewards": (), "reward": ""}))
         )
     kind = config.name.partition(":")[0]
-    if config.reward or config.environment:
+    has_workers = kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify")
+    if config.reward or config.environment or has_workers:
         return task
-    if kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify"):
-        return task
-    job: dict[str, object]
-    if kind in _OF_FILES:
-        job = {"kind": "exact"}
-    else:
+    job: dict[str, object] = {"kind": "exact"}
+    if kind not in _OF_FILES:
         settings = config.model_dump(mode="json", exclude={"label", "weight"})
         job = {"kind": "task", "config": settings, "digest": task.digest}
     return WorkerScoredTask(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)

@@ -12,7 +12,7 @@ from typing import Any
 from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError, ToolLost
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
-from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task
+from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task, messages_json
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -84,9 +84,8 @@ class EnvironmentSpec:
 
 def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
     """The environment of a prompt; None where a rollout has one turn."""
-    find: Any = getattr(task, "environment_of", None)
-    found: EnvironmentSpec | None = None if find is None else find(prompt)
-    return found
+    find: Callable[[Prompt], EnvironmentSpec | None] = getattr(task, "environment_of", lambda _: None)
+    return find(prompt)
 
 
 def environment_problem(where: str, error: Exception) -> ConfigError:
@@ -143,7 +142,8 @@ class EnvironmentTask(TaskWrapper):
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
         words = f"{task.digest}\nenvironment 3\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
-        self._check_columns(task.prompt(0))
+        if problem := self._lacks(_row(task.prompt(0))):
+            raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
 
     def prompt(self, index: int) -> EnvironmentPrompt:
         """The training prompt; it has a refusal where no episode begins."""
@@ -172,10 +172,6 @@ class EnvironmentTask(TaskWrapper):
     def close(self) -> None:
         self._episodes.close()
         close_task(self.inner)
-
-    def _check_columns(self, prompt: Prompt) -> None:
-        if problem := self._lacks(_row(prompt)):
-            raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
 
     def _lacks(self, row: Mapping[str, Any]) -> str:
         missing = [name for name in self._episodes.needs if name not in row]
@@ -216,8 +212,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     `messages` are the prompt's, never a column's."""
     row = {name: value for name, value in prompt.columns.items() if name != "messages"}
     if prompt.text:
-        messages = prompt.messages or (Message(role="user", content=prompt.text),)
-        row["messages"] = [{"role": each.role, "content": each.content} for each in messages]
+        row["messages"] = messages_json(prompt)
     return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}
 
 

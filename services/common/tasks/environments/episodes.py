@@ -135,18 +135,15 @@ class Episodes:
             reply = episode.ask("open", row=dict(row), seed=seed)
             first = reply["first"]
             if self.learns_tools:
-                self._learn(tuple(reply["tools"]))
+                tools = tuple(reply["tools"])
+                if self._has_learned and tools != self.tools:
+                    raise EnvironmentFailed(f"{self.name}, open: it shows other tools than in its first episode")
+                self.tools, self._has_learned = tools, True
             episode.first = None if first is None else _messages(first)
         except BaseException:
             episode.close()
             raise
         return episode
-
-    def _learn(self, tools: tuple[Mapping[str, Any], ...]) -> None:
-        """Keep the first episode's tools; all others must show the same."""
-        if self._has_learned and tools != self.tools:
-            raise EnvironmentFailed(f"{self.name}, open: it shows other tools than in its first episode")
-        self.tools, self._has_learned = tools, True
 
     def close(self) -> None:
         with self._changed:

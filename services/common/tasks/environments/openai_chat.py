@@ -21,6 +21,12 @@ ADDED_ROLES = ("user", "tool", "system")
 """Roles of messages behind an answer."""
 OVER = "budget_exhausted"
 """Error code after the end of an episode."""
+_OF_SERVERS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag", "regex",
+    "ebnf", "json_schema", "chat_template", "thinking_token_budget", "custom_logit_processor", "logits_processors",
+    "stop_regex", "lora_path",
+)  # fmt: skip
+"""Fields of vLLM and SGLang."""
 _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "logit_bias": (None, {}),
@@ -33,27 +39,7 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None,),
     "modalities": (None, ["text"]),
-    # Of vLLM and SGLang.
-    **dict.fromkeys(
-        (
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "structured_outputs",
-            "structural_tag",
-            "regex",
-            "ebnf",
-            "json_schema",
-            "chat_template",
-            "thinking_token_budget",
-            "custom_logit_processor",
-            "logits_processors",
-            "stop_regex",
-            "lora_path",
-        ),
-        (None, "", {}, []),
-    ),
+    **dict.fromkeys(_OF_SERVERS, (None, "", {}, [])),
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "chat_template_kwargs"), (None, [], {})),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message", "echo"), (None, False)),
     **dict.fromkeys(("min_tokens", "min_p", "prompt_logprobs"), (None, 0)),

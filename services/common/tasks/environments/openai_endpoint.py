@@ -191,21 +191,24 @@ class _Handler(BaseHTTPRequestHandler):
     """Whether the program wants its connection closed after the answer."""
 
     def do_GET(self) -> None:
-        self._answered(self._models)
+        self._answered(_MODELS, self._models)
 
     def do_POST(self) -> None:
-        self._answered(self._chat)
+        self._answered(_CHAT, self._chat)
 
     def log_message(self, *_: Any) -> None:
         """Keep requests out of the log."""
 
-    def _answered(self, handle: Callable[[], None]) -> None:
+    def _answered(self, place: str, handle: Callable[[], None]) -> None:
         try:
             # The unread rest of a refused body must not be read as another request.
             self._is_last, self.close_connection = self.close_connection, True
             stated = self.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
                 raise RequestRefused("the key belongs to another episode", status=401, code="invalid_api_key")
+            if re.sub("/+", "/", urlsplit(self.path).path) != place:
+                words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"
+                raise RequestRefused(words, status=404)
             handle()
         except RequestRefused as refused:
             self._send(refused.status, refused.body)
@@ -215,14 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(500, RequestRefused(f"{type(error).__name__}: {error}", status=500).body)
 
     def _models(self) -> None:
-        if self._place() != _MODELS:
-            raise self._unknown()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "heterorl"}
         self._send(200, {"object": "list", "data": [model]})
 
     def _chat(self) -> None:
-        if self._place() != _CHAT:
-            raise self._unknown()
         request = read_request(self._body())
         turn = self.server.endpoint.asked(request)
         if request.is_streamed:
@@ -294,13 +293,6 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.rfile.readline(MAX_LINE_BYTES).strip():
                 return content
         raise RequestRefused("a request has no trailers")
-
-    def _place(self) -> str:
-        return re.sub("/+", "/", urlsplit(self.path).path)
-
-    def _unknown(self) -> RequestRefused:
-        words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"
-        return RequestRefused(words, status=404)
 
     def _send(self, status: int, body: Any) -> None:
         content = json.dumps(body).encode()

@@ -71,13 +71,10 @@ def _shortening(kind: Any) -> Callable[[Any], Any] | None:
         return None if each is None else lambda cell: [None if one is None else each(one) for one in cell]
     if pyarrow.types.is_struct(kind):
         fields = {field.name: each for field in kind if (each := _shortening(field.type)) is not None}
-        return (
-            None
-            if not fields
-            else lambda cell: {
+        if fields:
+            return lambda cell: {
                 name: fields[name](one) if name in fields and one is not None else one for name, one in cell.items()
             }
-        )
     return None
 
 

@@ -13,7 +13,7 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -47,10 +47,7 @@ class _Chosen:
     """Hashes of its messages but the system's; sources of a mixture compare them."""
 
     def only(self, mask: npt.NDArray[np.bool_]) -> _Chosen:
-        return _Chosen(
-            rows=self.rows, reader=self.reader, numbers=self.numbers[mask], texts=self.texts[mask],
-            questions=self.questions[mask],
-        )  # fmt: skip
+        return replace(self, numbers=self.numbers[mask], texts=self.texts[mask], questions=self.questions[mask])
 
     def prompt(self, index: int) -> Prompt:
         return self.reader.prompt(self.rows[int(self.numbers[index])], index=index)

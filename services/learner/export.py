@@ -359,10 +359,7 @@ def _adapted(model_dir: str | Path, source: Path | VersionSource, lora: LoraSett
     if isinstance(source, Path):
         arena = read_published(source, model)
     else:
-        layout = _layout_for(model, source.layout_id)
-        if layout is None:
-            raise _of_another_model()
-        arena = source.pull(layout)
+        arena = source.pull(_layout_for(model, source.layout_id))
     tensors.load(arena, model)
     state = model.state_dict(keep_vars=True)
 
@@ -383,10 +380,7 @@ def read_published(path: Path, model: nn.Module) -> Arena:
         CorruptStore: no valid checkpoint is there.
     """
     manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-    layout = _layout_for(model, manifest.layout_id)
-    if layout is None:
-        raise _of_another_model()
-    arena = Arena(layout)
+    arena = Arena(_layout_for(model, manifest.layout_id))
     apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
     verify_state(manifest, arena)
     return arena
@@ -395,14 +389,11 @@ def read_published(path: Path, model: nn.Module) -> Arena:
 def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]:
     """A model whose weights were all trained, so its configuration is enough."""
     model = empty_model(str(model_dir))
-    layout = _layout_for(model, layout_id)
-    if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
+    is_integer = any(not tensor.is_floating_point() for tensor in model.state_dict().values())
+    if is_integer or layout_id not in _layouts_of(model):
         # Ties and integer tensors are read from the files.
         model = open_model(model_dir).model
-        layout = _layout_for(model, layout_id)
-    if layout is None:
-        raise _of_another_model()
-    return model, layout
+    return model, _layout_for(model, layout_id)
 
 
 def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, model_dir: str) -> None:
@@ -480,13 +471,14 @@ def _newest(state_dir: Path, stack: ExitStack) -> Path:
     raise CorruptStore(f"no valid checkpoint under {state_dir}: {'; '.join(problems) or 'none was written yet'}")
 
 
-def _layout_for(model: nn.Module, layout_id: str) -> Layout | None:
+def _layouts_of(model: nn.Module) -> dict[str, Layout]:
     # A layout's id covers its type.
-    layouts = (tensors.layout_of(model, dtype) for dtype in _DTYPES)
-    return next((layout for layout in layouts if layout.layout_id == layout_id), None)
+    return {layout.layout_id: layout for layout in (tensors.layout_of(model, dtype) for dtype in _DTYPES)}
 
 
-def _of_another_model() -> ConfigError:
-    return ConfigError(
-        "model_dir", "has other tensors than the run's model", action="name the one that the run started from"
-    )
+def _layout_for(model: nn.Module, layout_id: str) -> Layout:
+    layout = _layouts_of(model).get(layout_id)
+    if layout is None:
+        problem = "has other tensors than the run's model"
+        raise ConfigError("model_dir", problem, action="name the one that the run started from")
+    return layout

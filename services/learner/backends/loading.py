@@ -188,6 +188,8 @@ def digest_of_opened(opened: OpenedModel) -> Digest:
 
 
 def _by_name(model_dir: str) -> OpenedModel:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     try:
         if (Path(model_dir) / "adapter_config.json").is_file():
             raise _NotByName("it has an adapter")
@@ -201,7 +203,7 @@ def _by_name(model_dir: str) -> OpenedModel:
     network: Any = model
     if getattr(network.config, "quantization_config", None) is not None:
         raise _NotByName("it is quantised")
-    if _is_converted(model):
+    if any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network)):
         raise _NotByName("transformers computes its tensors from those in the files")
     file_of = {name: file for file in map(TensorFile, files) for name in file.tensors}
     names = _names(model, file_of)
@@ -228,13 +230,6 @@ def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
     for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
         pass
     return OpenedModel(model=model, flat=lambda name: held[name].reshape(-1), is_held=True)
-
-
-def _is_converted(model: nn.Module) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    network: Any = model
-    return any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network))
 
 
 def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str]:

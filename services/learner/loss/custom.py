@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -79,10 +79,11 @@ class LossBatch:
     """[B, T], nats: log-probs under the reference model; None without `loss.reads_reference` or `reference_kl`."""
 
     def to(self, device: torch.device) -> LossBatch:
-        return LossBatch(**{name: one.to(device) if _is_tensor(one) else one for name, one in self._values().items()})
+        return replace(self, **{name: one.to(device) for name, one in self.tensors().items()})
 
-    def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,9 +116,7 @@ class CustomLoss:
     def __call__(self, batch: LossBatch, step: LossBatch | None) -> LossOutput:
         """The checked losses of one pass."""
         given = [batch] if step is None else [batch, step]
-        before = [
-            (name, one, one._version) for part in given for name, one in part._values().items() if _is_tensor(one)
-        ]
+        before = [(name, one, one._version) for part in given for name, one in part.tensors().items()]
         whole = {"step": step} if self.takes_step else {}
         try:
             output = self.function(batch, **whole, **self.options)
@@ -140,7 +139,7 @@ class CustomLoss:
             losses = losses + 0.0 * batch.learner_BT.sum()
         weights = torch.ones_like(batch.lengths_B) if output.weights is None else output.weights
         is_clipped = torch.zeros_like(weights, dtype=torch.bool) if output.is_clipped is None else output.is_clipped
-        if not _is_tensor(is_clipped) or is_clipped.dtype != torch.bool:
+        if not isinstance(is_clipped, torch.Tensor) or is_clipped.dtype != torch.bool:
             raise self.error("returned is_clipped that is not a tensor of bool")
         if len(output.metrics) > MAX_METRICS:
             raise self.error(f"returned {len(output.metrics)} metrics, {MAX_METRICS} are allowed")
@@ -158,7 +157,7 @@ class CustomLoss:
         )
 
     def _numbers(self, what: str, tensor: Any, batch: LossBatch) -> torch.Tensor:
-        if not _is_tensor(tensor):
+        if not isinstance(tensor, torch.Tensor):
             raise self.error(f"returned {what} as a {type(tensor).__name__}: give a tensor [B] or [B, T]")
         if tensor.shape not in (batch.lengths_B.shape, batch.mask_BT.shape):
             shapes = f"{list(batch.lengths_B.shape)} or {list(batch.mask_BT.shape)}"
@@ -167,8 +166,7 @@ class CustomLoss:
             raise self.error(
                 f"returned {what} as {tensor.dtype} on {tensor.device}: real numbers on the batch's device"
             )
-        numbers: torch.Tensor = tensor
-        return numbers
+        return tensor
 
 
 def batch_of(
@@ -213,10 +211,6 @@ def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> 
         is_kept_BT=is_kept_BT,
         metrics=output.metrics,
     )
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def load_loss(config: CustomLossConfig) -> CustomLoss:

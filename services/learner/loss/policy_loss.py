@@ -101,9 +101,9 @@ def _token_objective(
             age=spec.mixture_age,
             slope=spec.mixture_slope,
         )
-        return _objective(spec, learner_BT - denominators_BT, learner_BT, advantages_B1, decision=None)
+        return _objective(spec, learner_BT - denominators_BT, learner_BT, advantages_B1)
     if spec.is_score or spec.proximal == "none":
-        return _objective(spec, learner_BT - sampler_BT, learner_BT, advantages_B1, decision=None)
+        return _objective(spec, learner_BT - sampler_BT, learner_BT, advantages_B1)
     proximal_BT = importance.proximal_logprobs(
         learner_BT, sampler_BT, staleness_BT, is_exact=spec.proximal == "step_start"
     )
@@ -111,9 +111,7 @@ def _token_objective(
     behaviour_BT = behaviour_logs_BT.exp().clamp(max=spec.behaviour_cap)
     # The bound holds for the product of both ratios.
     limits_BT = spec.max_log_weight - behaviour_logs_BT.clamp(0.0, max(0.0, math.log(spec.behaviour_cap)))
-    inner = _objective(
-        spec, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None, max_log_weight=limits_BT
-    )
+    inner = _objective(spec, learner_BT - proximal_BT, learner_BT, advantages_B1, max_log_weight=limits_BT)
     return Objective(
         values=inner.values * behaviour_BT, weights=inner.weights * behaviour_BT, is_clipped=inner.is_clipped
     )
@@ -186,7 +184,7 @@ def _objective(
     learner_BT: torch.Tensor,
     advantages_B1: torch.Tensor,
     *,
-    decision: torch.Tensor | None,
+    decision: torch.Tensor | None = None,
     max_log_weight: torch.Tensor | None = None,
 ) -> Objective:
     if spec.is_score:

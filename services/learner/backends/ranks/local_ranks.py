@@ -22,7 +22,7 @@ from pathlib import Path
 from heterorl.common.errors import OperatorError
 from heterorl.common.process.threads import how_it_ended, own_command
 from heterorl.learner.backends.ranks.heartbeats import end_process
-from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
+from heterorl.learner.backends.ranks.rank_env import local_rank_env
 
 GRACE_S = 10.0
 BLAME_S = 1.0
@@ -48,7 +48,7 @@ class LocalRanks:
         """
         self.num_ranks = num_ranks
         self._directory = Path(tempfile.mkdtemp(prefix="heterorl-ranks-"))
-        self.rank_env = self._rank_env(0)
+        self.rank_env = local_rank_env(0, num_ranks=num_ranks, file=self._directory / "rendezvous")
         self._on_failure = on_failure
         self._is_closing = False
         self._has_ended = threading.Event()
@@ -70,9 +70,6 @@ class LocalRanks:
                 child.kill()
                 child.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _rank_env(self, rank: int) -> RankEnv:
-        return local_rank_env(rank, num_ranks=self.num_ranks, file=self._directory / "rendezvous")
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = own_command(

@@ -63,10 +63,8 @@ class Parts:
 def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> Parts:
     """Load the model and its parts; start the other ranks, if any.
 
-    `rank_env` is rank 0's, where a launcher has started all ranks.
-
-    Raises:
-        ConfigError: key, model, tokenizer, task or custom loss cannot be loaded.
+    `rank_env` is rank 0's, where a launcher has started all ranks. Raises ConfigError if key, model, tokenizer, task or
+    custom loss cannot be loaded.
     """
     config.check_backend()
     signer = None if config.signing_key is None else load_signer(config.signing_key)

@@ -194,12 +194,8 @@ def _refuse_doubtful(
 
 
 def check_trust(task: Task, trusted: Collection[str]) -> None:
-    """Refuse a task of which every group would be abandoned.
-
-    Raises:
-        ConfigError: a reward can neither be computed again nor is it signed, or an environment is not deterministic,
-            and no site is trusted.
-    """
+    """Raise ConfigError for a task of which every group would be abandoned.
+    No site is trusted, and an environment is not deterministic or a reward can neither be computed nor is signed."""
     by_chance = [each.name for each in environments_of(task) if not each.is_deterministic]
     if by_chance and not trusted:
         raise ConfigError(
@@ -251,11 +247,7 @@ def _mismatch(detail: str) -> Finding:
 
 def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
     """The finding about a group's trajectories in a deterministic environment.
-    The prompt was compared before.
-
-    Raises:
-        RewardError: the environment failed here; the site is not blamed.
-    """
+    The prompt was compared before. Raises RewardError if the environment failed here; the site is not blamed."""
     for number, rollout in enumerate(group.rollouts):
         is_lost = rollout.finish_reason in _BY_ENVIRONMENT
         if not (rollout.is_trainable or is_lost):

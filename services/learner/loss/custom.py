@@ -215,10 +215,7 @@ def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> 
 
 def load_loss(config: CustomLossConfig) -> CustomLoss:
     """The configured function; the same object for the same configuration.
-
-    Raises:
-        ConfigError: it cannot be found, imported or called, or takes other options.
-    """
+    Raises ConfigError if it cannot be found, imported or called, or takes other options."""
     return _load(config.function, config.directory, json.dumps(config.options, sort_keys=True), config.reads_reference)
 
 

@@ -104,10 +104,7 @@ def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
     The prompts are a step's: BNPO, arXiv 2506.02864 equations 9 to 12. alpha = 1 + a / 3 and beta = 1 + b / 3, each at
     least 1, with the moments' a = (m (1 - m) / v - 1) m and b = (m (1 - m) / v - 1) (1 - m); m and v (ddof 1) are mean
     and variance of p over the unique prompts. Prompts that are all alike, or a single one, determine no density: their
-    weights are 1. `means_P` are mean rewards, in [0, 1].
-
-    Raises:
-        ConfigError: a mean is outside [0, 1], where a Beta density has no meaning.
+    weights are 1. `means_P` are mean rewards; raises ConfigError for one outside [0, 1], where Beta has no meaning.
     """
     assert means_P.dim() == 1
     assert means_P.dtype == torch.float64

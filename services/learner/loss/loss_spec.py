@@ -132,10 +132,7 @@ UNBOUND_TOKENS = 100
 
 def loss_spec_of(config: LossConfig) -> LossSpec:
     """The parts that the configuration names.
-
-    Raises:
-        ConfigError: a custom function cannot be loaded, or takes other options.
-    """
+    Raises ConfigError if a custom function cannot be loaded, or takes other options."""
     keys: dict[str, Any] = dict(config)
     parts = {name: value for name, value in keys.items() if name in _PARTS} | config.PARTS
     if isinstance(config, CustomLossConfig):

@@ -37,10 +37,8 @@ def policy_loss(
 ) -> LossTerms:
     """-sum_it c_it k_it J_it: coefficients c, masks k, objective J of `objectives`.
 
-    Gradient reaches only `learner_BT`. `step` has all rollouts of the step, for a custom loss that takes them.
-
-    Raises:
-        ConfigError: a custom loss raised, or returned an invalid result.
+    Gradient reaches only `learner_BT`. `step` has all rollouts of the step, for a custom loss that takes them. Raises
+    ConfigError if a custom loss raised, or returned an invalid result.
     """
     mask_BT = inputs.mask_BT
     _check(inputs, learner_BT, coefficients_BT)

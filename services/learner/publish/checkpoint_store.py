@@ -130,11 +130,7 @@ def cursor_to_bytes(cursor: Cursor) -> bytes:
 
 
 def cursor_from_bytes(data: bytes) -> Cursor:
-    """Read the bytes of `cursor_to_bytes`.
-
-    Raises:
-        CorruptStore: the bytes are not a cursor of this format.
-    """
+    """Read the bytes of `cursor_to_bytes`; raises CorruptStore for others."""
     try:
         table = json.loads(data)
         if table["format"] != CURSOR_FORMAT:
@@ -168,11 +164,7 @@ class CheckpointStore:
 
     def begin(self, version: int, backend: TrainBackend) -> Begun:
         """Take a backend's state for the checkpoint of a version.
-        The next step may then begin.
-
-        Raises:
-            DiskFull: all checkpoints are as before.
-        """
+        The next step may then begin. After DiskFull all checkpoints are as before."""
         temporary = self._root / f"writing-v{version:08d}"
         with room(self._root):
             _remove(temporary)
@@ -191,10 +183,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and drop all except the two newest.
 
-        Sharded weights are written already, by `write_published` or as `snapshot`.
-
-        Raises:
-            DiskFull: all checkpoints are as before.
+        Sharded weights are written already, by `write_published` or as `snapshot`. After DiskFull all are as before.
         """
         final = self._root / f"v{cursor.version:08d}"
         temporary = begun.directory

@@ -152,10 +152,8 @@ class Publisher:
         """Take from the backend all that the next version needs.
 
         The backend may go on afterwards. `arena` is from `stage`. Without `saved_by` a checkpoint of this publication
-        exists already; `is_last` writes one at any cadence.
-
-        Raises:
-            DiskFull: there is no room for a payload or checkpoint; the position is unchanged.
+        exists already; `is_last` writes one at any cadence. Raises DiskFull if there is no room for a payload or
+        checkpoint; the position is unchanged.
         """
         position = self.position
         version = position.head_version + 1

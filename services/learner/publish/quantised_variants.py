@@ -102,10 +102,7 @@ class Variants:
 
     async def align(self, position: Position) -> None:
         """Bring each variant to the version that the next one follows.
-
-        Raises:
-            UntrustedVersion: no trusted key signed the variant's version.
-        """
+        Raises UntrustedVersion if no trusted key signed the variant's version."""
         for name in self.layouts:
             form = self._forms.get(name, _NEW)
             is_there = form.version == position.lineage_version and form.version != NO_VERSION

@@ -285,11 +285,7 @@ class PublishedVersions(TrustedPuller):
 
     async def rebuild(self, data: bytes) -> Arena:
         """A version's weights as samplers have them, from the coordinator only.
-        `data` is its manifest.
-
-        Raises:
-            StateMismatch: the coordinator leads to another signed version of this number.
-        """
+        `data` is its manifest. Raises StateMismatch if the coordinator leads to another signed version."""
         version = manifest_from_bytes(data).version
         where = f" in variant {self.variant}" if self.variant else ""
         _LOG.info("version %d%s is pulled from the coordinator", version, where)

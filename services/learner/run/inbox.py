@@ -133,10 +133,7 @@ async def feed(
     """Stream groups until the inbox closes.
 
     Every new stream names the groups that are still held. A group that fails a check of `verifier` is rejected, one
-    that cannot be checked abandoned; neither is trained on.
-
-    Raises:
-        RemoteError: a final refusal, such as StaleEpoch.
+    that cannot be checked abandoned; neither is trained on. Raises RemoteError at a final refusal, such as StaleEpoch.
     """
 
     async def hand_on(queued: QueuedGroup, finding: Finding) -> None:

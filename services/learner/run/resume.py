@@ -105,10 +105,7 @@ def decide(
 
 def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> ResumePlan:
     """The plan where no checkpoint was taken.
-
-    Raises:
-        OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
-    """
+    Raises OperatorError if there are checkpoints of a run whose versions the coordinator has lost."""
     if head_version != NO_VERSION:
         return ResumePlan.ADOPT
     if num_checkpoints:
@@ -134,9 +131,8 @@ class Resumption:
     async def run(self) -> int:
         """Resume; returns the number of optimizer steps in the weights.
 
-        Raises:
-            OperatorError: the state directory belongs to another run or has no usable checkpoint of it, or the
-                coordinator lost this run.
+        Raises OperatorError if the state directory belongs to another run or has no usable checkpoint of it, or if the
+        coordinator lost this run.
         """
         step = await self._resume()
         await self.publisher.begin_variants(step=step, saved_by=self.backend)

@@ -47,10 +47,7 @@ RENEWALS_PER_TERM = 3
 @contextlib.contextmanager
 def hold_directory(path: Path) -> Iterator[Path]:
     """Create the directory and hold its lock until the process ends.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
+    Raises ConfigError if another process holds it."""
     make_directory(path)
     with (path / "lock").open("w") as file:
         if not try_lock(file):
@@ -60,10 +57,7 @@ def hold_directory(path: Path) -> Iterator[Path]:
 
 def read_incarnation(directory: Path) -> str:
     """The name of this state directory's learner; made if missing.
-
-    Raises:
-        DiskFull: it cannot be written.
-    """
+    Raises DiskFull if it cannot be written."""
     path = directory / INCARNATION_FILE
     # A damaged file has no valid name.
     with contextlib.suppress(FileNotFoundError, ValueError), path.open(encoding="ascii") as file:
@@ -95,10 +89,7 @@ def read_epochs(directory: Path) -> tuple[int, ...]:
 
 def note_epoch(directory: Path, epoch: int) -> None:
     """Note durably that this state directory's learner holds an epoch.
-
-    Raises:
-        DiskFull: it cannot be written.
-    """
+    Raises DiskFull if it cannot be written."""
     known = read_epochs(directory)
     if epoch not in known:
         with _written(directory / EPOCHS_FILE) as file:
@@ -144,10 +135,8 @@ async def renew(
 ) -> None:
     """Renew forever; waits while the coordinator cannot be reached.
 
-    `on_grant` gets every answer; `progress` goes with every renewal, so that a long step shows how far it is.
-
-    Raises:
-        StaleEpoch: the lease is another learner's; every effect of this one must stop.
+    `on_grant` gets every answer; `progress` goes with every renewal, so that a long step shows how far it is. Raises
+    StaleEpoch if the lease is another learner's; every effect of this one must stop.
     """
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
@@ -174,10 +163,7 @@ def write_run_file(config: LearnerConfig) -> None:
 
 async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, backoff: Backoff) -> None:
     """Send release and configuration to the coordinator, for people.
-
-    Raises:
-        StaleEpoch: another learner took over.
-    """
+    Raises StaleEpoch if another learner took over."""
     facts = facts_of(_run(config))
     try:
         await backoff.retry(lambda: api.describe_run(epoch=epoch, facts=facts))

@@ -124,11 +124,8 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
     """Give every trainable rollout its advantage and log denominator.
 
     Both are over the trainable rollouts of its group. Staleness counts from `head_version`, the version of the
-    learner's weights.
-
-    Raises:
-        ValueError: a prompt has no token, a rollout has not one log-prob for each drawn token, or a reward is outside
-            the range of the advantage.
+    learner's weights. Raises ValueError if a prompt has no token, a rollout has not one log-prob for each drawn token,
+    or a reward is outside the range of the advantage.
     """
     spec = loss_spec_of(loss)
     scales = _prompt_scales(groups) if spec.advantage == "beta" else [1.0] * len(groups)

@@ -29,11 +29,9 @@ _TOLERANCE = 1e-9
 
 def check_custom_loss(config: LossConfig, *, has_reference: bool = True) -> None:
     """Import a custom loss and call it on 12 short rollouts.
-    Other kinds pass unchecked.
 
-    Raises:
-        ConfigError: it cannot be loaded, raises, is not finite, gives no gradient, depends on how a step is divided, or
-            on a reference model that the backend lacks.
+    Other kinds pass unchecked. Raises ConfigError if it cannot be loaded, raises, is not finite, gives no gradient, or
+    depends on how a step is divided or on a reference model that the backend lacks.
     """
     if not isinstance(config, CustomLossConfig):
         return

@@ -38,10 +38,7 @@ REFERENCE_KEY = "backend.reference_model_dir"
 
 def load_model(model_dir: str | Path) -> nn.Module:
     """Load fp32 masters from a local directory or hub id.
-
-    Raises:
-        ConfigError: it is not a causal language model, or cannot be read.
-    """
+    Raises ConfigError if it is not a causal language model, or cannot be read."""
     model: nn.Module = load_pretrained(str(model_dir), dtype=torch.float32)
     prepare(model, gradient_checkpointing=False)
     return model
@@ -103,10 +100,9 @@ def check_micro_batch(model: nn.Module, *, batching: Batching) -> MicroBatch:
 @torch.no_grad()
 def check_forward(model: nn.Module, *, batching: Batching) -> None:
     """Compare log-probs of sequences laid out together with the model's logits.
-    Three short sequences are used; the logits are of each by itself.
 
-    Raises:
-        ConfigError: they differ, are not finite, or cannot be computed; names the cause.
+    Three short sequences are used; the logits are of each by itself. Raises ConfigError, which names the cause, if they
+    differ, are not finite, or cannot be computed.
     """
     try:
         together = _ours(model, _check_sequences(model), batching=batching)
@@ -176,10 +172,8 @@ def _check_ids(model: nn.Module) -> list[np.ndarray[tuple[int], np.dtype[np.int3
 def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Module, layout: Layout) -> nn.Module:
     """Load the reference model, rounded as the learner's passes round theirs.
 
-    Under the learner's adapters lie the weights that it would have without them.
-
-    Raises:
-        ConfigError: it cannot be loaded, or has other shapes than the learner's model.
+    Under the learner's adapters lie the weights that it would have without them. Raises ConfigError if it cannot be
+    loaded, or has other shapes than the learner's model.
     """
     try:
         check_model_dir(model_dir)

@@ -60,10 +60,7 @@ class RowReader:
 
     def read(self, key: str, rows: Rows) -> Iterator[Prompt]:
         """Prompts of rows that filters keep; their index is the row's number.
-
-        Raises:
-            ConfigError: a column is absent or of another kind, or a strict row has a flaw.
-        """
+        Raises ConfigError if a column is absent or of another kind, or a strict row has a flaw."""
         first = ""
         for number, row in rows:
             self.num_rows += 1

@@ -219,14 +219,8 @@ def observe_step(
 
 
 def _observe_completions(numbers: CompletionNumbers) -> None:
-    lengths = {
-        "mean": numbers.length_mean,
-        "p95": numbers.length_p95,
-        "max": numbers.length_max,
-        "high_reward": numbers.length_high_reward,
-        "low_reward": numbers.length_low_reward,
-    }
-    for stat, length in lengths.items():
+    for stat in ("mean", "p95", "max", "high_reward", "low_reward"):
+        length = getattr(numbers, f"length_{stat}")
         metrics.COMPLETION_TOKENS.labels(stat).set(math.nan if length is None else length)
     metrics.TRUNCATED_RATIO.set(numbers.truncated_fraction)
     metrics.UNIFORM_RATIO.set(numbers.uniform_fraction)

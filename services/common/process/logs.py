@@ -24,11 +24,7 @@ _fields: dict[str, str] = {}
 
 def one_line(text: str) -> str:
     """A text with escapes in place of control characters and line ends."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else _escape(each) for each in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class JsonFormatter(logging.Formatter):

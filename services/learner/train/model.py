@@ -26,7 +26,7 @@ from heterorl.common.model.adapters import PARTS
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
-from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, round_to
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_to
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
@@ -213,11 +213,11 @@ def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
     Tensors that the arena lacks stay."""
     tensors = published_tensors(model)
     values = {
-        spec.name: torch.from_numpy(weights.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+        spec.name: read_tensor(weights, spec.name).to(tensors[spec.name].device, tensors[spec.name].dtype)
         for spec in weights.layout.specs
         if not spec.alias_of
     }
-    with _swapped(tensors, {name: values[name].to(tensors[name].device, tensors[name].dtype) for name in values}):
+    with _swapped(tensors, values):
         yield
 
 
@@ -242,8 +242,8 @@ class Rounding:
         """Remember the newest version, from which a dead band counts."""
         if self._band:
             for spec in self._specs:
-                bits = torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
-                self._published[spec.name] = bits.to(self._tensors[spec.name].device, copy=True)
+                device = self._tensors[spec.name].device
+                self._published[spec.name] = read_tensor(arena, spec.name).to(device, copy=True)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -183,13 +183,6 @@ def _whole(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tensor], *, ma
     return batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=spec.max_log_weight)
 
 
-def _members(batch: Batch) -> list[list[int]]:
-    members: dict[int, list[int]] = {}
-    for position, sequence in enumerate(batch.sequences):
-        members.setdefault(sequence.group, []).append(position)
-    return list(members.values())
-
-
 def _with_selection(batch: Batch, logprobs: Sequence[torch.Tensor], *, budget: float) -> Batch:
     sampler = [torch.from_numpy(sequence.sampler_logprobs).double() for sequence in batch.sequences]
     advantages = [
@@ -211,7 +204,10 @@ def _with_expectations(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Te
     # w_i = p_i / D with D = sum_j q^_j p_j: d log w_i / d log p_j = [i = j] - q^_j p_j / D. With D as a constant the
     # loss gives the first term; the second adds share_j * sum_i c_i w_i A_i over the group's unclipped rollouts.
     sequences = list(batch.sequences)
-    for positions in _members(batch):
+    members: dict[int, list[int]] = {}
+    for position, sequence in enumerate(sequences):
+        members.setdefault(sequence.group, []).append(position)
+    for positions in members.values():
         learner_G = torch.stack([logprobs[position].mean() for position in positions])
         sampler_G = torch.stack(
             [torch.from_numpy(sequences[position].sampler_logprobs).double().mean() for position in positions]

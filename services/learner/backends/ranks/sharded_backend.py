@@ -201,12 +201,11 @@ class ShardedBackend(StepRecorder):
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
         for name in (*sorted(self._state.shapes), *self._buffers):
             spec = self.layout.spec(name)
-            dtype = tensors.TORCH_DTYPE[spec.dtype]
             if arena is None:
-                whole = torch.empty(math.prod(spec.shape), dtype=dtype)
+                whole = torch.empty(math.prod(spec.shape), dtype=tensors.TORCH_DTYPE[spec.dtype])
             else:
                 # The arena's own memory, from which the broadcast reads.
-                whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
+                whole = tensors.read_tensor(arena, name).reshape(-1)
             self._ranks.broadcast(whole.view(torch.uint8))
             if name in self._buffers:
                 self._buffers[name].copy_(whole.view(spec.shape))

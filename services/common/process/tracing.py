@@ -95,7 +95,6 @@ class Tracer:
 
 
 TRACER = Tracer()
-"""The tracer of this process."""
 
 
 def well_formed(trace: str) -> str:

@@ -265,12 +265,10 @@ def bytes_digest(data: bytes) -> Digest:
 
 
 def contract_to_bytes(value: Contract) -> bytes:
-    """Serialise a contract for the store."""
     return contract_to_pb(value).SerializeToString(deterministic=True)
 
 
 def contract_from_bytes(data: bytes) -> Contract:
-    """Read the bytes of `contract_to_bytes`."""
     return contract_from_pb(common_pb2.Contract.FromString(data))
 
 

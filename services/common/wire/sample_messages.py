@@ -34,12 +34,10 @@ from heterorl.v1 import rollout_pb2, sample_pb2
 
 
 def note_to_bytes(value: SampleNote) -> bytes:
-    """Serialise a note for the store."""
     return to_message(sample_pb2.SampleNote, value).SerializeToString(deterministic=True)
 
 
 def evaluation_to_bytes(value: EvaluationSample) -> bytes:
-    """Serialise an evaluation for the store."""
     return to_message(sample_pb2.EvaluationSample, value).SerializeToString(deterministic=True)
 
 

@@ -33,7 +33,6 @@ from heterorl.common.wire.common_messages import MAX_INT32, MAX_INT64, to_messag
 from heterorl.v1 import rollout_pb2
 
 GroupMessage = rollout_pb2.Group
-"""A group as protobuf has it."""
 
 
 def seal(group: Group) -> SealedGroup:

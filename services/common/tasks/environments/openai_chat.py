@@ -16,7 +16,6 @@ from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.task import Message
 
 FIRST_ROLES = ("system", "user", "assistant")
-"""Roles of the first messages."""
 ADDED_ROLES = ("user", "tool", "system")
 """Roles of messages behind an answer."""
 OVER = "budget_exhausted"

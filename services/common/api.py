@@ -5,8 +5,6 @@ A certificate states the role (heterorl.coordinator.rpc.access). A process that 
 Each method may raise a `RemoteError` of heterorl.common.errors. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 

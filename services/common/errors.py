@@ -4,8 +4,6 @@ Each class carries fields, writes its own message and states what to do next.
 `ValueError` and `assert` are for our own mistakes.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

@@ -1,7 +1,5 @@
 """Held-out accuracy of a version's published weights. Runs in a thread."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

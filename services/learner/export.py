@@ -5,8 +5,6 @@ the form of tensors without values. In memory are one tensor of the model, or th
 chunk of the published weights.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

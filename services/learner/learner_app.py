@@ -14,8 +14,6 @@ order: after SIGKILL the next start repeats the work from the last checkpoint. A
 published, then the run drains.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import random

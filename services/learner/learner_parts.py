@@ -1,7 +1,5 @@
 """The parts of a learner, built from its configuration. Loads models."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field

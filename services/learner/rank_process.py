@@ -7,8 +7,6 @@ error that rank 0 does not meet ends it after `rank_timeout_s`, and then the oth
 service, which reach all processes of a terminal or unit: rank 0 ends it in order.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

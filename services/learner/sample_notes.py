@@ -12,8 +12,6 @@ Guarantees: no step waits for a note or fails by one. A note beyond the bounds o
 is refused, is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

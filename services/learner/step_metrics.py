@@ -6,8 +6,6 @@
 A write is one assignment and never waits for a reader.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

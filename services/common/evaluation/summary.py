@@ -5,8 +5,6 @@ standard errors"). Student's t-intervals and Wilson's interval of a share need n
 no interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

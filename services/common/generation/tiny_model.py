@@ -4,8 +4,6 @@ Reinforcement learning needs some reward to start, so supervised training stops 
 quarter. The result is cached by its settings.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

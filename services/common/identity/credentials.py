@@ -6,8 +6,6 @@ Guarantees: an unusable set (unreadable, key of another certificate, expired, fo
 start it is a ConfigError; after a change the old set stays and one warning is logged.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import math

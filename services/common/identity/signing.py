@@ -4,8 +4,6 @@ Manifests are signed as exact bytes. A private key is a PKCS 8 PEM file that onl
 `ed25519:` and 64 hex digits. The content of a private key file is never in a message, an error or a log line.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -3,8 +3,6 @@
 Guarantee: plaintext needs both `insecure = true` and a loopback address; a link never falls back to it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

@@ -6,8 +6,6 @@ Guarantees: base tensors keep their names; an untrained adapter adds 0, because 
 function of the module's name only, so every node begins with the same adapters and version 0 need not be sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 With adapters only they are published, unmerged: W + B A summed on another machine has other bits.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import fields

@@ -3,8 +3,6 @@
 The bounds equal the extras of pyproject.toml. Installed versions are read without an import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version

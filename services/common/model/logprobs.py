@@ -20,8 +20,6 @@ argmax(logits / temperature + g): the Gumbel-max trick (Gumbel, 1954; Maddison e
 turn t > 0 is half of blake2b-64("heterorl-turn-2/KEY/t"), little-endian.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ The check comes before a library retries for a minute. A local directory costs n
 costs one connection.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

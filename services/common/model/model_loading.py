@@ -18,8 +18,6 @@ Guarantees: after `hold_positions` every length has the positions of the window;
 is refused before generation.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Mapping

@@ -15,8 +15,6 @@ Guarantees: the result depends on the state and the scales only and is the same 
 the CPU); all values stay within the type's range; a state with its own scales gives the same bits again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

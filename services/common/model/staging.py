@@ -5,8 +5,6 @@ out. Four threads copy parts between arena and pinned buffers while the GPU copi
 part, and the caller's thread works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 

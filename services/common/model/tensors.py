@@ -1,7 +1,5 @@
 """Model tensors to and from arenas, in torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

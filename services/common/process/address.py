@@ -3,8 +3,6 @@
 Errors about a URL do not repeat it, since it may hold a password.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import ipaddress

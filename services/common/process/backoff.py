@@ -10,8 +10,6 @@ Permanent errors are not retried.
 Waits for other things than an answer (a disk, an engine, damaged bytes) use `delay_s`.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Awaitable, Callable

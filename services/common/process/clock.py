@@ -1,7 +1,5 @@
 """Clocks as parameters, for tests and virtual time, and a Bell."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine

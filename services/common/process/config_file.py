@@ -5,8 +5,6 @@ Unknown keys are refused with their path.
 Precedence: `--set a.b=value`, then the file, then the default.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

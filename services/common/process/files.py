@@ -6,8 +6,6 @@ A new name is durable only after an fsync of its directory. A function takes its
 so a process without descriptors fails before the first change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

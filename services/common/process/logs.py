@@ -4,8 +4,6 @@ In JSON style, log records, Python warnings and uncaught errors are objects. Tex
 processes write to standard error stays as it is, between these lines.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

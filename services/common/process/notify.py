@@ -11,8 +11,6 @@ stood still as a whole (SIGSTOP, suspend) does not count as hung afterwards. WAT
 would go on while the loop hangs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

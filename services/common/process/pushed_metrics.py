@@ -7,8 +7,6 @@ each once; the coordinator adds run, service and site. So one node cannot make P
 of the page is bounded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

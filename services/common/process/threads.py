@@ -1,7 +1,5 @@
 """Threads, processes and tasks: shielded waits, ordered results, causes of failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

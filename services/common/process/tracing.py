@@ -13,8 +13,6 @@ Guarantees: it imports, keeps and sends only while tracing is on; no prompt, tok
 context counts as none. Tracing never changes a decision.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping

@@ -18,8 +18,6 @@ replan or ends the call. Closed bases outlive a call, because one version may ta
 several calls. A built version opens all bases but BASE, which a caller that holds a version does not need.
 """
 
-from __future__ import annotations
-
 import enum
 
 from heterorl.common.errors import StateMismatch

@@ -10,8 +10,6 @@ SYNC_S and when a fetch breaks, so a power cut costs seconds of the link. A comp
 once and removed, and after a power cut its digest is checked first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ is repeated a few times; the caller repeats all other calls.
 The target's manifest comes with the plan; the others are listed in pages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

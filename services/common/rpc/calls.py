@@ -4,8 +4,6 @@ A retry has full jitter, a budget, the server's delay, and always the same key. 
 samplers and operators.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

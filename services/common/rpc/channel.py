@@ -4,8 +4,6 @@ Guarantees: a call begins with the newest certificates; a replaced channel close
 because its channel had the old certificate raises Unreachable, so its owner dials again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

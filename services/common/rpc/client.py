@@ -1,7 +1,5 @@
 """CoordinatorApi over gRPC: deadlines, repeats under one idempotency key, typed errors."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

@@ -4,8 +4,6 @@ Our server always adds ErrorDetail, so a status without one comes from the trans
 It is retried with a growing delay and is never final, except for a message over a limit: a retry would be as large.
 """
 
-from __future__ import annotations
-
 import re
 
 import grpc

@@ -1,7 +1,5 @@
 """Diagnosis and backup of a coordinator: values, messages and clients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys of every node that dials the coordinator."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from heterorl.common.identity.tls import TlsConfig

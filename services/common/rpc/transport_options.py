@@ -8,8 +8,6 @@ A proxy of the environment carries TLS to other machines only. gRPC itself excep
 would ask the proxy for 127.0.0.1.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -4,8 +4,6 @@ Every 19th pair of a fixed order is held out. Answers have their digits reversed
 one token to the next. In a progression, one wrong digit spoils all later terms.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """Task: training prompts by index, held-out prompts, and a verifiable reward."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ and two turns it must write the same text and tokens. A template may rewrite ear
 thoughts; drawn tokens stay, so the policy reads its own thoughts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@ The tokens between turns depend only on drawn ids, the environment and the templ
 deterministic environment gets the ids of its sampler.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokenization of prompts and completions, equal on every node, and end tokens."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

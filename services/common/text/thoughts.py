@@ -3,8 +3,6 @@
 A tokenizer may hold the marks as special tokens, which decoding drops. Then a thought would join the answer behind it.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ Several tokens may hold one character, and some tokenizers drop the space before
 tokens and text do not match to the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ never an exception; its words are equal on every node and release of Python. Cal
 written back.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Values about evaluation: draws, results of prompts, results of versions."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Values about versions: manifests, payloads, publication, pull plans, the learner's lease."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Values about rollouts: assignments, groups, turns, token sequences, outcomes of pushes."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Iterable, Sequence

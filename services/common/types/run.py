@@ -1,7 +1,5 @@
 """Values about a run: sites, heartbeats, canary, ledger, status, facts."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

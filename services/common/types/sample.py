@@ -5,8 +5,6 @@ group that failed a check, every k-th group dropped for another reason, all eval
 may be missing; token ids are missing only in some evaluations.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass, field

@@ -34,8 +34,6 @@ PLANES, the bytes of all elements by significance, highest first; for each of th
 A frame is zstandard; an empty stream has an empty frame. Exponents compress, mantissas do not.
 """
 
-from __future__ import annotations
-
 import enum
 import sys
 from struct import Struct

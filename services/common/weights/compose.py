@@ -11,8 +11,6 @@ stays SAME. A snapshot may come first and gives a snapshot. Chunks are taken one
 form and the codec's temporaries, for any model and number of payloads.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

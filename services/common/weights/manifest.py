@@ -1,7 +1,5 @@
 """Manifests: built for a version, checked against parent and state."""
 
-from __future__ import annotations
-
 from heterorl.common.errors import MalformedPayload, StateMismatch
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, Layout, chunk_length, cut, state_root

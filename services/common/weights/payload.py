@@ -19,8 +19,6 @@ The index is at the front, so every size is checked before any chunk is read. Ea
 size and the caller's chunks before use. A file gets its name only when all of it is durable.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Parts may then be written in any order. The file: u64 little-endian length n of 
 little-endian bytes back to back.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,6 @@ change costs about 7.6 bits for where and 1.8 bits for how much. A chunk is read
 memory is the streams' own and a few blocks.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from struct import Struct

@@ -1,7 +1,5 @@
 """Shared conversions: fields by name, contract, step reports, metric series, number limits."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

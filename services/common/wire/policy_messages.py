@@ -1,7 +1,5 @@
 """Protobuf <-> manifests, payloads, publications, plans of pulls, the learner's lease."""
 
-from __future__ import annotations
-
 import xxhash
 from google.protobuf.message import DecodeError
 

@@ -1,7 +1,5 @@
 """Protobuf <-> work, groups, outcomes of pushes, failed checks, evaluations."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

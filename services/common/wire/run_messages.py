@@ -1,7 +1,5 @@
 """Protobuf <-> registrations, heartbeats, canaries, status."""
 
-from __future__ import annotations
-
 from heterorl.common.types.common import peer_words
 from heterorl.common.types.run import Command, Heartbeat, LedgerCounts, RegisterAnswer, Registration, RunStatus
 from heterorl.common.wire.common_messages import members_of, new_message, to_message, to_value

@@ -4,8 +4,6 @@ The store keeps bytes: a group's canonical ones (heterorl.common.wire.sealed_gro
 evaluations. `outline` reads the fields of a list from a group.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

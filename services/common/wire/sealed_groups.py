@@ -15,8 +15,6 @@ object. The columns agree: lengths and counts add up, each ending is a FinishRea
 proportion to the message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

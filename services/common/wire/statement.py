@@ -4,8 +4,6 @@ The learner states it and a joining sampler adopts it, if the sampler's own file
 length is checked before parsing. A statement has only known keys, finite numbers, and one form.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ its rows by name. Gradients are added up in fp32 and sharded after each micro-ba
 refused on every rank, under its own key.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import struct

@@ -7,8 +7,6 @@ model's (merged experts, quantised weights, tied tensors that differ, no safeten
 model, and the log says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping

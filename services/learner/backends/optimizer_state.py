@@ -7,8 +7,6 @@
 Guarantees: read_state checks everything before it changes anything, and restores bit for bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -20,8 +20,6 @@ head, P slices; N completion tokens of the micro-batch, n of this slice.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Safetensors files read from disk piece by piece; `SafetensorsLayout` has the format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Passes see the masters rounded as they are published. On the CPU a run is a pure
 the number of threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Sequence

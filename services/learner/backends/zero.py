@@ -13,8 +13,6 @@ shards it: DeepSpeed shards parameters of no content, whose pages were never tou
 the masters, and in stages 1 and 2 the whole model in the type that it computes with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Guarantees: a site's first groups are all checked. Later the share halves with e
 floor; one failure resets it to 1. A site that always cheats passes k groups unseen with probability (1 - floor)^k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ under rounding and would call honest tokens impossible.
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Trajectories of several turns are stepped again: given ids and rewards must be t
 environment a site can invent neither. A failure of a machine is not held against its site; the group is not trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Guarantees: at most `max_replaced_per_step` are replaced, in the order of arriva
 trained on, so a run whose prompts are all solved, or all too hard, goes on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

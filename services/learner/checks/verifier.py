@@ -10,8 +10,6 @@ The newest few versions for replays stay in memory; any other is pulled again an
 cannot choose a version that escapes the checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

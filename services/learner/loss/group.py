@@ -5,8 +5,6 @@ finite input, also in groups of one and of equal rewards. Never sees part of a g
 unique prompts of a step, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

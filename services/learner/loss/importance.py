@@ -5,8 +5,6 @@ Guarantees: gradient reaches the learner's log-probs only; finite for finite log
 N tokens of the whole step.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

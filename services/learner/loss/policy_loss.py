@@ -4,8 +4,6 @@ Guarantees: gradient reaches learner log-probs only; contributions of micro-batc
 in padding, NaN included, have no effect. Suffixes: B sequences, T completion tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -14,8 +14,6 @@ Guarantees: the directory gets its name by one rename, after every byte in it is
 DONE names exactly its files with their digests; otherwise the backend's files are never read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -14,8 +14,6 @@ Guarantees: samplers and the next delta have the same bits. The shadow never adv
 new content is sent under a key whose result is unknown.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

@@ -11,8 +11,6 @@ Guarantees: a variant's version depends only on the version's published weights 
 with the same scales. Masters are never quantised: the run publishes their rounding.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace

@@ -9,8 +9,6 @@ where there is no delta. `encode_s` and `publish_s` are null in a row that a res
 abandoned, a later row of a step replaces an earlier one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

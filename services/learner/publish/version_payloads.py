@@ -5,8 +5,6 @@ rest after a failure, it is streamed to the coordinator from any byte on. A comm
 and never sent again before its result is known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

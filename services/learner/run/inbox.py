@@ -14,8 +14,6 @@ The inbox has one condition, whose predicates are checked again after every wake
 at most the credits it was given, and groups beyond them are dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

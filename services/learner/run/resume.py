@@ -20,8 +20,6 @@ and the publisher's position is the coordinator's. Its shadow is the state that 
 checkpoint whose state root is the head's, or rebuilt from the coordinator.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import logging

@@ -9,8 +9,6 @@ Guarantees: before the commit only masters change, which a checkpoint restores. 
 commit, so a crash repeats the work and never the effect.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass

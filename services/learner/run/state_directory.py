@@ -10,8 +10,6 @@ file was lost, waits for the end of a lease. A version of an epoch that is not n
 own renews the lease, so no long step loses it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

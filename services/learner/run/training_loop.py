@@ -12,8 +12,6 @@ inbox closed. The coordinator hears of every other group, with the reason, befor
 that is given up twice, because an answer was lost, is counted once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import enum

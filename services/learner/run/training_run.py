@@ -1,7 +1,5 @@
 """One learner's run: lease, renewal, training loops, rollbacks, result."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

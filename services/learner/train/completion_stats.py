@@ -3,8 +3,6 @@
 Guarantees: the same numbers for any order of groups and rollouts; finite for every group that may be trained on.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A check of a custom loss on made-up rollouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Sequence

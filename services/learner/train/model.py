@@ -9,8 +9,6 @@ the two differ by a tenth of a nat per token. Gradients of a pass with other wei
 through); afterwards the model has its own tensors, bit for bit, also after an error.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

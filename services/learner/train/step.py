@@ -7,8 +7,6 @@ Some losses need numbers of the whole step first, from a pass without gradient. 
 gradient, summed over any micro-batches, is that over the whole step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence

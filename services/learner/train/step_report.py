@@ -5,8 +5,6 @@ tokens, so splits do not matter. Suffixes: B sequences, T completion tokens, N a
 weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

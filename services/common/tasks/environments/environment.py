@@ -9,8 +9,6 @@ before `reset`. A class that draws from them only is deterministic: equal row, s
 and scores on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol

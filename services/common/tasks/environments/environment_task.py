@@ -1,7 +1,5 @@
 """Task whose completions are episodes; rows of seeds and of numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -4,8 +4,6 @@
 an exception of the author's code with the line that raised.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

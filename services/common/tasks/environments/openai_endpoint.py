@@ -5,8 +5,6 @@ for or gets the same answer; a broken connection makes no second turn. Requests 
 until the environment calls `answer` or `refuse_rest`.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import re

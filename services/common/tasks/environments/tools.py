@@ -7,8 +7,6 @@ parameters of `score` name what it gets: `messages`, `answer` and columns of the
 environment with state is a class.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

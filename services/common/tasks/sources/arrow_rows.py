@@ -1,7 +1,5 @@
 """Rows of an Arrow table, converted in batches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Dataset cells by name, as texts, kinds and JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ commit when it first starts, in a note in its own directory; the contract's dige
 repository is downloaded once; later starts need no network (HF_HUB_OFFLINE=1).
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import logging

@@ -1,7 +1,5 @@
 """Lines of a file, each one JSON object, held in memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

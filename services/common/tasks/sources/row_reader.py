@@ -1,7 +1,5 @@
 """Rows of every file as prompts: columns, filters, answers, flaws."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping

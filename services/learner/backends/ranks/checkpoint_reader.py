@@ -1,7 +1,5 @@
 """Checkpoint reader of ranks: each reads its pieces, or rank 0 sends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

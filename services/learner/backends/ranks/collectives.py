@@ -7,8 +7,6 @@ Guarantees: only the wait for a command has no limit. A dead rank ends the waits
 its sockets close. Everything here runs on the CPU, so gathering weights takes no memory of an accelerator.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable

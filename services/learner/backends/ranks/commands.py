@@ -6,8 +6,6 @@ Blobs are groups in their wire form, of `heterorl.common.wire.sealed_groups`. Th
 `stale` has numbers of their group, rollout and span.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace

@@ -12,8 +12,6 @@ A dead process closes its sockets, which ends the waits of the others at once. A
 that holds all its threads) cannot end itself: a kernel timer does, unless it is postponed. On Linux with glibc only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

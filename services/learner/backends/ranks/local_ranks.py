@@ -9,8 +9,6 @@ Guarantees: no rank outlives another for long. A rank that ends too early ends t
 others may wait for it inside an uninterruptible operation. A start resumes from the checkpoint.
 """
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ finite on all, and weights and optimizer stay as they are.
 Ranks that share each pass (`sequence_parallel`) have the same micro-batches and loss; the first of them reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

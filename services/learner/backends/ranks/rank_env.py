@@ -11,8 +11,6 @@ torchrun's agent cannot end its processes when it is killed itself: they would k
 `end_with_agent` has the kernel do it, on Linux; elsewhere the service that started the agent ends the ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import sys

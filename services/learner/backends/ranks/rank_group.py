@@ -19,8 +19,6 @@ key, before anything is built. The rendezvous compares releases of heterorl earl
 rank 0's configuration; here the code is compared, since two checkouts may be of one release.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

@@ -7,8 +7,6 @@ group by group.
 An error of only rank 0 is raised after the others are through, so that no rank leaves a collective operation early.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Each rank reads the tensors that it keeps by name; or rank 0 holds the whole mod
 error of one rank is raised on all, so that no rank leaves while others wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from abc import ABC, abstractmethod

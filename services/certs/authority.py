@@ -124,11 +124,8 @@ def _signed(
         issuer = x509.load_pem_x509_certificate(authority.cert)
         issuer_key = load_pem_private_key(authority.key, password=None)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            "--dir",
-            f"the authority cannot be read: {error}",
-            action="give the directory that `heterorl certs init` made",
-        ) from error
+        action = "give the directory that `heterorl certs init` made"
+        raise ConfigError("--dir", f"the authority cannot be read: {error}", action=action) from error
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
         raise ConfigError(
             "--dir", "the authority's key is not ECDSA", action="make an authority with `heterorl certs init`"
@@ -201,22 +198,16 @@ def _host(host: str) -> x509.GeneralName:
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
     if _HOST.fullmatch(host) is None:
-        raise ConfigError(
-            "--host",
-            f"{host!r} is neither a DNS name nor an IP address",
-            action="give a name such as coordinator.example.org, or an address, without a port",
-        )
+        action = "give a name such as coordinator.example.org, or an address, without a port"
+        raise ConfigError("--host", f"{host!r} is neither a DNS name nor an IP address", action=action)
     return x509.DNSName(host)
 
 
 def check_name(key: str, text: str) -> None:
     """Check a name of a run or site. Raises ConfigError: of `key`."""
     if not is_name(text):
-        raise ConfigError(
-            key,
-            f"{text!r} is not 1 to 64 letters, digits, dots, dashes or underscores",
-            action="choose a shorter name of these characters",
-        )
+        action = "choose a shorter name of these characters"
+        raise ConfigError(key, f"{text!r} is not 1 to 64 letters, digits, dots, dashes or underscores", action=action)
 
 
 def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:

@@ -107,18 +107,13 @@ class Authority:
         as `sign_node`."""
         with locked(self._existing()):
             if not (target / "node.crt").exists():
-                raise ConfigError(
-                    "DIRECTORY",
-                    f"{target} holds no certificate; a node that joined by token has its files itself",
-                    action="let it join by a new token into a new directory: heterorl certs token create",
-                )
+                problem = f"{target} holds no certificate; a node that joined by token has its files itself"
+                action = "let it join by a new token into a new directory: heterorl certs token create"
+                raise ConfigError("DIRECTORY", problem, action=action)
             identity = self._read(target / "node.crt")
             if not self.path_of(identity.serial).exists():
-                raise ConfigError(
-                    "DIRECTORY",
-                    f"{target} holds no certificate of this authority",
-                    action="give the directory that `heterorl certs issue` wrote",
-                )
+                action = "give the directory that `heterorl certs issue` wrote"
+                raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority", action=action)
             if self.is_revoked(identity.serial):
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
             hosts = hosts or hosts_of((target / "node.crt").read_bytes())
@@ -136,11 +131,8 @@ class Authority:
             is_named = path.is_dir() or path.is_file()
             serial = self._read(path / "node.crt" if path.is_dir() else path).serial if is_named else _serial(what)
             if not self.path_of(serial).exists():
-                raise ConfigError(
-                    "WHAT",
-                    f"certificate {serial:x} is not of this authority",
-                    action="give a certificate of `heterorl certs list`",
-                )
+                action = "give a certificate of `heterorl certs list`"
+                raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority", action=action)
             node = self._read(self.path_of(serial))
             return self._refuse(self._all_of(role=node.role, site=node.site) if path.is_dir() else [node])
 
@@ -214,27 +206,18 @@ class Authority:
         try:
             return parse_serials(self.revoked_path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                "--dir",
-                f"cannot read {self.revoked_path}: {error}",
-                action="make it readable for this user, or restore it from a copy",
-            ) from error
+            action = "make it readable for this user, or restore it from a copy"
+            raise ConfigError("--dir", f"cannot read {self.revoked_path}: {error}", action=action) from error
 
     def _read(self, path: Path) -> Identity:
         try:
             identity = read_identity(path.read_bytes())
         except OSError as error:
-            raise ConfigError(
-                "DIRECTORY",
-                f"cannot read {path}: {error.strerror}",
-                action="give the directory that `heterorl certs issue` wrote, as its owner",
-            ) from error
+            action = "give the directory that `heterorl certs issue` wrote, as its owner"
+            raise ConfigError("DIRECTORY", f"cannot read {path}: {error.strerror}", action=action) from error
         if isinstance(identity, Refusal):
-            raise ConfigError(
-                "DIRECTORY",
-                f"{path}: {identity.message}",
-                action="give the directory of a certificate that `heterorl certs issue` made",
-            )
+            action = "give the directory of a certificate that `heterorl certs issue` made"
+            raise ConfigError("DIRECTORY", f"{path}: {identity.message}", action=action)
         return identity
 
     def _hand_out(self, pair: Pair, target: Path) -> None:
@@ -252,11 +235,8 @@ def _serial(text: str) -> int:
     try:
         return int(text, 16)
     except ValueError as error:
-        raise ConfigError(
-            "WHAT",
-            f"{text} is neither a file nor a serial number",
-            action="give a certificate's file, or its serial in hexadecimal from `heterorl certs list`",
-        ) from error
+        action = "give a certificate's file, or its serial in hexadecimal from `heterorl certs list`"
+        raise ConfigError("WHAT", f"{text} is neither a file nor a serial number", action=action) from error
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:

@@ -161,7 +161,5 @@ def _refused(reply: bytes) -> JoinRefused:
 
 
 def _unreachable(address: str, why: str) -> OperatorError:
-    return OperatorError(
-        f"the enrolment server at {address} cannot be reached: {why}",
-        action="start `heterorl certs serve` there, then repeat with the same --out: the token still counts",
-    )
+    action = "start `heterorl certs serve` there, then repeat with the same --out: the token still counts"
+    return OperatorError(f"the enrolment server at {address} cannot be reached: {why}", action=action)

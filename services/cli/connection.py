@@ -75,11 +75,8 @@ class Link:
             raise ConfigError("ADDRESS", "is not set", action=action)
         check_address("ADDRESS", address)
         if credentials is None and not self.insecure:
-            raise ConfigError(
-                "--credentials",
-                "is not set, and the link needs certificates",
-                action="give an operator's directory, which `heterorl join` makes",
-            )
+            action = "give an operator's directory, which `heterorl join` makes"
+            raise ConfigError("--credentials", "is not set, and the link needs certificates", action=action)
         files = {} if credentials is None else files_in(credentials)
         return address, TlsConfig(**files, insecure=self.insecure)
 

@@ -153,7 +153,7 @@ def _verdict(plan: Plan) -> str:
         return (
             f"{said}; no line suffices, as applying a version takes {time_words(plan.applying_s)}: publish less often"
         )
-    return f"{said}; {rate_words(least)} is the least for every version"
+    return f"{said}; {size_words(least, 'bit/s')} is the least for every version"
 
 
 def title(plan: Plan) -> str:
@@ -197,20 +197,10 @@ def seconds(text: str) -> float:
     return float(match[1]) / (1000.0 if match[2] == "ms" else 1.0)
 
 
-def size_words(num_bytes: float) -> str:
-    """Bytes in three digits, such as `96.1 GB`."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= unit:
-            return f"{_digits(num_bytes / unit)} {name}"
-    return f"{_digits(num_bytes / 1e3)} kB"
-
-
-def rate_words(bits_per_s: float) -> str:
-    """Bits per second in three digits, such as `40.0 Mbit/s`."""
-    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
-        if bits_per_s >= unit:
-            return f"{_digits(bits_per_s / unit)} {name}"
-    return f"{_digits(bits_per_s / 1e3)} kbit/s"
+def size_words(number: float, unit: str = "B") -> str:
+    """Bytes, or another unit, in three digits, such as `96.1 GB`."""
+    scale, prefix = next((each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= each[0]), (1e3, "k"))
+    return f"{_digits(number / scale)} {prefix}{unit}"
 
 
 def time_words(duration_s: float) -> str:

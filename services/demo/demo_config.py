@@ -63,11 +63,8 @@ def check_options(options: DemoOptions) -> None:
     try:
         options.cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            "--cache",
-            f"cannot create {options.cache}: {error.strerror}",
-            action="name a directory that this user can write",
-        ) from error
+        action = "name a directory that this user can write"
+        raise ConfigError("--cache", f"cannot create {options.cache}: {error.strerror}", action=action) from error
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise DependencyMissing(package, "demo")
@@ -100,13 +97,13 @@ class Regime:
     lag_versions: int
     max_staleness_versions: int
     groups_per_step: int
-    group_size: int
     learning_rate: float
     evaluate_every: int
-    num_evaluation: int
     required_gain: float
     time_limit_s: float
     """Longest time without a step, for a slow machine."""
+    group_size: int = 8
+    num_evaluation: int = 256
 
 
 FULL = Regime(
@@ -117,10 +114,8 @@ FULL = Regime(
     lag_versions=64,
     max_staleness_versions=80,
     groups_per_step=32,
-    group_size=8,
     learning_rate=1e-3,
     evaluate_every=10,
-    num_evaluation=256,
     required_gain=0.20,
     time_limit_s=600.0,
 )
@@ -132,10 +127,8 @@ TINY = Regime(
     lag_versions=8,
     max_staleness_versions=16,
     groups_per_step=8,
-    group_size=8,
     learning_rate=3e-4,
     evaluate_every=8,
-    num_evaluation=256,
     required_gain=-1.0,
     time_limit_s=300.0,
 )
@@ -255,11 +248,8 @@ def claim(out: Path) -> Iterator[Path]:
         raise ConfigError("--out", f"{out} is not a directory", action="name a directory, or leave the option out")
     try:
         if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
-            raise ConfigError(
-                "--out",
-                f"{out} is not empty and was not written by the demo; nothing in it was touched",
-                action="give a new or empty directory",
-            )
+            problem = f"{out} is not empty and was not written by the demo; nothing in it was touched"
+            raise ConfigError("--out", problem, action="give a new or empty directory")
         out.mkdir(parents=True, exist_ok=True)
         file = (out / MARKER).open("a", encoding="ascii")
     except OSError as error:

@@ -104,10 +104,8 @@ async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> 
     from heterorl.sampler.adoption import adopt
 
     if diagnosis is None or not diagnosis.statement:
-        return Failure(
-            kind="model",
-            detail="the learner has not stated the keys that this file leaves out; start it, then run the doctor again",
-        )
+        detail = "the learner has not stated the keys that this file leaves out; start it, then run the doctor again"
+        return Failure(kind="model", detail=detail)
     try:
         config = adopt(target.model_config, statement_from_bytes(diagnosis.statement)).config
     except (ConfigError, InvalidRequest) as error:

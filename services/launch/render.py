@@ -64,8 +64,6 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     is_alone = launcher == "compose" and len(run.hosts) == 1
     nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
     _check(launcher, run, nodes)
-    for node in nodes:
-        _check_directory(launcher, node)
     hosts = _hosts(run, nodes)
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
@@ -166,17 +164,22 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if "tls" in node.config:
             raise ConfigError(key_in_run(node.kind, "tls"), "the launcher sets this table", action="remove it")
+        key = STATE_KEY[node.kind]
+        where = node.stated.get(key) or key_in_run(node.kind, key)
+        if node.directory and launcher == "k8s":
+            raise ConfigError(where, "Kubernetes stores it in a volume claim", action="remove it")
+        if launcher in ("compose", "systemd") and re.fullmatch(PLACE, node.directory) is None:
+            raise ConfigError(
+                where, f"{node.directory!r} is not {PATTERNS[PLACE]}", action="give an absolute directory"
+            )
         if launcher == "k8s" and len(node.name) > POD_NAME:
             problem = f"the name {node.name} has {len(node.name)} characters, and Kubernetes allows {POD_NAME}"
             raise ConfigError(f"{node.kind}s.site", problem, action="shorten the site")
     # Another launcher may start the learner.
     has_machines = any(node.machines for node in nodes)
     if launcher == "systemd" and has_machines and not run.learner.other_hosts:
-        raise ConfigError(
-            "learner.other_hosts",
-            f"must name the {run.learner.nnodes - 1} other machines of nnodes = {run.learner.nnodes}",
-            action="list one host for each further machine",
-        )
+        problem = f"must name the {run.learner.nnodes - 1} other machines of nnodes = {run.learner.nnodes}"
+        raise ConfigError("learner.other_hosts", problem, action="list one host for each further machine")
     if launcher not in ("compose", "k8s"):
         return
     if run.tls.insecure:
@@ -185,15 +188,6 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     if has_machines:
         problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
-
-
-def _check_directory(launcher: Launcher, node: Node) -> None:
-    key = STATE_KEY[node.kind]
-    where = node.stated.get(key) or key_in_run(node.kind, key)
-    if node.directory and launcher == "k8s":
-        raise ConfigError(where, "Kubernetes stores it in a volume claim", action="remove it")
-    if launcher in ("compose", "systemd") and re.fullmatch(PLACE, node.directory) is None:
-        raise ConfigError(where, f"{node.directory!r} is not {PATTERNS[PLACE]}", action="give an absolute directory")
 
 
 def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
@@ -206,10 +200,14 @@ def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
     return placed
 
 
+def _escaped(text: str, *, keeps: str = "") -> str:
+    """The text, with escapes of TOML and YAML for what cannot be printed."""
+    return "".join(each if each.isprintable() or each in keeps else f"\\U{ord(each):08x}" for each in text)
+
+
 def _quoted(text: str) -> str:
     # YAML has no pairs of surrogates.
-    written = json.dumps(text, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
+    return _escaped(json.dumps(text, ensure_ascii=False))
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
@@ -252,13 +250,7 @@ def _slurm(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa:
 def _toml(run: RunFile, node: Node, config: dict[str, Any]) -> str:
     head = f"# {node.name} of run {run.run.id}. `heterorl print-config {node.kind}` shows every key.\n"
     # YAML readers break a ConfigMap's lines at U+0085 and U+2028, which TOML allows in a text.
-    text = tomli_w.dumps(config)
-    return head + "".join(each if each.isprintable() or each == "\n" else _escaped(each) for each in text)
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return head + _escaped(tomli_w.dumps(config), keeps="\n")
 
 
 def _in_container(node: Node) -> dict[str, Any]:
@@ -285,27 +277,19 @@ def _targets(launcher: Launcher, nodes: Sequence[Node]) -> list[str]:
 
 def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
     tree: Tree = {}
-    for host, own in hosts.items():
-        for node in own:
-            tree |= _systemd_files(run, host, node, values)
-    return tree
-
-
-def _systemd_files(run: RunFile, host: str, node: Node, values: dict[str, Any]) -> Tree:
-    config = complete(
-        node,
-        state_dir=f"{STATE}/{node.name}",
-        tls_dir=f"/etc/heterorl/credentials/{node.name}",
-        revoked="/etc/heterorl/revoked",
-        insecure=run.tls.insecure,
-    )
-    tree = {
-        f"{host}/etc/heterorl/{node.name}.toml": _toml(run, node, config),
-        f"{host}/etc/systemd/system/heterorl-{node.name}.service": _unit(run, node),
-    }
-    rank = node.machines.index(host) if host in node.machines else 0
-    if variables := _fill("systemd/node.env", values | {"node": node, "rank": rank}):
-        tree[f"{host}/etc/heterorl/{node.name}.env"] = variables
+    for host, node in ((host, node) for host, own in hosts.items() for node in own):
+        config = complete(
+            node,
+            state_dir=f"{STATE}/{node.name}",
+            tls_dir=f"/etc/heterorl/credentials/{node.name}",
+            revoked="/etc/heterorl/revoked",
+            insecure=run.tls.insecure,
+        )
+        tree[f"{host}/etc/heterorl/{node.name}.toml"] = _toml(run, node, config)
+        tree[f"{host}/etc/systemd/system/heterorl-{node.name}.service"] = _unit(run, node)
+        rank = node.machines.index(host) if host in node.machines else 0
+        if variables := _fill("systemd/node.env", values | {"node": node, "rank": rank}):
+            tree[f"{host}/etc/heterorl/{node.name}.env"] = variables
     return tree
 
 

@@ -87,11 +87,8 @@ def shape_of_directory(model_dir: Path) -> ModelShape:
         return _shape_of(config, name=model_dir.name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = "lacks" if isinstance(error, KeyError | TypeError) else "cannot be read:"
-        raise ConfigError(
-            "--model-dir",
-            f"{model_dir}: config.json {problem} {error}",
-            action="name a model's directory, or give --params",
-        ) from error
+        action = "name a model's directory, or give --params"
+        raise ConfigError("--model-dir", f"{model_dir}: config.json {problem} {error}", action=action) from error
 
 
 def _shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:

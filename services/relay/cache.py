@@ -48,11 +48,8 @@ class CacheDirectory:
                 raise ConfigError("cache_dir", f"another process uses {directory}", action="give each relay its own")
             self._index()
         except OSError as error:
-            raise ConfigError(
-                "cache_dir",
-                f"{directory} cannot be used: {error.strerror}",
-                action="name a directory that the relay's user can write",
-            ) from error
+            action = "name a directory that the relay's user can write"
+            raise ConfigError("cache_dir", f"{directory} cannot be used: {error.strerror}", action=action) from error
 
     def close(self) -> None:
         self._lock.close()

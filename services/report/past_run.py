@@ -109,10 +109,9 @@ def read_run(directory: Path) -> PastRun:
             names = ", ".join(str(place) for place in found)
             raise OperatorError(f"{directory} holds several runs: {names}", action="give one of them")
     if not stores and not learners:
-        raise OperatorError(
-            f"{directory} has no run: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}",
-            action="give a coordinator's data_dir, a learner's state_dir, or a directory that holds them",
-        )
+        problem = f"{directory} has no run: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}"
+        action = "give a coordinator's data_dir, a learner's state_dir, or a directory that holds them"
+        raise OperatorError(problem, action=action)
     journal = learners[0] if learners else None
     if stores and is_in_use(stores[0]):
         raise InUse(stores[0], journal)

@@ -40,8 +40,7 @@ class StepFeed:
         """New reports of versions up to `head`.
         The status that states `head` is older than this call, so that no report can appear behind it.
 
-        Raises:
-            HeterorlError: the coordinator refuses or cannot be reached; the next call reads the same.
+        Raises HeterorlError: the coordinator refuses or cannot be reached; the next call reads the same.
         """
         if head == self._head:
             return ()
@@ -70,8 +69,7 @@ class EvaluationFeed:
     async def read(self) -> tuple[Evaluation, ...]:
         """New evaluations that have ended.
 
-        Raises:
-            HeterorlError: the coordinator cannot be reached; the next call reads the same.
+        Raises HeterorlError: the coordinator cannot be reached; the next call reads the same.
         """
         listed = await every_evaluation(self._api, after=self._cursor)
         new: list[Evaluation] = []
@@ -124,10 +122,8 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
             try:
                 found = await api.get_status()
                 if status is not None and found.run_id != status.run_id:
-                    raise OperatorError(
-                        f"the coordinator now serves run {found.run_id}, not {status.run_id}",
-                        action="start heterorl track again",
-                    )
+                    problem = f"the coordinator now serves run {found.run_id}, not {status.run_id}"
+                    raise OperatorError(problem, action="start heterorl track again")
                 status = found
                 all_have = True
                 for slot in slots:

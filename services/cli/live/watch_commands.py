@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from heterorl.cli.connection import Link, console_of, explain_link, linked, silence_grpc
 from heterorl.common.types.common import strict_json
@@ -236,7 +235,7 @@ def top(
     from heterorl.common.rpc.client import CoordinatorClient
 
     address, tls = link.find()
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = console_of()
     is_unicode = console.encoding.lower().startswith("utf")
     view = View(address=address)
     clock = SystemClock()

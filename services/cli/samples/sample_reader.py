@@ -88,11 +88,8 @@ def decoder(tokenizer: str) -> Decode:
         loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            "--tokenizer",
-            f"cannot load one from {tokenizer}: {first}",
-            action="name a directory with tokenizer.json, such as model_dir",
-        ) from error
+        action = "name a directory with tokenizer.json, such as model_dir"
+        raise ConfigError("--tokenizer", f"cannot load one from {tokenizer}: {first}", action=action) from error
 
     def text(token_ids: Int32Array, *, with_special: bool) -> str:
         found: str = loaded.decode(

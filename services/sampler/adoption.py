@@ -156,19 +156,15 @@ def _validated(values: dict[str, Any]) -> SamplerConfig:
         return SamplerConfig.model_validate(values)
     except ValidationError as error:
         problem = problems_of(SamplerConfig, error)[0]
-        raise ConfigError(
-            "join",
-            f"what the run states does not fit this file: {problem}",
-            action="change this key of the site's file, or leave it out to adopt the run's value",
-        ) from error
+        action = "change this key of the site's file, or leave it out to adopt the run's value"
+        raise ConfigError("join", f"what the run states does not fit this file: {problem}", action=action) from error
 
 
 async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> Adopted | None:
     """Adopt the run's statement, log each adopted key; None after `stop`.
 
-    Raises:
-        ConfigError: [join] does not accept the statement, or there is none.
-        RemoteError: the coordinator refuses this node.
+    Raises ConfigError: [join] does not accept the statement, or there is none; RemoteError: the coordinator refuses
+    this node.
     """
     asking = asyncio.ensure_future(_ask(config, clock))
     stopping = asyncio.ensure_future(stop.wait())
@@ -196,11 +192,9 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
             if diagnosis.statement:
                 return statement_from_bytes(diagnosis.statement)
             if diagnosis.contract is not None:
-                raise ConfigError(
-                    "join",
-                    f"the learner of run {diagnosis.run_id} states no configuration",
-                    action="state task, sampling, group_size, lora and template in this file, and leave [join] out",
-                )
+                problem = f"the learner of run {diagnosis.run_id} states no configuration"
+                action = "state task, sampling, group_size, lora and template in this file, and leave [join] out"
+                raise ConfigError("join", problem, action=action)
             if not has_said:
                 _LOG.info("the sampler waits until the learner of run %s states its settings", diagnosis.run_id)
             has_said = True
@@ -234,11 +228,8 @@ def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
     elif kind == "hf":
         _check_hub(argument, join)
     elif kind not in _BUILT_IN:
-        raise ConfigError(
-            "join.accept",
-            f"the run's task is {kind!r}, which this program does not know",
-            action="install the coordinator's release of heterorl",
-        )
+        action = "install the coordinator's release of heterorl"
+        raise ConfigError("join.accept", f"the run's task is {kind!r}, which this program does not know", action=action)
     # Also without a name: the file's own source, or another one, may use them.
     _check_patterns(source.get("data", {}))
     if held_out := source.get("evaluation_path"):
@@ -289,11 +280,9 @@ def _check_hub(argument: str, join: JoinConfig) -> None:
 def _check_path(kind: str, path: str, join: JoinConfig) -> None:
     # Both sides follow links: the file that would be read counts.
     if path.startswith("~"):
-        raise ConfigError(
-            "join.accept",
-            f"the run's task reads {path}: a home is another one at each site",
-            action="set task.name in the site's file, or let the learner name a path without ~",
-        )
+        problem = f"the run's task reads {path}: a home is another one at each site"
+        action = "set task.name in the site's file, or let the learner name a path without ~"
+        raise ConfigError("join.accept", problem, action=action)
     try:
         target = Path(path).resolve()
     except (OSError, ValueError, RuntimeError) as error:
@@ -311,10 +300,8 @@ def _check_numbers(source: Mapping[str, Any], join: JoinConfig) -> None:
     for key in ("size", "evaluation_size"):
         number = source.get(key, 0)
         if not isinstance(number, int) or number > join.max_prompts:
-            raise ConfigError(
-                "join.max_prompts", f"the run has task.{key} = {number!r}, and this file allows {join.max_prompts}",
-                action=f"raise it, {_STATE}",
-            )  # fmt: skip
+            problem = f"the run has task.{key} = {number!r}, and this file allows {join.max_prompts}"
+            raise ConfigError("join.max_prompts", problem, action=f"raise it, {_STATE}")
 
 
 def _refuse(what: str, entry: str) -> None:

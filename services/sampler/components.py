@@ -49,10 +49,8 @@ def load_components(
 
     `is_stopped` gives up the start of an engine's process.
 
-    Raises:
-        ConfigError: one of them cannot be loaded.
-        DependencyMissing: the engine's package is not installed.
-        EngineDied: the engine's own process does not start.
+    Raises ConfigError: one of them cannot be loaded; DependencyMissing: the engine's package is not installed;
+    EngineDied: the engine's own process does not start.
     """
     check_model_dir(config.model_dir)
     if config.engine.threads:

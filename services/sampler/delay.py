@@ -190,8 +190,7 @@ class UniformLagDelay(_LagDelay):
         return min(int(share * (lag + 1)), lag)
 
 
-RandomDelay = UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
-DrawnDelay = FixedDelay | RandomDelay
+DrawnDelay = FixedDelay | UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
 LagDelay = SawtoothDelay | UniformLagDelay
 DelayConfig = Annotated[NoDelay | DrawnDelay | LagDelay, Field(discriminator="kind")]
 

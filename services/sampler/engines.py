@@ -327,10 +327,8 @@ def build_engines(
 ) -> Engines:
     """Start the engines of [engine]; `is_stopped` gives up the start of vLLM.
 
-    Raises:
-        ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says.
-        DependencyMissing: the engine's package is not installed.
-        EngineDied: an engine's own process does not start.
+    Raises ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says; DependencyMissing: the
+    engine's package is not installed; EngineDied: an engine's own process does not start.
     """
     if isinstance(config.engine, HfEngineConfig):
         return _hf(config, config.engine, sampling, end_token_ids=end_token_ids)

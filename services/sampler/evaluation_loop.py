@@ -249,15 +249,12 @@ class EvaluationLoop:
             await self._pushed(state_root, [cut_texts(result, 0) for result in results])
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
-        async def attempt() -> int:
-            return await self._session.api.push_evaluation(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                state_root=state_root,
-                results=results,
+        own = self._session.registration
+        await self._backoff.retry(
+            lambda: self._session.api.push_evaluation(
+                site=own.site, incarnation=own.incarnation, state_root=state_root, results=results
             )
-
-        await self._backoff.retry(attempt)
+        )
 
     async def _give_back(self) -> None:
         held = sorted(self._held)

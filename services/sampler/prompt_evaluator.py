@@ -91,11 +91,8 @@ def open_set(
     settings = with_workers(config.task)
     task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
     if not task.num_evaluation_prompts:
-        raise ConfigError(
-            "task",
-            "has no held-out prompts",
-            action="set evaluation_size, evaluation_path or evaluation_split in its data",
-        )
+        action = "set evaluation_size, evaluation_path or evaluation_split in its data"
+        raise ConfigError("task", "has no held-out prompts", action=action)
     return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
 
 
@@ -157,9 +154,8 @@ class PromptEvaluator:
     async def result(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> PromptResult:
         """Draw and score a prompt; a refused prompt's completions have no reward.
 
-        Raises:
-            ConfigError: the engine has no room for such completions.
-            EngineError: the engine lost a completion, or drew with another version.
+        Raises ConfigError: the engine has no room for such completions; EngineError: the engine lost a completion, or
+        drew with another version.
         """
         index = assignment.prompt_index
         prompt = await asyncio.get_running_loop().run_in_executor(self._prompts, of.task.evaluation_prompt, index)
@@ -322,9 +318,8 @@ class PromptEvaluator:
         except RewardError as error:
             _LOG.warning(
                 "held-out prompt %d could not be scored, it counts as an error and not as wrong: %s",
-                prompt.index,
-                error,
-            )
+                prompt.index, error,
+            )  # fmt: skip
             return text, None
 
 

@@ -223,10 +223,8 @@ class Sampler:
 
         `on_ready` is called when the loops run; the first one may wait long for a coordinator.
 
-        Raises:
-            ContractMismatch: this node disagrees with the run.
-            RunReplaced: the run contradicts what this sampler verified before.
-            OperatorError: the configuration or the machine must be changed.
+        Raises ContractMismatch: this node disagrees with the run; RunReplaced: the run contradicts what this sampler
+        verified before; OperatorError: the configuration or the machine must be changed.
         """
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -77,9 +77,8 @@ class Session:
     async def register(self) -> None:
         """Register; retries without limit.
 
-        Raises:
-            ContractMismatch: this node disagrees with the run.
-            RunReplaced: the run has lost versions that this sampler verified.
+        Raises ContractMismatch: this node disagrees with the run; RunReplaced: the run has lost versions that this
+        sampler verified.
         """
         _LOG.info("site %s registers as incarnation %s", self.registration.site, self.registration.incarnation)
         backoff = Backoff(clock=self.clock, rng=self.rng)
@@ -97,7 +96,9 @@ class Session:
                     dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
                 )
                 check_head(answer.head_version, seen_version=seen_version)
-                await self._skip_to(answer.next_sequence)
+                # Groups that are being written have their sequences.
+                async with self.numbering:
+                    await asyncio.to_thread(self.outbox.skip_to, answer.next_sequence)
                 self._is_new = False
                 self.work_ahead_s = min(self.registration.work_ahead_s, answer.work_ahead_s)
                 break
@@ -105,11 +106,8 @@ class Session:
                 delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
                 _LOG.log(log_level(error), "the sampler registers again in %.1f s: %s", delay_s, error)
                 await self.clock.sleep(delay_s)
-        _LOG.info(
-            "the sampler is registered with run %s, at %s",
-            peer_words(answer.run_id),
-            version_words(answer.head_version),
-        )
+        run = peer_words(answer.run_id)
+        _LOG.info("the sampler is registered with run %s, at %s", run, version_words(answer.head_version))
 
     async def _return_left(self, spooled: Sequence[int]) -> None:
         """Return a killed process's assignments first: one may have killed it."""
@@ -127,12 +125,6 @@ class Session:
                     len(lost),
                 )
         self.left = ()
-
-    async def _skip_to(self, sequence: int) -> None:
-        if sequence > self.outbox.next_sequence:
-            # Groups that are being written have their sequences.
-            async with self.numbering:
-                await asyncio.to_thread(self.outbox.skip_to, sequence)
 
     async def beat(self, reported: Callable[[], Reported]) -> None:
         """Report and obey forever; `reported` is called for each heartbeat.

@@ -106,9 +106,7 @@ class TrustRecord:
     def note(self, seen: SeenVersion) -> None:
         """Append a verified version; durable when it returns.
 
-        Raises:
-            RunReplaced: the version was seen with another state or manifest.
-            DiskFull: the row is not written.
+        Raises RunReplaced: the version was seen with another state or manifest; DiskFull: the row is not written.
         """
         known = self._seen.get(seen.version)
         if known == seen:
@@ -195,18 +193,15 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     Returns the abandoned versions. `known` are manifests by version, trusted no more than fetched ones; `newest` None
     accepts any first version.
 
-    Raises:
-        RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
-        UnprovenDescent: the coordinator does not show the manifests between.
+    Raises RunReplaced: the version is older, of another run, or descends from a sibling of `newest`; UnprovenDescent:
+    the coordinator does not show the manifests between.
     """
     child = manifest_from_bytes(data)
     if newest is None:
         return NOTHING_ABANDONED
     if child.run_id != newest.run_id:
-        raise RunReplaced(
-            f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}",
-            action="name the coordinator of that run, or choose another state_dir",
-        )
+        problem = f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}"
+        raise RunReplaced(problem, action="name the coordinator of that run, or choose another state_dir")
     if child.version < newest.version:
         raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
     if child.version == newest.version:
@@ -250,9 +245,7 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
 def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
     """Sentences on what `agree` would forget, one for each record.
 
-    Raises:
-        OperatorError: there is no record, or it belongs to another run.
-        CorruptStore: a record cannot be read.
+    Raises OperatorError: there is no record, or it belongs to another run; CorruptStore: a record cannot be read.
     """
     sentences = []
     for record in _records(state_dir, run):

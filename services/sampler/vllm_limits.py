@@ -30,21 +30,16 @@ def check_limits(sampling: SamplingConfig, lora: LoraConfig) -> None:
 def logprobs_mode(sampling: SamplingSemantics) -> str:
     """vLLM's log-probs mode of the contract's meaning; raises ConfigError without one."""
     if sampling.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            "sampling.temperature",
-            f"vLLM draws at no temperature below {MIN_TEMPERATURE}",
-            action='set a higher temperature at the learner, or engine.kind = "hf"',
-        )
+        problem = f"vLLM draws at no temperature below {MIN_TEMPERATURE}"
+        action = 'set a higher temperature at the learner, or engine.kind = "hf"'
+        raise ConfigError("sampling.temperature", problem, action=action)
     is_of_logits = sampling.logprob_temperature == 1.0
     if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
         return "raw_logprobs"
     if sampling.is_truncated:
         # vLLM renormalises processed log-probs after truncation; the contract does not.
-        raise ConfigError(
-            "sampling",
-            "vLLM gives no log-probs before truncation at a temperature",
-            action="use top_p = 1 and top_k = 0, temperature = 1, or logprob_mode = raw",
-        )
+        action = "use top_p = 1 and top_k = 0, temperature = 1, or logprob_mode = raw"
+        raise ConfigError("sampling", "vLLM gives no log-probs before truncation at a temperature", action=action)
     return "processed_logprobs"
 
 
@@ -52,9 +47,6 @@ def adapter_room(rank: int) -> int:
     """The smallest rank of vLLM's that has room for an adapter."""
     room = [larger for larger in LORA_RANKS if larger >= rank]
     if not room:
-        raise ConfigError(
-            "lora.rank",
-            f"vLLM takes adapters up to rank {LORA_RANKS[-1]}",
-            action='set a smaller rank at the learner, or engine.kind = "hf"',
-        )
+        action = 'set a smaller rank at the learner, or engine.kind = "hf"'
+        raise ConfigError("lora.rank", f"vLLM takes adapters up to rank {LORA_RANKS[-1]}", action=action)
     return room[0]

@@ -179,9 +179,8 @@ class WeightSync:
     async def _admit(self, plan: PullPlan) -> None:
         """Check the target's signature and ancestry by its manifest, before any payload.
 
-        Raises:
-            UntrustedVersion: no trusted key signed it, or it does not prove its descent from the version used last.
-            RunReplaced: it has another history than the version used last.
+        Raises UntrustedVersion: no trusted key signed it, or it does not prove its descent from the version used last;
+        RunReplaced: it has another history than the version used last.
         """
         target = plan.manifests[-1]
         self._signed_by = self.trust.check(target, plan.signature, version=plan.target_version)
@@ -194,10 +193,8 @@ class WeightSync:
         if abandoned:
             _LOG.warning(
                 "the learner abandoned versions %d to %d, the sampler goes on with version %d",
-                abandoned[0],
-                abandoned[-1],
-                plan.target_version,
-            )
+                abandoned[0], abandoned[-1], plan.target_version,
+            )  # fmt: skip
 
     def _seen(self, pulled: PulledVersion) -> SeenVersion:
         return SeenVersion(

@@ -189,11 +189,9 @@ class Outbox:
         self._count()
         if site and owner and owner != site:
             if self.level().num_groups:
-                raise ConfigError(
-                    "site",
-                    f"{self._path} holds {self.level().num_groups} groups of site {owner}",
-                    action=f'start a sampler with site = "{owner}" to deliver them, or move the file away',
-                )
+                problem = f"{self._path} holds {self.level().num_groups} groups of site {owner}"
+                action = f'start a sampler with site = "{owner}" to deliver them, or move the file away'
+                raise ConfigError("site", problem, action=action)
             self._connection.close()
             set_aside(self._path, "renamed")
             self._connection = open_outbox_file(self._path.parent)

@@ -121,10 +121,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=FULL")
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
-            raise CorruptStore(
-                f"{path}: durable mode refused (journal {mode}, synchronous {level})",
-                action="put state_dir on a local file system",
-            )
+            action = "put state_dir on a local file system"
+            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})", action=action)
         # Finds a damaged page before anything is added.
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":

@@ -249,19 +249,18 @@ class TurnJournal:
 
 def turns_of(left: KeptGroup, member: int) -> list[tuple[Int32Array, Completion]]:
     """A member's turns, each with the tokens given in front of it."""
-    return [_parted(kept) for kept in left.members.get(member, ())]
-
-
-def _parted(kept: KeptTurn) -> tuple[Int32Array, Completion]:
-    (rollout,) = kept.turn.rollouts
-    size = sum(span.end - span.start for span in rollout.spans if not span.is_drawn)
-    turn = Completion(
-        token_ids=rollout.token_ids[size:],
-        logprobs=rollout.sampler_logprobs,
-        finish_reason=rollout.finish_reason,
-        spans=_moved([span for span in rollout.spans if span.is_drawn], -size),
-    )
-    return rollout.token_ids[:size], turn
+    turns = []
+    for kept in left.members.get(member, ()):
+        (rollout,) = kept.turn.rollouts
+        size = sum(span.end - span.start for span in rollout.spans if not span.is_drawn)
+        turn = Completion(
+            token_ids=rollout.token_ids[size:],
+            logprobs=rollout.sampler_logprobs,
+            finish_reason=rollout.finish_reason,
+            spans=_moved([span for span in rollout.spans if span.is_drawn], -size),
+        )
+        turns.append((rollout.token_ids[:size], turn))
+    return turns
 
 
 def _moved(spans: Collection[Span], by: int) -> tuple[Span, ...]:

@@ -54,12 +54,13 @@ class WorkClient:
         Assignments of prompts beyond `num_prompts` are left to expire. With `sets`, held-out prompts are leased.
         Returns None if the coordinator did not answer.
         """
+        own = self.session.registration
         # Repeated unchanged after a lost answer.
         self._asked = self._asked or min(count, MAX_ASKED)
         try:
             grant = await self.session.api.lease_work(
-                site=self.session.registration.site,
-                incarnation=self.session.registration.incarnation,
+                site=own.site,
+                incarnation=own.incarnation,
                 max_groups=self._asked,
                 policy_version=version,
                 request_id=f"{self._asker}/{self._num_answers}",
@@ -96,12 +97,10 @@ class WorkClient:
 
     async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> bool:
         """Return assignments with a reason; False: a later call may succeed."""
+        own = self.session.registration
         try:
             await self.session.api.abandon_work(
-                site=self.session.registration.site,
-                incarnation=self.session.registration.incarnation,
-                assignments=assignments,
-                reason=reason,
+                site=own.site, incarnation=own.incarnation, assignments=assignments, reason=reason
             )
         except RemoteError as error:
             _LOG.log(log_level(error), "%d assignments are not taken back: %s", len(assignments), error)
@@ -182,11 +181,6 @@ class Prefetch:
         self._ends.clear()
         return held
 
-    async def ask(self, version: int, count: int) -> int:
-        """Ask once with the loaded version; returns how many assignments came."""
-        async with self._asking:
-            return await self._ask(version, count)
-
     async def end(self) -> list[int]:
         """Ask no more; returns what waits, and what has no group here.
 
@@ -197,6 +191,11 @@ class Prefetch:
             over = self._skipped - await self._elsewhere()
         self._skipped -= over
         return [*self.clear(), *sorted(over)]
+
+    async def ask(self, version: int, count: int) -> int:
+        """Ask once with the loaded version; returns how many assignments came."""
+        async with self._asking:
+            return await self._ask(version, count)
 
     async def _ask(self, version: int, count: int) -> int:
         before = await self._elsewhere()

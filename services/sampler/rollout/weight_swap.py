@@ -112,12 +112,8 @@ class WeightSwap:
             return False
         except OSError as error:
             # An engine in its own process reads weights from files.
-            self.note_failure(
-                EngineError(
-                    f"the weights of version {pulled.version} cannot be written: {error}",
-                    action="free space under state_dir or engine.weights_dir",
-                )
-            )
+            problem = f"the weights of version {pulled.version} cannot be written: {error}"
+            self.note_failure(EngineError(problem, action="free space under state_dir or engine.weights_dir"))
             return False
         if is_mend and not self.engine.is_whole:
             self._mend_at = self._clock.monotonic() + self._mending.delay_s()
@@ -150,12 +146,9 @@ class WeightSwap:
             return
         if not scores:
             return
-        report = CanaryReport(
-            site=self.session.registration.site,
-            incarnation=self.session.registration.incarnation,
-            version=version,
-            logprobs=tuple(float(value) for score in scores for value in score),
-        )
+        own = self.session.registration
+        logprobs = tuple(float(value) for score in scores for value in score)
+        report = CanaryReport(site=own.site, incarnation=own.incarnation, version=version, logprobs=logprobs)
         try:
             verdict = await self.session.api.report_canary(report)
         except RemoteError as error:
@@ -167,6 +160,5 @@ class WeightSwap:
             _LOG.error(
                 "this site is in quarantine and gets no work: %s; a version that it scores right ends the quarantine,"
                 " or an operator: %s",
-                peer_words(verdict.quarantine),
-                RELEASE,
-            )
+                peer_words(verdict.quarantine), RELEASE,
+            )  # fmt: skip

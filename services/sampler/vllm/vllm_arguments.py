@@ -87,10 +87,7 @@ def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
         logprobs=np.minimum(chosen(tokens, output.logprobs), np.float32(0.0)),
         finish_reason=FinishReason.EOS if tokens[-1] in end_token_ids else FinishReason.LENGTH,
         spans=tuple(
-            Span(version=_number(span.version), start=span.start, end=span.end) for span in output.weight_versions
+            Span(version=-1 if span.version == NO_VERSION else int(span.version), start=span.start, end=span.end)
+            for span in output.weight_versions
         ),
     )
-
-
-def _number(label: str) -> int:
-    return -1 if label == NO_VERSION else int(label)

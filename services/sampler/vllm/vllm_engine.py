@@ -50,10 +50,8 @@ class VllmEngine:
         Only `end_token_ids` end a completion; the end token is its last token. `is_stopped` does what `stop` does,
         also before this returns.
 
-        Raises:
-            DependencyMissing: vLLM is not installed.
-            ConfigError: vLLM cannot draw as the source's sampling says.
-            EngineDied: vLLM does not start.
+        Raises DependencyMissing: vLLM is not installed; ConfigError: vLLM cannot draw as the source's sampling says;
+        EngineDied: vLLM does not start.
         """
         package = import_vllm()
         self.source = source

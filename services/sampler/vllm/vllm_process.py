@@ -39,9 +39,7 @@ ANSWER_S = 600.0
 def import_vllm() -> Any:
     """The package, which takes seconds to import.
 
-    Raises:
-        DependencyMissing: it is not installed.
-        DependencyUnsupported: this release does not work with its version.
+    Raises DependencyMissing: it is not installed; DependencyUnsupported: this release does not work with its version.
     """
     check_package("vllm")
     # Read at import. Usage reports would go to a third party.
@@ -65,9 +63,7 @@ class VllmProcess:
         vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
         `max_num_seqs` above it is room for urgent requests. `is_stopped` gives the start up.
 
-        Raises:
-            DependencyMissing: vLLM is not installed.
-            EngineDied: it does not start, or its start is given up.
+        Raises DependencyMissing: vLLM is not installed; EngineDied: it does not start, or its start is given up.
         """
         vllm = import_vllm()
         from vllm.platforms import current_platform

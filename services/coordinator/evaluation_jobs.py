@@ -274,9 +274,8 @@ def count(
         if len(result.samples) != spec.draws.num_samples:
             raise InvalidRequest(f"results: {len(result.samples)} completions, {spec.draws.num_samples} are wanted")
         work_assignments.answer(connection, [result.assignment])
-        connection.execute(
-            "INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], _scores(result))
-        )
+        scores = json.dumps([(one.reward, one.num_tokens, int(one.is_truncated)) for one in result.samples])
+        connection.execute("INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], scores))
         new.append((job, result))
     return new
 
@@ -340,7 +339,3 @@ def newest_done(connection: Connection, sets: Sequence[str]) -> dict[str, Evalua
         if row is not None:
             found[name] = Listed(row=row, scores=None).evaluation()
     return found
-
-
-def _scores(result: PromptResult) -> str:
-    return json.dumps([(one.reward, one.num_tokens, int(one.is_truncated)) for one in result.samples])

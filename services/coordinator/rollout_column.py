@@ -89,10 +89,8 @@ class RolloutColumn:
             self._context.sites.require(connection, site, incarnation)
             self._check_end(connection)
             if get_meta(connection, "draining"):
-                raise Draining(
-                    f"the run drains: {get_meta(connection, 'draining')}",
-                    action="deliver what is held, then end; only a learner that starts again continues the run",
-                )
+                action = "deliver what is held, then end; only a learner that starts again continues the run"
+                raise Draining(f"the run drains: {get_meta(connection, 'draining')}", action=action)
             head = stated_version(lineage.head_version(connection))
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
@@ -157,9 +155,11 @@ class RolloutColumn:
                 connection, (site, incarnation), assignments, reason, config=self._context.config
             )
 
-        closed = await self._context.database.run(operation)
-        if reason is not None:
-            work_assignments.say_closed(closed, site, reason)
+        for assignment, prompt in await self._context.database.run(operation):
+            _LOG.warning(
+                "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s)",
+                assignment, prompt, work_assignments.MAX_RETURNS, site, reason and reason.value,
+            )  # fmt: skip
 
     async def stated_contract(self) -> Contract | None:
         return await self._context.database.run(lineage.read_contract)

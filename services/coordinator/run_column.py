@@ -77,11 +77,8 @@ class RunColumn:
 
         def operation(connection: Connection) -> tuple[int | None, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
-                raise Draining(
-                    "no learner has stated the contract yet",
-                    action="start the learner; this node goes on by itself",
-                    retry_after_s=1.0,
-                )
+                action = "start the learner; this node goes on by itself"
+                raise Draining("no learner has stated the contract yet", action=action, retry_after_s=1.0)
             published_variants.check_offered(connection, registration.variant)
             known = self._context.sites.register(connection, registration)
             if registration.held is not None:
@@ -136,10 +133,8 @@ class RunColumn:
         if is_said and verdict.quarantine:
             _LOG.error(
                 "site %s goes into quarantine: %s; a version that the site scores right ends it, or an operator: %s",
-                report.site,
-                verdict.quarantine,
-                RELEASE,
-            )
+                report.site, verdict.quarantine, RELEASE,
+            )  # fmt: skip
         elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict

@@ -174,7 +174,7 @@ class SampleRing:
         self._make_room(connection)
 
     def _make_room(self, connection: Connection, *, most: int | None = None) -> bool:
-        held = {SampleKind(kind): num_bytes for kind, num_bytes in connection.execute(_TOTALS)}
+        held = {kind: num_bytes for kind, (_, num_bytes) in totals(connection).items()}
         while sum(held.values()) > self.limit_bytes:
             if most is not None:
                 most -= 1
@@ -192,7 +192,6 @@ class SampleRing:
 
 
 _KNOWN = "SELECT 1 FROM samples WHERE site = ? AND incarnation = ? AND sequence = ?"
-_TOTALS = "SELECT kind, num_bytes FROM sample_totals"
 
 
 def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:

@@ -129,9 +129,8 @@ class Deadlines:
             if gone:
                 _LOG.info(
                     "site %s is silent: its %d assignments count against no site and go to others at their deadline",
-                    holder[0],
-                    gone,
-                )
+                    holder[0], gone,
+                )  # fmt: skip
         said = self._said(connection, holder)
         again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
         connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))

@@ -47,11 +47,6 @@ def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int,
     return (0, -version, arrival) if version > newest_taken else (1, 0, arrival)
 
 
-def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
-    """The oldest version in the window of `newest`."""
-    return newest_taken - max_staleness_versions // 2
-
-
 @dataclass(slots=True, kw_only=True)
 class Turns:
     """The order of sites between leases.
@@ -241,7 +236,7 @@ class Queue:
         if self.turns.order != "newest":
             return _best((site, (version, arrival)) for arrival, (site, version) in waiting.items())
         taken = horizon.newest_taken(connection)
-        floor = oldest_in_window(taken, max_staleness_versions=self.config.max_staleness_versions)
+        floor = taken - self.config.max_staleness_versions // 2
         late = _best((site, (version, arrival)) for arrival, (site, version) in waiting.items() if version < floor)
         first = _best(
             (site, newest_first(version, arrival, newest_taken=taken))

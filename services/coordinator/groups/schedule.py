@@ -118,12 +118,6 @@ def band_of(mean: float, config: DifficultyConfig) -> str:
     return TOO_HARD if mean < config.low else TOO_EASY if mean > config.high else IN_WINDOW
 
 
-def is_wanted(mean: float, config: DifficultyConfig, *, draw: float) -> bool:
-    """Whether a prompt with this mean is handed out.
-    `draw` is the assignment's."""
-    return band_of(mean, config) == IN_WINDOW or draw < config.explore
-
-
 def choose_prompts(
     connection: Connection, first: int, count: int, *, num_prompts: int, seed: int, config: DifficultyConfig
 ) -> tuple[list[tuple[int, int]], int]:
@@ -137,7 +131,8 @@ def choose_prompts(
         if config.is_on and passed < MAX_PASSED:
             seen = connection.execute("SELECT mean FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
         # A draw in [0, 1), the same after a restart.
-        if seen is None or is_wanted(seen[0], config, draw=_hash(f"explore/{seed}/{number}") / 2.0**64):
+        draw = _hash(f"explore/{seed}/{number}") / 2.0**64
+        if seen is None or band_of(seen[0], config) == IN_WINDOW or draw < config.explore:
             chosen.append((number, prompt))
             passed = 0
         else:

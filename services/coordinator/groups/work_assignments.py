@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 
@@ -304,7 +303,6 @@ def _lease(
     return [WorkAssignment(id=number, prompt_index=prompt, seed=seed, lease_s=0.0) for number, prompt, seed, _ in rows]
 
 
-_LOG = logging.getLogger(__name__)
 MAX_RETURNS = 3
 MAX_IN_ROW = 32
 """Returns of a site that count until a group of it is taken."""
@@ -365,15 +363,6 @@ def take_back(
         (site, accepted, in_row),
     )
     return closed
-
-
-def say_closed(closed: Sequence[tuple[int, int]], site: SiteId, reason: ReturnReason) -> None:
-    """Log assignments that `take_back` closed, with the last site's reason."""
-    for assignment, prompt in closed:
-        _LOG.warning(
-            "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s)",
-            assignment, prompt, MAX_RETURNS, site, reason.value,
-        )  # fmt: skip
 
 
 def _standing(connection: Connection, site: SiteId) -> tuple[int, int]:

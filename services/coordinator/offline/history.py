@@ -103,7 +103,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
         )
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
-    if _is_locked(path):
+    if is_in_use(directory):
         raise OperatorError(f"{path} is in use", action="stop the coordinator, or read a copy of its data_dir")
     try:
         with _opened(path) as connection:
@@ -118,11 +118,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
 
 def is_in_use(directory: Path) -> bool:
     """Whether another process's coordinator runs on a data directory's store."""
-    return _is_locked(directory / STORE_FILE)
-
-
-def _is_locked(path: Path) -> bool:
-    with path.open("rb") as file:
+    with (directory / STORE_FILE).open("rb") as file:
         asked = struct.pack(_FLOCK, fcntl.F_RDLCK, 0, _SHARED_LOCK_BYTE, _SHARED_LOCK_BYTES, 0)
         answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -91,11 +91,8 @@ def _restore(
     with open_store(source) as connection:
         own = get_meta(connection, "run_id")
         if own != run_id:
-            raise ConfigError(
-                "run_id",
-                f"{source} is of run {own}, this coordinator serves {run_id}",
-                action="name a backup of this run, or set run_id",
-            )
+            action = "name a backup of this run, or set run_id"
+            raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}", action=action)
         with contextlib.closing(sqlite3.connect(store)) as copy:
             connection.backup(copy)
     store.chmod(0o600)

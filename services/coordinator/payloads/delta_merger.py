@@ -18,7 +18,7 @@ from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.policy_messages import manifest_from_bytes
-from heterorl.coordinator.payloads.garbage_collector import Stores
+from heterorl.coordinator.payloads.garbage_collector import Stores, stored_of
 from heterorl.coordinator.payloads.merged_deltas import Span, due_blocks
 from heterorl.coordinator.store.background import BackgroundWorker
 from heterorl.coordinator.store.database_engine import Connection
@@ -96,20 +96,17 @@ class DeltaMerger(BackgroundWorker, Stores):
         self._current = job.span
         self._requests.pop(job.span, None)
         try:
-            stored = [part.digest for part in job.payloads if part.kind is not PayloadKind.MERGED]
-            async with self.cache.at_hand(stored):
+            async with self.cache.at_hand(stored_of(job.payloads)):
                 payload = await self._in_thread(functools.partial(self._compose, job))
         except CorruptData as error:
             _LOG.warning(
                 "versions %d to %d cannot be merged, sites pull single deltas: %s",
-                self._current.start,
-                self._current.stop,
-                error,
-            )
-            self._skipped |= {self._current}
+                job.span.start, job.span.stop, error,
+            )  # fmt: skip
+            self._skipped |= {job.span}
             return True
         except OSError as error:
-            return await self._after(error, self._current)
+            return await self._after(error, job.span)
         finally:
             self._current = None
         self.merges.add(payload, job.span.variant)
@@ -162,11 +159,7 @@ class DeltaMerger(BackgroundWorker, Stores):
         manifest = manifest_from_bytes(job.manifest)
         if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
             raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")
-        paths = [
-            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.blobs.path(payload.digest)
-            for payload in job.payloads
-        ]
-        scratch = self.merges.scratch()
+        paths, scratch = self.paths_of(job.payloads), self.merges.scratch()
         composed = compose(
             paths, scratch, layout_id=manifest.layout_id, chunks=chunks_of(manifest), on_chunk=self._check_stop
         )

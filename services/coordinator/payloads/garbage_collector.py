@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from heterorl.common.errors import Busy, StoreFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import RECLAIMED_BYTES
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
@@ -53,6 +53,18 @@ class Stores:
     cache: PayloadCache
     merges: MergedDeltas
     damage: Damage
+
+    def paths_of(self, payloads: Iterable[PayloadRef]) -> list[Path]:
+        """Files of payloads, merged deltas among them."""
+        return [
+            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.blobs.path(payload.digest)
+            for payload in payloads
+        ]
+
+
+def stored_of(payloads: Iterable[PayloadRef]) -> list[Digest]:
+    """Payloads of the store; merged deltas are only files."""
+    return [payload.digest for payload in payloads if payload.kind is not PayloadKind.MERGED]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -125,8 +137,8 @@ class GarbageCollector(BackgroundWorker, Stores):
         _LOG.debug("version %d gets a snapshot: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
-            async with self.cache.at_hand(_stored(work)):
-                write = functools.partial(write_snapshot, self._paths(work), scratch, work, self._check_stop)
+            async with self.cache.at_hand(stored_of(work.payloads)):
+                write = functools.partial(write_snapshot, self.paths_of(work.payloads), scratch, work, self._check_stop)
                 payload = await self._in_thread(write)
             adopted = self.blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
             await self.damage.on_disk(adopted)
@@ -135,11 +147,8 @@ class GarbageCollector(BackgroundWorker, Stores):
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
-            _LOG.warning(
-                "the snapshot of version %d is not written, the next version tries again: %s",
-                work.manifests[-1].version,
-                error,
-            )
+            version = work.manifests[-1].version
+            _LOG.warning("the snapshot of version %d is not written, the next version tries again: %s", version, error)
             return False
         finally:
             scratch.unlink(missing_ok=True)
@@ -148,30 +157,21 @@ class GarbageCollector(BackgroundWorker, Stores):
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a path; a wrong payload is put aside."""
         try:
-            async with self.cache.at_hand(_stored(work)):
-                paths = self._paths(work)
+            async with self.cache.at_hand(stored_of(work.payloads)):
+                paths = self.paths_of(work.payloads)
                 await self._in_thread(lambda: verify_way(paths, work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
             if await self.damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
                 return await self._is_proved(work)
         except OSError as error:
-            _LOG.warning(
-                "version %d cannot be rebuilt now, old payloads stay until it can: %s",
-                work.manifests[-1].version,
-                error,
-            )
+            version = work.manifests[-1].version
+            _LOG.warning("version %d cannot be rebuilt now, old payloads stay until it can: %s", version, error)
             digests = (payload.digest for payload in work.payloads)
-            await self.damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
+            await self.damage.put_aside_missing(zip(digests, self.paths_of(work.payloads), strict=True))
         else:
-            self.damage.note_proved(_stored(work))
+            self.damage.note_proved(stored_of(work.payloads))
             return True
         return False
-
-    def _paths(self, work: Work) -> list[Path]:
-        return [
-            self.merges.path(payload) if payload.kind is PayloadKind.MERGED else self.blobs.path(payload.digest)
-            for payload in work.payloads
-        ]
 
     # deletion
 
@@ -237,7 +237,3 @@ class GarbageCollector(BackgroundWorker, Stores):
 
     async def _ask(self, variant: str, operation: Callable[[Chain], ResultT]) -> ResultT:
         return await self.database.run(lambda connection: operation(Chain(connection, variant)))
-
-
-def _stored(work: Work) -> list[Digest]:
-    return [payload.digest for payload in work.payloads if payload.kind is not PayloadKind.MERGED]

@@ -49,12 +49,8 @@ _OPERATOR = Rule(frozenset({Role.OPERATOR}))
 # A relay reads for all samplers of its site; its other calls are forwarded with a sampler's rights.
 _READERS = frozenset({Role.LEARNER, Role.SAMPLER, Role.RELAY})
 # Twice what one node needs: streams of a broken link live until their pings fail.
-_WATCHES = Rule(_READERS, at_once=4)
-_READS_MANIFESTS = Rule(_READERS, at_once=4)
-_READS_PAYLOADS = Rule(_READERS, at_once=24)
+_READS = Rule(_READERS, at_once=4)
 _OWN_SITE = Rule(frozenset({Role.SAMPLER}), site=("site",))
-_DIAGNOSES = Rule(frozenset(Role), at_once=1)
-_ASKS_HEALTH = Rule(frozenset(Role), at_once=4)
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
@@ -65,11 +61,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.PolicyService/UploadPayload": _LEARNER,
         "/heterorl.v1.PolicyService/PublishVersion": _LEARNER,
         "/heterorl.v1.PolicyService/GetStep": _LEARNER,
-        "/heterorl.v1.PolicyService/WatchHead": _WATCHES,
-        "/heterorl.v1.PolicyService/GetManifest": _READS_MANIFESTS,
-        "/heterorl.v1.PolicyService/ListManifests": _READS_MANIFESTS,
-        "/heterorl.v1.PolicyService/PlanPull": _READS_MANIFESTS,
-        "/heterorl.v1.PolicyService/ReadPayload": _READS_PAYLOADS,
+        "/heterorl.v1.PolicyService/WatchHead": _READS,
+        "/heterorl.v1.PolicyService/GetManifest": _READS,
+        "/heterorl.v1.PolicyService/ListManifests": _READS,
+        "/heterorl.v1.PolicyService/PlanPull": _READS,
+        "/heterorl.v1.PolicyService/ReadPayload": Rule(_READERS, at_once=24),
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/PushGroups": Rule(frozenset({Role.SAMPLER}), site=("id", "site"), at_once=4),
@@ -97,8 +93,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.MetricsService/PushSamplerMetrics": _pushes_metrics(Role.SAMPLER),
         "/heterorl.v1.MetricsService/PushLearnerMetrics": _pushes_metrics(Role.LEARNER),
         "/heterorl.v1.MetricsService/PushRelayMetrics": _pushes_metrics(Role.RELAY),
-        "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
-        "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
+        "/heterorl.v1.DiagnosisService/Diagnose": Rule(frozenset(Role), at_once=1),
+        "/grpc.health.v1.Health/Check": Rule(frozenset(Role), at_once=4),
     }
 )
 

@@ -53,11 +53,9 @@ class Server:
         if self._files is not None:
             own = self._files.current().identity
             if own.role is not Role.COORDINATOR or own.run != config.run_id:
-                raise ConfigError(
-                    "tls.cert",
-                    f"names {own.uri}; this is the coordinator of run {config.run_id}",
-                    action="issue a certificate for this run's coordinator: `heterorl certs issue`, or correct run_id",
-                )
+                problem = f"names {own.uri}; this is the coordinator of run {config.run_id}"
+                action = "issue a certificate for this run's coordinator: `heterorl certs issue`, or correct run_id"
+                raise ConfigError("tls.cert", problem, action=action)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
             _LOG.warning(

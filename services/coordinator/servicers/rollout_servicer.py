@@ -119,7 +119,7 @@ class PushStreams:
                     answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
                     answers.add_done_callback(lambda _: commits.release())
                     # The call may have ended: retrieve the exception.
-                    answers.add_done_callback(_note)
+                    answers.add_done_callback(lambda done: done.cancelled() or done.exception())
                     await committing.put(([len(groups) for groups in entries], answers))
                 if waiting is None and is_open:
                     waiting = await arrived.get()
@@ -159,11 +159,6 @@ async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized |
         await arrived.put(None)
         raise
     await arrived.put(None)
-
-
-def _note(answers: _Answers) -> None:
-    if not answers.cancelled():
-        answers.exception()
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

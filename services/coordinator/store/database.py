@@ -20,7 +20,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull, StoreLost
@@ -35,15 +34,8 @@ MAX_BATCH = 256
 ENDED = (CorruptStore, StoreLost, Draining)
 """Final errors: the store failed, its database has gone, or it is closed."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """An operation outside transactions."""
-
-    operation: Operation
-
-    def __call__(self, connection: Connection) -> Any:
-        return self.operation(connection)
+_Entry = tuple[Operation, asyncio.Future[Any], bool]
+"""An operation, its answer, and whether it runs outside transactions."""
 
 
 class _Failed(Exception):
@@ -59,7 +51,7 @@ class Database:
     def __init__(self, engine: DatabaseEngine, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]) -> None:
         self._engine = engine
         self._loop = loop
-        self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
         self._on_full = on_full
         self._end: type[CorruptStore | StoreLost] | None = None
@@ -83,20 +75,20 @@ class Database:
         Raises StoreFull: undone, the disk is full; CorruptStore, StoreLost: the process must end; Draining: closed."""
         return await self.submit(operation)
 
-    def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
+    def submit(self, operation: Callable[[Connection], ResultT], *, is_alone: bool = False) -> asyncio.Future[ResultT]:
         """Queue one operation; it runs even if its caller is cancelled."""
         if self._end is not None:
             raise self._end(_ENDED_EARLIER)
         if self._is_closed:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
         future: asyncio.Future[ResultT] = self._loop.create_future()
-        self._operations.put((operation, future))
+        self._operations.put((operation, future, is_alone))
         return future
 
     async def run_alone(self, operation: Callable[[Connection], ResultT]) -> ResultT:
         """Run one read-only operation between two transactions.
         Raises CorruptStore, StoreLost, Draining: as `run`."""
-        return await self.submit(_Alone(operation))
+        return await self.submit(operation, is_alone=True)
 
     def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
         """End the store: the outcome of earlier operations is unknown.
@@ -129,14 +121,14 @@ class Database:
                     is_open = False
                 else:
                     batch.append(entry)
-            for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
+            for is_alone, entries in itertools.groupby(batch, key=lambda entry: entry[2]):
                 for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
                     self._busy_since = None if is_alone else time.perf_counter()
                     self._commit(part)
                     self._busy_since = None
         self._engine.close()
 
-    def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
+    def _commit(self, batch: list[_Entry]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         engine = self._engine
         # Real time, not the run's clock: this measures the disk.
@@ -144,11 +136,12 @@ class Database:
         try:
             if self._end is not None:
                 raise _Failed(_ENDED_EARLIER)
-            if isinstance(batch[0][0], _Alone):
-                self._tell(batch[0][1], *_run_alone(engine.connection, batch[0][0]))
+            operation, future, is_alone = batch[0]
+            if is_alone:
+                self._tell(future, *_run_alone(engine.connection, operation))
                 return
             engine.begin()
-            for operation, _ in batch:
+            for operation, *_ in batch:
                 results.append(_run_one(engine, operation))
             engine.commit()
             metrics.COMMIT_SECONDS.observe(time.perf_counter() - started)
@@ -165,7 +158,7 @@ class Database:
                 self._call(self._on_full)
             # One for each caller, since raising adds a traceback.
             results = [(None, self._failure(problem, fault)) for _ in batch]
-        for (_, future), (result, exception) in zip(batch, results, strict=True):
+        for (_, future, _), (result, exception) in zip(batch, results, strict=True):
             self._tell(future, result, exception)
 
     def _undo(self, error: Exception) -> tuple[Fault, str]:
@@ -245,7 +238,8 @@ MAX_REQUEST_ID = 64
 
 def answer_to_order(connection: Connection, kind: str, request_id: str) -> str | None:
     """Stored answer to an order; None for a new or empty id."""
-    return dict(_known_orders(connection, kind)).get(request_id) if request_id else None
+    known: dict[str, str] = dict(json.loads(get_meta(connection, f"answered/{kind}") or "[]"))
+    return known.get(request_id) if request_id else None
 
 
 def remember_order(connection: Connection, kind: str, request_id: str, answer: str) -> None:
@@ -254,13 +248,6 @@ def remember_order(connection: Connection, kind: str, request_id: str, answer: s
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
     if request_id:
-        kept = [*_known_orders(connection, kind), (request_id, answer)][-MAX_KEPT:]
-        set_meta(connection, _order_key(kind), json.dumps(kept))
-
-
-def _known_orders(connection: Connection, kind: str) -> list[tuple[str, str]]:
-    return [(name, answer) for name, answer in json.loads(get_meta(connection, _order_key(kind)) or "[]")]
-
-
-def _order_key(kind: str) -> str:
-    return f"answered/{kind}"
+        key = f"answered/{kind}"
+        kept = [*json.loads(get_meta(connection, key) or "[]"), (request_id, answer)][-MAX_KEPT:]
+        set_meta(connection, key, json.dumps(kept))

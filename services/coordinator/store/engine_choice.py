@@ -47,11 +47,8 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
     An impatient one waits for the server, not for another coordinator. Raises ConfigError: there is no url, or data_dir
     has its own store."""
     if not url:
-        raise ConfigError(
-            "store.url",
-            "--standby needs a store that two coordinators reach: one in PostgreSQL",
-            action="set store.url to postgresql://..., or start without --standby",
-        )
+        problem = "--standby needs a store that two coordinators reach: one in PostgreSQL"
+        raise ConfigError("store.url", problem, action="set store.url to postgresql://..., or start without --standby")
     require_psycopg()
     from heterorl.coordinator.store.postgres.standby import Standby
 
@@ -103,11 +100,8 @@ def _marked(data_dir: Path) -> str:
 
 
 def _not_its_own(data_dir: Path) -> ConfigError:
-    return ConfigError(
-        "data_dir",
-        f"{data_dir} does not have the payloads of this store",
-        action="coordinators of one store need the same data_dir, on a file system that all of them reach",
-    )
+    action = "coordinators of one store need the same data_dir, on a file system that all of them reach"
+    return ConfigError("data_dir", f"{data_dir} does not have the payloads of this store", action=action)
 
 
 def require_psycopg() -> None:

@@ -83,10 +83,8 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA temp_store=MEMORY")
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
-            raise CorruptStore(
-                f"{path}: durable mode refused (journal {mode}, synchronous {level})",
-                action="put data_dir on a local file system",
-            )
+            action = "put data_dir on a local file system"
+            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})", action=action)
         check_file(connection, path)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:

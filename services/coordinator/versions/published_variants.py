@@ -50,10 +50,8 @@ def check_offered(connection: Connection, variant: str) -> None:
     names = offered(connection)
     if variant != TRAINED and variant not in names:
         there = ", ".join(f'"{name}"' for name in (TRAINED, *names))
-        raise ContractMismatch(
-            f'variant: this node wants "{variant}", the learner publishes {there}',
-            action="set the sampler's variant to one of these, or add it to the learner's variants",
-        )
+        action = "set the sampler's variant to one of these, or add it to the learner's variants"
+        raise ContractMismatch(f'variant: this node wants "{variant}", the learner publishes {there}', action=action)
 
 
 def stored(connection: Connection) -> tuple[str, ...]:

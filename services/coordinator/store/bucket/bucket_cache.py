@@ -258,7 +258,7 @@ class BucketCache(PayloadCache):
         async with self._turns:
             while True:
                 is_resumed = self._files.scratch_bytes(digest) > 0
-                await self._storage.fetch(digest, scratch)
+                await self._storage.objects.fetch(digest, scratch)
                 # A fetched file is verified and adopted even if all waiters are cancelled.
                 fetch.is_arriving = False
                 is_right = await self._files.take(scratch, digest=digest, num_bytes=size)

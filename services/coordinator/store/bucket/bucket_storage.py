@@ -88,10 +88,6 @@ class BucketStorage(PayloadStorage):
         self.on_gone(digest)
         return self.sizes.pop(digest)
 
-    async def fetch(self, digest: Digest, path: Path) -> None:
-        """Append a payload's missing bytes to a file, without verification."""
-        await self.objects.fetch(digest, path)
-
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
         there = [digest for digest in digests if digest in self.sizes]
         signed = dict(zip(there, await self.objects.urls(there), strict=True))

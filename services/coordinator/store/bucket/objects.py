@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import configparser
 import contextlib
-import datetime
 import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,17 +44,9 @@ RANGE_S = 600.0
 """Limit of one range of a read; the next request resumes."""
 _RETRIES: dict[str, Any] = {
     "max_retries": 4,
-    "retry_timeout": datetime.timedelta(seconds=40),
-    "backoff": {
-        "init_backoff": datetime.timedelta(seconds=0.1),
-        "max_backoff": datetime.timedelta(seconds=5),
-        "base": 2,
-    },
+    "retry_timeout": timedelta(seconds=40),
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
 }
-
-
-def _seconds(seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=seconds)
 
 
 def _obstore() -> tuple[Any, Any]:
@@ -86,11 +78,8 @@ def read_credentials(path: Path) -> dict[str, str]:
         if token := section.get("aws_session_token"):
             found["session_token"] = token
     except OSError as error:
-        raise ConfigError(
-            key,
-            f"{path} cannot be read: {error.strerror}",
-            action="check the path, and that the coordinator's user can read the file",
-        ) from None
+        action = "check the path, and that the coordinator's user can read the file"
+        raise ConfigError(key, f"{path} cannot be read: {error.strerror}", action=action) from None
     except (configparser.Error, KeyError, UnicodeDecodeError):
         problem = f"{path} has no section default with aws_access_key_id and aws_secret_access_key"
         raise ConfigError(key, problem, action="write it as the AWS command line does") from None
@@ -119,7 +108,7 @@ class Objects:
         `on_lost` gets the reason when another store takes the prefix. Raises DependencyMissing: obstore; ConfigError:
         unreadable credentials."""
         self._library, self._errors = _obstore()
-        self._lifetime = datetime.timedelta(seconds=config.url_lifetime_s)
+        self._lifetime = timedelta(seconds=config.url_lifetime_s)
         where: dict[str, Any] = {
             "prefix": config.prefix or run_id,
             "region": config.region,
@@ -130,8 +119,9 @@ class Objects:
         allow: dict[str, Any] = {"allow_http": config.endpoint.startswith("http://")}
         store = self._library.store.S3Store
         # `timeout` is for a whole answer. `read_timeout` is for silence, also while a put sends its bytes.
-        self._store: S3Store = store(config.bucket, client_options={**allow, "timeout": _seconds(REQUEST_S)}, **where)
-        reading = {"timeout": _seconds(RANGE_S), "read_timeout": _seconds(SILENCE_S)}
+        asking = {"timeout": timedelta(seconds=REQUEST_S)}
+        self._store: S3Store = store(config.bucket, client_options={**allow, **asking}, **where)
+        reading = {"timeout": timedelta(seconds=RANGE_S), "read_timeout": timedelta(seconds=SILENCE_S)}
         self._reads: S3Store = store(config.bucket, client_options={**allow, **reading}, **where)
         self._on_lost = on_lost
         self._owner = ""
@@ -156,11 +146,8 @@ class Objects:
     @staticmethod
     def of_another(owner: str) -> ConfigError:
         """The error for a prefix of another store."""
-        return ConfigError(
-            "payloads.prefix",
-            f"has the payloads of another store, {owner[:64]!r}",
-            action=f"name another prefix; if that store never runs again, delete the object {MARK} below it",
-        )
+        action = f"name another prefix; if that store never runs again, delete the object {MARK} below it"
+        return ConfigError("payloads.prefix", f"has the payloads of another store, {owner[:64]!r}", action=action)
 
     async def sizes(self) -> dict[Digest, int]:
         names = ((key.rpartition("/")[2], num_bytes) for key, num_bytes, _ in await self._listed("blobs"))

@@ -62,10 +62,8 @@ def error_of_connecting(error: psycopg.Error) -> HeterorlError:
         return OperatorError("store.url cannot be read by libpq", action="compare it with `[store]` in operate.md")
     words = brief(error)
     if any(part in words.lower() for part in _REFUSALS):
-        return OperatorError(
-            f"PostgreSQL refuses the session: {words}",
-            action="check store.url, the server and the password (PGPASSFILE or PGPASSWORD)",
-        )
+        action = "check store.url, the server and the password (PGPASSFILE or PGPASSWORD)"
+        return OperatorError(f"PostgreSQL refuses the session: {words}", action=action)
     return StoreLost(f"PostgreSQL cannot be reached: {words}")
 
 
@@ -74,15 +72,11 @@ def error_of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
     if isinstance(error, errors.DiskFull):
         return DiskFull("PostgreSQL's data directory")
     if isinstance(error, errors.LockNotAvailable):
-        return StoreLost(
-            "another session keeps the store's tables locked",
-            action="end that session (pg_locks names it), or wait: heterorl tries again",
-        )
+        action = "end that session (pg_locks names it), or wait: heterorl tries again"
+        return StoreLost("another session keeps the store's tables locked", action=action)
     if not is_broken and isinstance(error, _OPERATION_ERRORS):
-        return OperatorError(
-            f"PostgreSQL refuses the store's tables: {brief(error)}",
-            action="the user of store.url must own the database or schema, and no foreign tables may be in it",
-        )
+        action = "the user of store.url must own the database or schema, and no foreign tables may be in it"
+        return OperatorError(f"PostgreSQL refuses the store's tables: {brief(error)}", action=action)
     if not is_broken and isinstance(error, _DAMAGE):
         return CorruptStore(f"the store in PostgreSQL cannot be opened: {brief(error)}")
     return StoreLost(f"PostgreSQL gave the store up: {brief(error)}")
@@ -355,10 +349,8 @@ def _check_server(raw: psycopg.Connection[Any]) -> None:
     if pid != info.backend_pid:
         raise OperatorError("store.url leads to a pooler of sessions", action="name the server itself")
     if encoding != "UTF8" or fsync != "on" or schema is None:
-        raise OperatorError(
-            f"the database has encoding {encoding}, fsync {fsync} and schema {schema}",
-            action="it must have UTF8, fsync on and a schema in its search_path",
-        )
+        action = "it must have UTF8, fsync on and a schema in its search_path"
+        raise OperatorError(f"the database has encoding {encoding}, fsync {fsync} and schema {schema}", action=action)
     if synchronous in ("off", "local"):
         raw.execute("SET synchronous_commit = on")
 

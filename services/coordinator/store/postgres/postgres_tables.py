@@ -153,10 +153,8 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
             raw.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             row = raw.execute("SELECT schema_version FROM store").fetchone()
             if row is None or row[0] != SCHEMA_VERSION:
-                raise CorruptStore(
-                    f"the store has schema {row and row[0]}, this program needs {SCHEMA_VERSION}",
-                    action=ANOTHER_PROGRAM,
-                )
+                problem = f"the store has schema {row and row[0]}, this program needs {SCHEMA_VERSION}"
+                raise CorruptStore(problem, action=ANOTHER_PROGRAM)
             file.execute("BEGIN")
             for table in tables_of(file):
                 _read_table(raw, file, table)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.queue import LATE_EVERY, Turns, newest_first, oldest_in_window
+from heterorl.coordinator.groups.queue import LATE_EVERY, Turns, newest_first
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 
@@ -28,7 +28,7 @@ def published_rule(waiting, *, newest_taken, window):
 
 @given(st.sets(st.tuples(st.integers(0, 12), st.integers(0, 99)), min_size=1), st.integers(-1, 12), st.integers(0, 12))
 def test_rank_and_window_are_the_published_rule(waiting, newest_taken, bound):
-    floor = oldest_in_window(newest_taken, max_staleness_versions=bound)
+    floor = newest_taken - bound // 2
     within = [group for group in waiting if group[0] >= floor]
     chosen = min(within, key=lambda group: newest_first(*group, newest_taken=newest_taken), default=None)
 
@@ -152,7 +152,7 @@ def test_no_group_is_older_than_the_bound_when_it_is_taken(data):
     for arrival in range(60):
         head += data.draw(st.integers(0, 1))
         waiting.append((max(0, head - data.draw(st.integers(0, bound))), arrival))
-        floor = oldest_in_window(taken, max_staleness_versions=bound)
+        floor = taken - bound // 2
         fresh = [group for group in waiting if head - group[0] <= bound]
         within, late = ([group for group in fresh if (group[0] < floor) is is_late] for is_late in (False, True))
         is_late_next = turns.is_late_next(has_late=bool(late), has_others=bool(within))

@@ -118,9 +118,7 @@ class EvaluationColumn:
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         found = await self._context.database.run(
-            lambda connection: jobs.listed(
-                connection, task_set=task_set, after_version=max(-1, after_version), limit=limit
-            )
+            lambda connection: jobs.listed(connection, task_set=task_set, after_version=after_version, limit=limit)
         )
         return await in_thread(lambda: tuple(each.evaluation() for each in found))
 

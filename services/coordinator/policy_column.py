@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from heterorl.common.api import PieceFrames
 from heterorl.common.errors import (
@@ -109,11 +109,7 @@ class PolicyColumn:
             return await self._publish(request, manifest, parsed, payloads)
 
     async def _publish(
-        self,
-        request: PublishRequest,
-        manifest: Manifest,
-        parsed: Mapping[str, Manifest],
-        payloads: Sequence[PayloadRef],
+        self, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest], payloads: list[PayloadRef]
     ) -> int:
         for payload in payloads:
             if not await self._context.blobs.ensure(
@@ -146,13 +142,8 @@ class PolicyColumn:
             rollback_order.settle(connection, manifest)
             config = self._context.config
             evaluations.drop(connection, abandoned)
-            evaluations.plan(
-                connection,
-                config.evaluation,
-                version=manifest.version,
-                now=now,
-                is_last=config.is_finished(manifest.version),
-            )
+            is_last = config.is_finished(manifest.version)
+            evaluations.plan(connection, config.evaluation, version=manifest.version, now=now, is_last=is_last)
             return manifest.version, ""
 
         version, why = await self._context.change(operation, is_publication=True)

@@ -151,9 +151,8 @@ class RolloutColumn:
 
         def operation(connection: Connection) -> list[tuple[int, int]]:
             self._context.sites.require(connection, site, incarnation)
-            return work_assignments.take_back(
-                connection, (site, incarnation), assignments, reason, config=self._context.config
-            )
+            at_least = self._context.config.groups_per_version
+            return work_assignments.take_back(connection, (site, incarnation), assignments, reason, at_least=at_least)
 
         for assignment, prompt in await self._context.database.run(operation):
             _LOG.warning(

@@ -140,11 +140,10 @@ class RunColumn:
         return verdict
 
     async def get_status(self) -> RunStatus:
-        now, wall = self._context.clock.monotonic(), self._context.clock.wall()
         used, problem = self._context.blobs.used_bytes, self._context.disk.problem
         return await self._context.database.run(
             lambda connection: status_report.run_status(
-                connection, self._context, now=now, wall=wall, store_bytes=used, store_problem=problem
+                connection, self._context, store_bytes=used, store_problem=problem
             )
         )
 

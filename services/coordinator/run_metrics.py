@@ -29,18 +29,10 @@ SILENCE_LIMIT_S = 86_400.0
 """Silence after which a site's gauges are no longer shown."""
 TRAINED_LABEL = "trained"
 _SITE_GAUGES = (
-    metrics.SITE_POLICY_VERSION,
-    metrics.SITE_SILENCE_SECONDS,
-    metrics.SITE_STOPPED,
-    metrics.SITE_WORK_GROUPS,
-    metrics.SITE_AWAY_GROUPS,
-    metrics.SITE_PENDING_BYTES,
-    metrics.SITE_QUARANTINED,
-    metrics.SITE_CANARY_NATS,
-    metrics.SITE_CANARY_KL,
-    metrics.SITE_FAILED_GROUPS,
-    metrics.SITE_APPLY_SECONDS,
-)
+    metrics.SITE_POLICY_VERSION, metrics.SITE_SILENCE_SECONDS, metrics.SITE_STOPPED, metrics.SITE_WORK_GROUPS,
+    metrics.SITE_AWAY_GROUPS, metrics.SITE_PENDING_BYTES, metrics.SITE_QUARANTINED, metrics.SITE_CANARY_NATS,
+    metrics.SITE_CANARY_KL, metrics.SITE_FAILED_GROUPS, metrics.SITE_APPLY_SECONDS,
+)  # fmt: skip
 
 
 def _read_waiting(

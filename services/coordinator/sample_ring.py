@@ -81,12 +81,7 @@ class SampleRing:
         self.keep_group(connection, group, reason, detail=detail, version=head)
 
     def keep_evaluation(
-        self,
-        connection: Connection,
-        sample: EvaluationSample,
-        data: bytes | None = None,
-        *,
-        num_tokens: int | None = None,
+        self, connection: Connection, sample: EvaluationSample, data: bytes = b"", *, num_tokens: int | None = None
     ) -> None:
         """Keep a held-out prompt with its completions.
         `data` is its message, if it was serialized already; `num_tokens` counts tokens of a sample without ids."""
@@ -97,7 +92,7 @@ class SampleRing:
         found = outline_of_rollouts(sample.rollouts)
         self._keep(
             connection,
-            evaluation_to_bytes(sample) if data is None else data,
+            data or evaluation_to_bytes(sample),
             found if num_tokens is None else replace(found, num_tokens=num_tokens),
             kind=SampleKind.EVALUATION,
             values=(EVALUATED, one_line(sample.task_set), sample.site, name, number, sample.version, sample.version),

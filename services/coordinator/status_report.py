@@ -67,17 +67,11 @@ def shortened(sites: Sequence[SiteStatus], *, max_bytes: int) -> tuple[SiteStatu
 
 
 def run_status(
-    connection: Connection,
-    context: CoordinatorContext,
-    *,
-    now: float,
-    wall: float,
-    store_bytes: int,
-    store_problem: str,
+    connection: Connection, context: CoordinatorContext, *, store_bytes: int, store_problem: str
 ) -> RunStatus:
-    """The status of the run; `now` is monotonic.
+    """The status of the run.
     `store_bytes` and `store_problem` are of the event loop."""
-    config = context.config
+    config, now = context.config, context.clock.monotonic()
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
     snapshot = payload_index.newest_snapshot(connection)
@@ -113,7 +107,7 @@ def run_status(
         store_bytes=store_bytes,
         store_limit_bytes=config.store_bytes,
         snapshot_version=snapshot[0] if snapshot else NO_VERSION,
-        snapshot_age_s=max(0.0, wall - snapshot[1]) if snapshot else 0.0,
+        snapshot_age_s=max(0.0, context.clock.wall() - snapshot[1]) if snapshot else 0.0,
         reclaimed_bytes=payload_index.reclaimed_bytes(connection),
         delta_bytes=sizes.get(PayloadKind.DELTA, 0),
         snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),

@@ -29,14 +29,12 @@ WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
 """Inches, and dots an inch: two pictures side by side on a desktop, one at the width of a phone."""
 _WIDE = 100.0
 """A series whose maximum exceeds this times its median gets a logarithmic axis."""
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a learner's journal."""
 
 
 def drawings(
-    reports: Sequence[StepReport],
-    versions: Sequence[Mapping[str, Any]],
-    start: float | None,
-    *,
-    promised: float | None = None,
+    reports: Sequence[StepReport], versions: Rows, start: float | None, *, promised: float | None = None
 ) -> dict[str, Callable[[Any], None]]:
     """Functions that draw `PICTURES` on given axes; needs an applied step.
 

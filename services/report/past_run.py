@@ -21,6 +21,7 @@ from heterorl.coordinator.evaluation_jobs import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status_report import FACTS, list_steps
+from heterorl.coordinator.store.database import get_meta
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def read_run(directory: Path) -> PastRun:
 
 def _from_store(directory: Path, journal: Path | None) -> PastRun:
     with open_store(directory) as connection:
-        meta = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+        run_id = get_meta(connection, "run_id") or ""
         rows = connection.execute(
             "SELECT version, bytes_last, bytes_full, published, is_abandoned FROM versions ORDER BY version"
         ).fetchall()
@@ -134,10 +135,9 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         ).fetchall()
         counts = ledger.counts(connection)
         sets = tuple(each.evaluation() for each in listed(connection, limit=_ALL))
-        said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
-        facts = {} if said is None else dict(json.loads(said[0]))
+        facts = json.loads(get_meta(connection, FACTS) or "{}")
     run = PastRun(
-        run_id="" if meta is None else str(meta[0]),
+        run_id=run_id,
         sources=(directory,),
         reports=reports,
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),

@@ -200,16 +200,13 @@ class Queue:
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 num_bytes += len(data)
-                age, waited = max(0.0, now - published), max(0.0, now - arrived)
-                seed = seed_of(assignment, seed=self.config.seed)
-                variant = published_variants.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
                     LeasedGroup(
                         sealed=group,
-                        policy_age_s=age,
-                        queue_age_s=waited,
-                        seed=seed,
-                        variant=variant,
+                        policy_age_s=max(0.0, now - published),
+                        queue_age_s=max(0.0, now - arrived),
+                        seed=seed_of(assignment, seed=self.config.seed),
+                        variant=published_variants.of_state(connection, group.oldest_version, group.state_root),
                         wants_note=self.ring.wants(SampleKind.CONSUMED, arrival),
                     )
                 )

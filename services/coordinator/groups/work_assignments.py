@@ -38,20 +38,11 @@ from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 
-REOPENED = frozenset(
-    {
-        DropReason.STALE_AT_INGEST,
-        DropReason.STALE_AT_LEASE,
-        DropReason.STALE_AT_COMMIT,
-        DropReason.INVALID,
-        DropReason.UNKNOWN_VERSION,
-        DropReason.WRONG_DIGEST,
-        DropReason.LINEAGE_ABANDONED,
-        DropReason.QUARANTINED,
-        DropReason.LOST_MEMBERS,
-        *quarantine.REJECTABLE,
-    }
-)
+REOPENED = quarantine.REJECTABLE | {
+    DropReason.STALE_AT_INGEST, DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.INVALID,
+    DropReason.UNKNOWN_VERSION, DropReason.WRONG_DIGEST, DropReason.LINEAGE_ABANDONED, DropReason.QUARANTINED,
+    DropReason.LOST_MEMBERS,
+}  # fmt: skip
 """Drops after which the prompt is handed out again. After a drop of the learner (too long, not finite, equal rewards)
 the same prompt and seed would fail again."""
 MAX_HOLDERS = 3
@@ -316,16 +307,12 @@ def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
 
 
 def take_back(
-    connection: Connection,
-    holder: Holder,
-    assignments: Sequence[int],
-    reason: ReturnReason | None,
-    *,
-    config: CoordinatorConfig,
+    connection: Connection, holder: Holder, assignments: Sequence[int], reason: ReturnReason | None, *, at_least: int
 ) -> list[tuple[int, int]]:
     """Take assignments back from their holder; returns those that this closes.
 
-    Each comes with its prompt. `reason` is why their rows give no group; returns with None are not counted.
+    Each comes with its prompt. `reason` is why their rows give no group; returns with None are not counted. Returned
+    ones wait for `at_least` new ones.
     """
     site = SiteId(holder[0])
     # A held-out prompt that cannot be drawn is answered without a score.
@@ -355,7 +342,7 @@ def take_back(
         doublings = min(max(0, sum(returned.values()) - 1), _MAX_DOUBLINGS)
         connection.execute(
             "UPDATE work SET returned = ?, open_from = ? WHERE assignment = ?",
-            (json.dumps(returned), following + (config.groups_per_version << doublings), assignment),
+            (json.dumps(returned), following + (at_least << doublings), assignment),
         )
     connection.execute(
         "INSERT INTO returners VALUES (?, ?, ?) ON CONFLICT (site)"

@@ -22,6 +22,7 @@ from urllib.parse import quote
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef
+from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
 from heterorl.coordinator.versions.chain import PAYLOAD_ROW, payload_of
 
@@ -148,8 +149,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _read(connection: sqlite3.Connection, directory: Path, variant: str) -> History:
-    row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    run_id = get_meta(connection, "run_id") or ""
     payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ?", (variant,))
     offered = tuple(payload_of(row) for row in payloads)
-    run_id = "" if row is None else str(row[0])
     return History(run_id=run_id, connection=connection, offered=offered, blobs=directory / "blobs", variant=variant)

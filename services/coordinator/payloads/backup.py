@@ -96,7 +96,6 @@ class Backups(Stores):
                 for digest in digests:
                     # One after another: the cache may not have room for all.
                     num_bytes += await self._bring(digest, partial)
-                await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
                 path=str((self._directory / name).resolve()),
                 head_version=stated_version(head),
@@ -197,12 +196,9 @@ def _take_store(path: Path) -> int:
     return path.stat().st_size
 
 
-def _sync_folders(target: Path) -> None:
-    for folder in (target / "blobs").glob("*"):
-        sync_directory(folder)
-
-
 def _finish(partial: Path, target: Path, backup: Backup, run_id: str) -> None:
+    for folder in (partial / "blobs").glob("*"):
+        sync_directory(folder)
     note = {"run_id": run_id, **{name: getattr(backup, name) for name in Backup.__slots__}}
     path = partial / NOTE
     path.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from heterorl.coordinator.payloads.merged_deltas import Span, due_blocks
 from heterorl.coordinator.store.background import BackgroundWorker
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage, published_variants
-from heterorl.coordinator.versions.chain import Chain, MergedInto
+from heterorl.coordinator.versions.chain import Chain, Into
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class DeltaMerger(BackgroundWorker, Stores):
         return payload
 
 
-def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
+def _path_over(chain: Chain, span: Span, merged_into: Into) -> tuple[PayloadRef, ...]:
     """Cheapest deltas over a span, with merged ones; empty without a path."""
 
     def into(version: int) -> list[PayloadRef]:

@@ -18,7 +18,7 @@ from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage, rollback_order
-from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
+from heterorl.coordinator.versions.chain import TRAINED, Chain, Into, payload_of
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 
@@ -88,7 +88,7 @@ def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
     return True
 
 
-def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
+def way_of_joiner(chain: Chain, merged_into: Into) -> tuple[PayloadRef, ...]:
     """Cheapest path from a verified snapshot to the head; empty without one."""
     verified = chain.verified()
 

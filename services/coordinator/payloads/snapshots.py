@@ -81,19 +81,14 @@ def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk
         before = manifest.state_root
     for number, chunk in enumerate(chunks):
         on_chunk()
-        if _rebuild_chunk(payloads, number, chunk, manifests, is_each_compared=False) is not None:
-            wrong = _rebuild_chunk(payloads, number, chunk, manifests, is_each_compared=True)
+        if _rebuild_chunk(payloads, number, chunk, manifests, compares_all=False) is not None:
+            wrong = _rebuild_chunk(payloads, number, chunk, manifests, compares_all=True)
             index = len(paths) - 1 if wrong is None else wrong
             raise DamagedPayload(index, f"chunk {number} differs from version {manifests[index].version}")
 
 
 def _rebuild_chunk(
-    payloads: Sequence[PayloadChunks],
-    number: int,
-    chunk: Chunk,
-    manifests: Sequence[Manifest],
-    *,
-    is_each_compared: bool,
+    payloads: Sequence[PayloadChunks], number: int, chunk: Chunk, manifests: Sequence[Manifest], *, compares_all: bool
 ) -> int | None:
     """Index of the first compared payload with a wrong chunk, or None."""
     values = zeros(chunk)
@@ -103,7 +98,7 @@ def _rebuild_chunk(
             apply_chunk(method, memoryview(data), values)
         except CorruptData as error:
             raise DamagedPayload(index, str(error)) from error
-        is_compared = is_each_compared or index in (0, len(payloads) - 1)
+        is_compared = compares_all or index in (0, len(payloads) - 1)
         if is_compared and digest_integers(values) != manifest.chunk_digests[number]:
             return index
     return None

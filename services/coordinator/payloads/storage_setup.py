@@ -32,15 +32,11 @@ WAIT_S = 60.0
 """Longest wait for a bucket; then the process ends, and is restarted or a standby takes over."""
 PAUSE_S = 1.0
 Opened = tuple[PayloadStorage, BlobStore, PayloadCache, DirectUploads]
+MakeRoom = Callable[[int], Awaitable[None]]
 
 
 async def open_payloads(
-    config: CoordinatorConfig,
-    database: Database,
-    clock: Clock,
-    *,
-    make_room: Callable[[int], Awaitable[None]],
-    on_full: Callable[[], None],
+    config: CoordinatorConfig, database: Database, clock: Clock, *, make_room: MakeRoom, on_full: Callable[[], None]
 ) -> Opened:
     """Open payload storage, files, cache and direct uploads.
     Raises ConfigError, DependencyMissing: the bucket cannot be used as named; Busy: it does not answer for WAIT_S."""
@@ -70,12 +66,7 @@ async def open_payloads(
 
 
 async def _open_bucket(
-    config: CoordinatorConfig,
-    database: Database,
-    clock: Clock,
-    *,
-    make_room: Callable[[int], Awaitable[None]],
-    on_full: Callable[[], None],
+    config: CoordinatorConfig, database: Database, clock: Clock, *, make_room: MakeRoom, on_full: Callable[[], None]
 ) -> Opened:
     payloads = config.payloads
     await asyncio.to_thread(payload_index.empty, config.data_dir / SCRATCH)

@@ -63,30 +63,16 @@ _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
 MAX_FIELDS = 1 << 16
 """Fields of one message, nested ones included."""
-FIELDS: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(
-        (
-            "PublishVersionRequest",
-            "StreamGroupsRequest",
-            "AbandonGroupsRequest",
-            "RejectGroupsRequest",
-            "NoteSamplesRequest",
-        ),
-        1 << 18,
-    )
-)
+FIELDS: Mapping[str, int] = MappingProxyType({
+    "PublishVersionRequest": 1 << 18, "StreamGroupsRequest": 1 << 18, "AbandonGroupsRequest": 1 << 18,
+    "RejectGroupsRequest": 1 << 18, "NoteSamplesRequest": 1 << 18,
+})  # fmt: skip
 SMALL_BYTES = 1 << 20
 """Bytes of a request that is not in LONG. Parsed, a request of many small entries takes about 50 times its bytes."""
-LONG = frozenset(
-    {
-        *FIELDS,
-        "PushGroupsRequest",
-        "PushEvaluationRequest",
-        "UploadPayloadRequest",
-        "PushLearnerMetricsRequest",
-        "DiagnoseRequest",
-    }
-)
+LONG = frozenset({
+    *FIELDS, "PushGroupsRequest", "PushEvaluationRequest", "UploadPayloadRequest", "PushLearnerMetricsRequest",
+    "DiagnoseRequest",
+})  # fmt: skip
 """Requests that may be as long as `max_message_bytes`."""
 
 BOUNDS: Mapping[str, Bound] = MappingProxyType(

@@ -91,10 +91,7 @@ class PushStreams:
                     await task
 
     async def _submit(
-        self,
-        arrived: asyncio.Queue[_Sized | None],
-        committing: asyncio.Queue[_Commit | None],
-        commits: asyncio.Semaphore,
+        self, arrived: asyncio.Queue[_Sized | None], queued: asyncio.Queue[_Commit | None], commits: asyncio.Semaphore
     ) -> None:
         """Hand messages to the store in batches; always ends with None."""
         waiting: _Sized | None = await arrived.get()
@@ -120,13 +117,13 @@ class PushStreams:
                     answers.add_done_callback(lambda _: commits.release())
                     # The call may have ended: retrieve the exception.
                     answers.add_done_callback(lambda done: done.cancelled() or done.exception())
-                    await committing.put(([len(groups) for groups in entries], answers))
+                    await queued.put(([len(groups) for groups in entries], answers))
                 if waiting is None and is_open:
                     waiting = await arrived.get()
         except Exception:
-            await committing.put(None)
+            await queued.put(None)
             raise
-        await committing.put(None)
+        await queued.put(None)
 
     async def _look_at(self, batch: list[Pushed], num_bytes: int) -> list[list[Arrival]]:
         BYTES.labels("groups", "in").inc(num_bytes)

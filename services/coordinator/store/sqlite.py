@@ -26,13 +26,9 @@ class SqliteEngine:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.connection = connection
-
-    @classmethod
-    def open(cls, path: Path) -> SqliteEngine:
+    def __init__(self, path: Path) -> None:
         """Open or create the file and check it; raises as `connect`."""
-        return cls(connect(path))
+        self.connection = connect(path)
 
     def begin(self) -> None:
         self.connection.execute("BEGIN IMMEDIATE")

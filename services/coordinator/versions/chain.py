@@ -21,19 +21,15 @@ MAX_MANIFEST_BYTES = 4 << 20
 """Bytes of the manifests in one answer; a larger one travels by itself."""
 PAYLOAD_ROW = "kind, from_version, to_version, digest, num_bytes"
 """The columns that `payload_of` reads."""
-MergedInto = Callable[[int], Sequence[PayloadRef]]
-"""The merged deltas of a chain that lead to a version."""
+Into = Callable[[int], Sequence[PayloadRef]]
+"""The payloads that lead to a version."""
 
 
 def payload_of(row: tuple[str, int, int, str, int]) -> PayloadRef:
     """The payload of a row of PAYLOAD_ROW."""
-    kind, from_version, to_version, digest, num_bytes = row
+    kind, start, stop, digest, num_bytes = row
     return PayloadRef(
-        kind=PayloadKind(kind),
-        from_version=from_version,
-        to_version=to_version,
-        digest=Digest(digest),
-        num_bytes=num_bytes,
+        kind=PayloadKind(kind), from_version=start, to_version=stop, digest=Digest(digest), num_bytes=num_bytes
     )
 
 

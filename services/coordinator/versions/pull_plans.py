@@ -7,20 +7,16 @@ is pure; `plan` is a store operation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind, PullPlan, stated_version, version_or_none
 from heterorl.coordinator.versions import lineage
-from heterorl.coordinator.versions.chain import Chain, MergedInto
+from heterorl.coordinator.versions.chain import Chain, Into
 
 
 def plan_pull(
-    into: Callable[[int], Sequence[PayloadRef]],
-    *,
-    have_version: int | None,
-    want_version: int,
-    base_version: int | None = None,
+    into: Into, *, have_version: int | None, want_version: int, base_version: int | None = None
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
     """Choose the payloads to apply, in order, and say why.
     `into` gives the payloads that lead to a version; `base_version` needs no transfer. Raises UnknownVersion: no path
@@ -54,9 +50,7 @@ def plan_pull(
     raise UnknownVersion(f"version {want_version} is no longer stored: no payloads lead to it")
 
 
-def cheapest_way(
-    into: Callable[[int], Sequence[PayloadRef]], *, have_version: int | None, want_version: int
-) -> tuple[PayloadRef, ...]:
+def cheapest_way(into: Into, *, have_version: int | None, want_version: int) -> tuple[PayloadRef, ...]:
     """The payloads of `plan_pull`, empty if no path leads there."""
     try:
         return plan_pull(into, have_version=have_version, want_version=want_version)[1]
@@ -106,7 +100,7 @@ def plan(
     have_version: int | None,
     have_root: str,
     want_version: int | None,
-    merged_into: MergedInto,
+    merged_into: Into,
     base_root: str = "",
 ) -> PullPlan:
     """Plan a pull, to the head if `want_version` is None.

@@ -32,27 +32,15 @@ from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
 
 _OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
 _DAMAGE = (
-    errors.InternalError_,
-    errors.DataCorrupted,
-    errors.IndexCorrupted,
-    errors.IoError,
-    errors.UndefinedFile,
+    errors.InternalError_, errors.DataCorrupted, errors.IndexCorrupted, errors.IoError, errors.UndefinedFile,
     errors.DuplicateFile,
-)
+)  # fmt: skip
 """XX000 to XX002, and class 58 about the database's own files. Not psycopg's InternalError, which includes class 25: a
 server that is read-only while its disk is full keeps its data."""
 _REFUSALS = (
-    " does not exist",
-    "authentication failed",
-    "no password supplied",
-    "pg_hba.conf",
-    "permission denied",
-    "not permitted to log in",
-    "certificate",
-    "does not support ssl",
-    "invalid integer value",
-    " value: ",
-)
+    " does not exist", "authentication failed", "no password supplied", "pg_hba.conf", "permission denied",
+    "not permitted to log in", "certificate", "does not support ssl", "invalid integer value", " value: ",
+)  # fmt: skip
 """Parts of permanent refusals of a server or libpq."""
 
 

@@ -7,11 +7,11 @@ None outlives the authority. Keys are ECDSA P-256.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri
 
-SKEW = datetime.timedelta(minutes=5)
+SKEW = timedelta(minutes=5)
 """How far the authority's clock may be ahead of the nodes' clocks."""
 SERVING = frozenset({Role.COORDINATOR, Role.RELAY})
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -41,7 +41,7 @@ class Pair:
     key: bytes
 
 
-def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
+def make_authority(*, run: str, now: datetime, lifetime: timedelta) -> Pair:
     """Make a self-signed authority that may only sign nodes.
     Raises ConfigError: the run's name is not allowed."""
     check_name("RUN", run)
@@ -56,9 +56,7 @@ def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timed
     return _pair(certificate, key)
 
 
-def issue_node(
-    authority: Pair, *, node: Node, hosts: Sequence[str], now: datetime.datetime, lifetime: datetime.timedelta
-) -> Pair:
+def issue_node(authority: Pair, *, node: Node, hosts: Sequence[str], now: datetime, lifetime: timedelta) -> Pair:
     """Make a key and sign its certificate; arguments and errors of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = sign_node(authority, public_key=key.public_key(), node=node, hosts=hosts, now=now, lifetime=lifetime)
@@ -71,8 +69,8 @@ def sign_node(
     public_key: ec.EllipticCurvePublicKey,
     node: Node,
     hosts: Sequence[str],
-    now: datetime.datetime,
-    lifetime: datetime.timedelta,
+    now: datetime,
+    lifetime: timedelta,
     serial: int = 0,
 ) -> x509.Certificate:
     """Sign a certificate for a node's own key.
@@ -97,7 +95,7 @@ def sign_node(
     )  # fmt: skip
 
 
-def issue_enrolment_server(authority: Pair, *, now: datetime.datetime) -> Pair:
+def issue_enrolment_server(authority: Pair, *, now: datetime) -> Pair:
     """Issue the enrolment server's certificate, for ENROLMENT_NAME only.
     Raises ConfigError: as of `sign_node`."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -115,8 +113,8 @@ def _signed(
     public_key: ec.EllipticCurvePublicKey,
     names: Sequence[x509.GeneralName],
     usages: Sequence[x509.ObjectIdentifier],
-    now: datetime.datetime,
-    until: datetime.datetime | None = None,
+    now: datetime,
+    until: datetime | None = None,
     serial: int = 0,
 ) -> x509.Certificate:
     """A certificate under the authority, until the authority's end at most."""
@@ -161,8 +159,8 @@ def _builder(
     issuer: x509.Name,
     public_key: ec.EllipticCurvePublicKey,
     *,
-    now: datetime.datetime,
-    until: datetime.datetime,
+    now: datetime,
+    until: datetime,
     serial: int = 0,
 ) -> x509.CertificateBuilder:
     return (

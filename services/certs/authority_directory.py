@@ -13,10 +13,10 @@ renewed.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue_node, make_authority
@@ -38,10 +38,10 @@ class Issued:
     identity: Identity
     hosts: tuple[str, ...]
     """Its names and addresses, without the local machine's."""
-    expires: datetime.datetime
+    expires: datetime
     is_revoked: bool
 
-    def state(self, now: datetime.datetime) -> str:
+    def state(self, now: datetime) -> str:
         if self.is_revoked:
             return "revoked"
         return "valid" if now < self.expires else "expired"
@@ -57,7 +57,7 @@ class Authority:
     def revoked_path(self) -> Path:
         return self._directory / REVOKED
 
-    def init(self, *, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
+    def init(self, *, run: str, now: datetime, lifetime: timedelta) -> None:
         """Make the directory and its authority. Raises ConfigError: there is one already."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self._directory):
@@ -74,14 +74,7 @@ class Authority:
             write_file(self._directory / "ca.key", pair.key, mode=SECRET)
 
     def issue(
-        self,
-        *,
-        role: Role,
-        site: str,
-        hosts: Sequence[str],
-        out: Path | None,
-        now: datetime.datetime,
-        lifetime: datetime.timedelta,
+        self, *, role: Role, site: str, hosts: Sequence[str], out: Path | None, now: datetime, lifetime: timedelta
     ) -> Path:
         """Issue a node's files; returns their directory.
         Raises ConfigError: a bad name, or it has a certificate that is not revoked."""
@@ -99,9 +92,7 @@ class Authority:
             self._hand_out(pair, target)
         return target
 
-    def renew(
-        self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
-    ) -> Identity:
+    def renew(self, target: Path, *, hosts: Sequence[str] = (), now: datetime, lifetime: timedelta) -> Identity:
         """Replace certificate and key of a directory; returns the replaced identity.
         Empty `hosts` keep theirs. Raises ConfigError: there is no certificate of this authority, or it is revoked; else
         as `sign_node`."""
@@ -191,7 +182,7 @@ class Authority:
             Issued(
                 identity=identity,
                 hosts=tuple(host for host in hosts_of(path.read_bytes()) if host not in LOCAL_HOSTS),
-                expires=datetime.datetime.fromtimestamp(identity.not_after, datetime.UTC),
+                expires=datetime.fromtimestamp(identity.not_after, UTC),
                 is_revoked=identity.serial in revoked,
             )
             for path, identity in sorted(identities.items(), key=lambda item: (item[1].not_after, item[1].serial))

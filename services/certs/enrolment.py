@@ -140,6 +140,12 @@ class Enrolment:
         write_file(self._path(number), json.dumps(dataclasses.asdict(row)).encode("ascii"), mode=SECRET)
 
 
+_UNREADABLE = (
+    ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.ExtensionNotFound, x509.DuplicateExtension,
+    x509.InvalidVersion, x509.UnsupportedGeneralNameType,
+)  # fmt: skip
+
+
 def read_request(der: bytes) -> Request:
     """Read a signing request (PKCS #10, DER) that its key signed.
     Raises JoinRefused: it is damaged, not signed by its key, of another kind of key, or has not one URI."""
@@ -149,16 +155,7 @@ def read_request(der: bytes) -> Request:
         public_key = csr.public_key()
         names = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (
-        ValueError,
-        InvalidSignature,
-        x509.ExtensionNotFound,
-        x509.DuplicateExtension,
-        x509.InvalidVersion,
-        x509.UnsupportedGeneralNameType,
-        TypeError,
-        UnsupportedAlgorithm,
-    ) as error:
+    except _UNREADABLE as error:
         raise JoinRefused(Refused.REQUEST, f"the signing request cannot be read: {error}") from error
     if not is_signed:
         raise JoinRefused(Refused.REQUEST, "the signing request is not signed by its key")

@@ -181,14 +181,9 @@ def restore(
     loaded = load_service("coordinator", config, set_ or ())
     from heterorl.coordinator.offline.restore_backup import restore as put
 
-    with bytes_bar("payloads") as advance:
+    with bytes_bar("payloads") as bar:
         found = put(
-            source,
-            run_id=loaded.run_id,
-            data_dir=loaded.data_dir,
-            url=loaded.store.url,
-            now=time.time(),
-            advance=advance,
+            source, run_id=loaded.run_id, data_dir=loaded.data_dir, url=loaded.store.url, now=time.time(), advance=bar
         )
     place = "the database of store.url" if loaded.store.url else "SQLite"
     typer.echo(

@@ -15,7 +15,7 @@ from typing import Any
 from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import Regime
-from heterorl.report.figures import PICTURES, drawings, picture
+from heterorl.report.figures import PICTURES, Rows, drawings, picture
 from heterorl.report.report_page import fill
 
 PROMISED_BY = "gepo"
@@ -32,7 +32,7 @@ class Ending(enum.Enum):
     FAILED = "failed"
 
 
-def start_accuracy(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
+def start_accuracy(evaluations: Rows) -> float | None:
     """Version 0's held-out accuracy, on the prompts and seeds of later versions."""
     return next((row["accuracy"] for row in evaluations if row["version"] == 0), None)
 
@@ -41,9 +41,9 @@ def measure(
     *,
     reports: Sequence[StepReport],
     status: RunStatus | None,
-    versions: Sequence[Mapping[str, Any]],
-    evaluations: Sequence[Mapping[str, Any]],
-    samplers: Sequence[Sequence[Mapping[str, Any]]],
+    versions: Rows,
+    evaluations: Rows,
+    samplers: Sequence[Rows],
     regime: Regime,
 ) -> dict[str, Any]:
     """Numbers of a run; None for what was not measured."""
@@ -122,7 +122,7 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
     return lines + [f"broken promise: {problem}" for problem in summary["problems"]]
 
 
-def digest_mismatches(versions: Sequence[Mapping[str, Any]], samplers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+def digest_mismatches(versions: Rows, samplers: Sequence[Rows]) -> int:
     """Number of sampler states unlike the learner's state of that version."""
     roots = {entry["version"]: entry["state_root"] for entry in versions}
     return sum(roots.get(entry["version"]) != entry["state_root"] for records in samplers for entry in records)
@@ -133,12 +133,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def write_report(
-    out: Path,
-    *,
-    regime: Regime,
-    summary: Mapping[str, Any],
-    reports: Sequence[StepReport],
-    versions: Sequence[Mapping[str, Any]],
+    out: Path, *, regime: Regime, summary: Mapping[str, Any], reports: Sequence[StepReport], versions: Rows
 ) -> Path:
     """Write report.html and its PNG files; returns the page's path.
     The run has at least one step."""

@@ -172,10 +172,9 @@ class _Demo:
                     picture = render(
                         self._status,
                         self._reports,
-                        max_steps=self._regime.max_steps,
+                        regime=self._regime,
                         warm_start=start_accuracy(journal_rows(self._options.out / "learner" / "evaluations.jsonl")),
                         algorithm=self._options.algorithm.upper(),
-                        lag_versions=self._regime.lag_versions,
                     )
                     live.update(picture, refresh=True)
                 elif self._status is not None:
@@ -287,16 +286,10 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
 
 
 def render(
-    status: RunStatus,
-    reports: Sequence[StepReport],
-    *,
-    max_steps: int,
-    warm_start: float | None,
-    algorithm: str,
-    lag_versions: int,
+    status: RunStatus, reports: Sequence[StepReport], *, regime: Regime, warm_start: float | None, algorithm: str
 ) -> Group:
     """Tables of run and sites; `warm_start` is None before its evaluation."""
-    title = Text(f"heterorl demo: {algorithm}, samplers {lag_versions} versions behind")
+    title = Text(f"heterorl demo: {algorithm}, samplers {regime.lag_versions} versions behind")
     run = Table(title=title, show_header=False, min_width=70)
     run.add_column(justify="right", style="bold")
     run.add_column()
@@ -305,7 +298,7 @@ def render(
     if reports:
         report = reports[-1]
         accuracy = newest_accuracy(reports)
-        run.add_row("step", f"{report.step} of {max_steps}")
+        run.add_row("step", f"{report.step} of {regime.max_steps}")
         run.add_row("reward", f"{report.reward_mean:.3f}  {sparkline([r.reward_mean for r in reports])}")
         start = "-" if warm_start is None else f"{warm_start:.3f}"
         run.add_row("held-out accuracy", f"{start if accuracy is None else f'{accuracy:.3f}'} (start {start})")

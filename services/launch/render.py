@@ -237,11 +237,9 @@ def _slurm(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa:
     tree = {"submit.sh": _fill("slurm/submit.sh", values | {"waited_for": waited_for})}
     for node in values["nodes"]:
         tree[f"{node.name}.sbatch"] = _fill("slurm/node.sbatch", values | {"node": node})
+        own = renumbered(node)
         config = complete(
-            renumbered(node),
-            state_dir=f"state/{node.name}",
-            tls_dir=f"credentials/{node.name}",
-            insecure=run.tls.insecure,
+            own, state_dir=f"state/{node.name}", tls_dir=f"credentials/{node.name}", insecure=run.tls.insecure
         )
         tree[f"config/{node.name}.toml"] = _toml(run, node, config)
     return tree

@@ -134,23 +134,19 @@ def plan(asked: Question) -> Plan:
     """Estimate a run; raises ConfigError for a bad number or backend."""
     _check(asked)
     given, cluster, parameters = asked.given, _cluster(asked), asked.parameters
+    tokens = asked.tokens_per_step
     shape = asked.shape or nearest(parameters)
     memory = rank_memory(
         shape,
         parameters,
         backend=asked.backend,
         ranks=asked.gpus,
-        micro_batch_tokens=min(given.pass_tokens, asked.tokens_per_step / asked.gpus),
+        micro_batch_tokens=min(given.pass_tokens, tokens / asked.gpus),
         products=asked.products,
     )
-    compute = costs.compute_s(shape, parameters, tokens=asked.tokens_per_step, cluster=cluster, given=given)
+    compute = costs.compute_s(shape, parameters, tokens=tokens, cluster=cluster, given=given)
     sharding = costs.sharding_s(
-        parameters,
-        backend=asked.backend,
-        tokens=asked.tokens_per_step,
-        products=asked.products,
-        cluster=cluster,
-        given=given,
+        parameters, backend=asked.backend, tokens=tokens, products=asked.products, cluster=cluster, given=given
     )
     optimizer = costs.optimizer_s(parameters, cluster=cluster, given=given)
     delta = costs.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
@@ -163,7 +159,7 @@ def plan(asked: Question) -> Plan:
 
     step = (max(compute, sharding) if asked.backend == "fsdp2" else compute + sharding) + optimizer
     drawn = drawing(shape, parameters, given=given)
-    engines = math.ceil(asked.tokens_per_step / step / (drawn.tokens_per_gpu_s * drawn.gpus))
+    engines = math.ceil(tokens / step / (drawn.tokens_per_gpu_s * drawn.gpus))
     return Plan(
         question=asked,
         shape=shape,
@@ -183,7 +179,7 @@ def plan(asked: Question) -> Plan:
         + costs.read_s(parameters, cluster=cluster, given=given),
         delta_bytes=delta,
         snapshot_bytes=snapshot,
-        groups_bytes=asked.tokens_per_step * given.token_bytes,
+        groups_bytes=tokens * given.token_bytes,
         pull_s=send(delta) + applying,
         join_s=send(snapshot) + applying,
         applying_s=applying,

@@ -22,7 +22,7 @@ import grpc.aio
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
-from heterorl.common.identity.spiffe import Identity, Role, site_of
+from heterorl.common.identity.spiffe import Role, site_of
 from heterorl.common.process import metrics, notify
 from heterorl.common.process.files import announce
 from heterorl.common.process.metrics import RELAY_BYTES
@@ -101,7 +101,7 @@ class RelayServer:
             action = "heterorl certs issue relay SITE --host NAME"
             raise ConfigError("tls.cert", f"names {found}, and this is a relay", action=action)
         self.admission = NodeAdmission(
-            own=self._identity,
+            own=lambda: None if self._files is None else self._files.current().identity,
             revoked=Revocations(Path(config.tls.revoked)) if config.tls.revoked else frozenset(),
             places=config.max_concurrent_rpcs,
             places_of_node=config.site_concurrent_rpcs,
@@ -116,9 +116,6 @@ class RelayServer:
         )
         self._router = Router(weights=weights, forwarder=self._forwarder, admission=self.admission)
         self._grpc.add_generic_rpc_handlers((self._router,))
-
-    def _identity(self) -> Identity | None:
-        return None if self._files is None else self._files.current().identity
 
     async def start(self) -> int:
         """Listen and report SERVING; returns the port.

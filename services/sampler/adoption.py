@@ -88,7 +88,7 @@ def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
     join = config.join
     assert join is not None, "only a file with [join] adopts"
     stated = {**statement.settings, "task": without_local(statement.settings["task"])}
-    own = {key: _own(config, key) for key in KEYS if key in config.model_fields_set}
+    own: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True, include=set(KEYS))
     if any(key in own.get("task", {}) for key in _REWARDS):
         stated["task"] = {key: value for key, value in stated["task"].items() if key not in _REWARDS}
     flat, flat_own = leaves(stated), leaves(own)
@@ -112,10 +112,6 @@ def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
     return Adopted(
         config=_validated(values), contract=statement.contract, got={key: got[key] for key in sorted(got)}, other=other
     )
-
-
-def _own(config: SamplerConfig, key: str) -> Any:
-    return config.model_dump(mode="json", exclude_unset=True, include={key})[key]
 
 
 def _placed(task: dict[str, Any], own: Mapping[str, Any], join: JoinConfig) -> dict[str, Any]:

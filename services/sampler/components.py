@@ -67,8 +67,7 @@ def load_components(
             opened.append(open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter))
             try_reward(opened[-1].task, prompter)
     sets = tuple(opened)
-    sampling = config.sampling.semantics()
-    engines = build_engines(config, sampling, end_token_ids=prompter.end_token_ids, is_stopped=is_stopped)
+    engines = build_engines(config, end_token_ids=prompter.end_token_ids, is_stopped=is_stopped)
     # The contract states the trained weights; a variant is another form of them.
     taken = take_variant(engines, config.variant)
     contract = build_contract(

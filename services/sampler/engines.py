@@ -30,7 +30,7 @@ from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.model.model_loading import warn_of_idle_gpus
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
-from heterorl.common.types.common import Float32Array, LoraSettings, SamplingSemantics
+from heterorl.common.types.common import Float32Array, LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.shared_model import SharedModel
@@ -311,7 +311,7 @@ class Engines:
     engine: Engine
     vocab_size: int
     lora: LoraSettings
-    routed_token_bytes: int
+    routed_token_bytes: int = 0
     """See Contract."""
     base: Callable[[], Arena | None]
     """Weights of model_dir in the published type, until others are loaded."""
@@ -319,25 +319,19 @@ class Engines:
 
 
 def build_engines(
-    config: SamplerConfig,
-    sampling: SamplingSemantics,
-    *,
-    end_token_ids: Sequence[int],
-    is_stopped: threading.Event | None = None,
+    config: SamplerConfig, *, end_token_ids: Sequence[int], is_stopped: threading.Event | None = None
 ) -> Engines:
     """Start the engines of [engine]; `is_stopped` gives up the start of vLLM.
 
-    Raises ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says; DependencyMissing: the
+    Raises ConfigError: the model cannot be loaded, or an engine cannot draw as [sampling] says; DependencyMissing: the
     engine's package is not installed; EngineDied: an engine's own process does not start.
     """
     if isinstance(config.engine, HfEngineConfig):
-        return _hf(config, config.engine, sampling, end_token_ids=end_token_ids)
-    return _vllm(config, config.engine, sampling, end_token_ids=end_token_ids, is_stopped=is_stopped)
+        return _hf(config, config.engine, end_token_ids=end_token_ids)
+    return _vllm(config, config.engine, end_token_ids=end_token_ids, is_stopped=is_stopped)
 
 
-def _hf(
-    config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
-) -> Engines:
+def _hf(config: SamplerConfig, settings: HfEngineConfig, *, end_token_ids: Sequence[int]) -> Engines:
     devices = [f"cuda:{number}" for number in settings.devices] or [settings.device] * settings.engines
     warn_of_idle_gpus("engine.device", devices[0])
     engines = [
@@ -346,7 +340,7 @@ def _hf(
             published_dtype=config.published_dtype,
             compute_dtype=settings.compute_dtype,
             device=device,
-            sampling=sampling,
+            sampling=config.sampling.semantics(),
             batch_rows=settings.batch_rows,
             end_token_ids=end_token_ids,
             lora=config.lora,
@@ -370,7 +364,6 @@ def _hf(
 def _vllm(
     config: SamplerConfig,
     settings: VllmEngineConfig,
-    sampling: SamplingSemantics,
     *,
     end_token_ids: Sequence[int],
     is_stopped: threading.Event | None,
@@ -379,20 +372,13 @@ def _vllm(
     source = SharedModel(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,
-        sampling=sampling,
+        sampling=config.sampling.semantics(),
         weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
         lora=config.lora,
         canary_device=settings.canary_device,
     )
     engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids, is_stopped=is_stopped)
-    return Engines(
-        engine=engine,
-        vocab_size=source.room.vocab_size,
-        lora=source.lora,
-        routed_token_bytes=0,
-        base=source.base,
-        close=close,
-    )
+    return Engines(engine=engine, vocab_size=source.room.vocab_size, lora=source.lora, base=source.base, close=close)
 
 
 def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:

@@ -207,7 +207,6 @@ def _sample(rows: Sequence[_Row]) -> Sample:
     rollouts = tuple(map(_rollout, rows))
     num_tokens = sum(row.num_tokens or rollout.num_drawn for row, rollout in zip(rows, rollouts, strict=True))
     outline = dataclasses.asdict(outline_of_rollouts(rollouts)) | {"num_tokens": num_tokens}
-    has_texts = first.prompt is not None or any(row.completion is not None for row in rows)
     prompt = clean(first.prompt or "")
     summary = SampleSummary(
         id=first.id,
@@ -220,7 +219,7 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         oldest_version=first.oldest_version,
         kept_time=first.kept_time,
         prompt_index=first.prompt_index,
-        has_texts=has_texts,
+        has_texts=first.prompt is not None or any(row.completion is not None for row in rows),
         prompt_preview=prompt[:MAX_PREVIEW],
         completion_preview=rollouts[0].completion[:MAX_PREVIEW],
         **outline,

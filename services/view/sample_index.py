@@ -188,7 +188,10 @@ class SampleIndex:
                 connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, num_bytes, data))
                 connection.execute("INSERT INTO parts (rowid, folded) VALUES (?, ?)", (sample.summary.id, found))
                 self._num_bytes += num_bytes
-            self._make_room(connection)
+            while self._num_bytes > self._limit_bytes:
+                (oldest,) = connection.execute("SELECT min(id) FROM texts").fetchone()
+                self._drop(connection, oldest)
+                self._num_forgotten += 1
 
     def forget(self, sample_id: int) -> None:
         with self._transaction() as connection:
@@ -273,12 +276,6 @@ class SampleIndex:
         if summary.reward_min is not None and summary.reward_max is not None:
             low, high = self._rewards
             self._rewards = (min(low, summary.reward_min), max(high, summary.reward_max))
-
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        while self._num_bytes > self._limit_bytes:
-            (oldest,) = connection.execute("SELECT min(id) FROM texts").fetchone()
-            self._drop(connection, oldest)
-            self._num_forgotten += 1
 
     def _drop(self, connection: sqlite3.Connection, sample_id: int) -> None:
         self._drop_texts(connection, sample_id)

@@ -173,8 +173,9 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
     """One line a site, in two tables if one is too wide."""
     rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
     flat = Table(*_WORK, *_STATE, title="sites")
+    # Names come from other machines, so markup is off.
     for work, state in rows:
-        flat.add_row(*work, *state)
+        flat.add_row(*map(Text, (*work, *state)))
     if Console(width=1000, markup=False).measure(flat).maximum <= width:
         return (flat,)
     narrow = [
@@ -182,48 +183,41 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
         for title, columns in (("sites: work", _WORK), ("sites: state", ("site", *_STATE)))
     ]
     for work, state in rows:
-        narrow[0].add_row(*work)
-        narrow[1].add_row(work[0], *state)
+        narrow[0].add_row(*map(Text, work))
+        narrow[1].add_row(*map(Text, (work[0], *state)))
     return tuple(map(_uncut, narrow))
 
 
-def _work(site: Folded, head_version: int) -> list[Text]:
+def _work(site: Folded, head_version: int) -> tuple[str, ...]:
     status = site.newest
     has_none = status.policy_version < 0
     # The status clock is read after the site's last call, so a small negative age means now.
     seen = "never" if status.last_seen_s <= NEVER_S else f"{max(status.last_seen_s, 0.0):.0f} s ago"
     if status.is_stopped:
         seen = f"stopped {seen}"
-    # Names come from other machines, so markup is off.
-    return [
-        Text(cell)
-        for cell in (
-            status.site,
-            "none yet" if has_none else str(status.policy_version),
-            "-" if has_none else str(head_version - status.policy_version),
-            str(status.groups_accepted),
-            str(status.groups_dropped),
-            f"{status.tokens_per_s:.0f}",
-            f"{status.work_leased} ({status.work_away} away)" if status.work_away else str(status.work_leased),
-            seen,
-        )
-    ]
+    return (
+        status.site,
+        "none yet" if has_none else str(status.policy_version),
+        "-" if has_none else str(head_version - status.policy_version),
+        str(status.groups_accepted),
+        str(status.groups_dropped),
+        f"{status.tokens_per_s:.0f}",
+        f"{status.work_leased} ({status.work_away} away)" if status.work_away else str(status.work_leased),
+        seen,
+    )
 
 
-def _state(site: Folded) -> list[Text]:
+def _state(site: Folded) -> tuple[str, ...]:
     status = site.newest
-    return [
-        Text(cell)
-        for cell in (
-            status.variant or "-",
-            str(site.starts),
-            _canary(status),
-            str(status.groups_failed),
-            str(status.groups_refused),
-            f"{status.apply_s:.3g} s" if status.apply_s else "-",
-            f"{status.quota_used:.0%}",
-        )
-    ]
+    return (
+        status.variant or "-",
+        str(site.starts),
+        _canary(status),
+        str(status.groups_failed),
+        str(status.groups_refused),
+        f"{status.apply_s:.3g} s" if status.apply_s else "-",
+        f"{status.quota_used:.0%}",
+    )
 
 
 def _canary(site: SiteStatus) -> str:

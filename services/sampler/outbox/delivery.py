@@ -85,13 +85,9 @@ class Delivery:
             (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
         ]
         settled, asked_s = settle([outcome for _, outcome in answered])
+        lasted_s = self.clock.monotonic() - started
         for group, outcome in answered:
-            TRACER.add(
-                "push",
-                trace=group.trace,
-                lasted_s=self.clock.monotonic() - started,
-                attributes={"status": outcome.status.value},
-            )
+            TRACER.add("push", trace=group.trace, lasted_s=lasted_s, attributes={"status": outcome.status.value})
         if settled:
             try:
                 await self._forget(settled)

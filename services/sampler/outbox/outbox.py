@@ -185,7 +185,7 @@ class Outbox:
 
         The coordinator counts sequences by name and incarnation, so another name begins another incarnation.
         """
-        owner = self._owner()
+        owner = self._stored("site")
         self._count()
         if site and owner and owner != site:
             if self.level().num_groups:
@@ -201,11 +201,6 @@ class Outbox:
         self._site = site or owner
         if self._site:
             self._meta("site", self._site)
-
-    def _owner(self) -> str:
-        with self._reading():
-            row = self._connection.execute("SELECT value FROM meta WHERE key = 'site'").fetchone()
-        return "" if row is None else str(row[0])
 
     def _read(self, sequence: int, payload: bytes, checksum: bytes) -> SealedGroup:
         found = group_of(sequence, payload, checksum)
@@ -255,12 +250,16 @@ class Outbox:
             before = self._level
             self._level = Level(num_groups=before.num_groups + num_groups, num_bytes=before.num_bytes + num_bytes)
 
-    def _meta(self, key: str, default: str) -> str:
+    def _stored(self, key: str) -> str:
         with self._reading():
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        if row is None:
+        return "" if row is None else str(row[0])
+
+    def _meta(self, key: str, default: str) -> str:
+        found = self._stored(key)
+        if not found:
             self._write("INSERT INTO meta VALUES (?, ?)", [(key, default)])
-        return default if row is None else str(row[0])
+        return found or default
 
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         with self._transaction():

@@ -101,7 +101,7 @@ def test_a_start_of_vllm_refuses_them_before_the_model_is_read(changes, key):
     config = config.model_copy(update=changes)
 
     with pytest.raises(ConfigError) as caught:
-        build_engines(config, config.sampling.semantics(), end_token_ids=())
+        build_engines(config, end_token_ids=())
     assert caught.value.key == key
 
 

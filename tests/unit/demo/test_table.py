@@ -6,6 +6,7 @@ import io
 from rich.console import Console
 
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
+from heterorl.demo.demo_config import FULL
 from heterorl.demo.demo_run import line, render
 from tests.support.run import REPORT
 
@@ -24,7 +25,7 @@ STATUS = RunStatus(
 
 def shown(reports, status=STATUS):
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(status, reports, max_steps=300, warm_start=0.25, algorithm="GEPO", lag_versions=64))
+    console.print(render(status, reports, regime=FULL, warm_start=0.25, algorithm="GEPO"))
     return console.export_text()
 
 

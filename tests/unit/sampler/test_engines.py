@@ -10,7 +10,7 @@ from heterorl.sampler import engines
 from heterorl.sampler.engines import EngineGroup, build_engines, start_vllm, vllm_settings
 from heterorl.sampler.sampler_config import OWN_ARGUMENTS, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.vllm.vllm_arguments import engine_arguments
-from tests.support.engines import EOS, semantics, write_model
+from tests.support.engines import EOS, write_model
 
 
 def config(*overrides):
@@ -66,7 +66,7 @@ def test_hf_engines_stand_behind_one(tmp_path):
 
     def built(*overrides):
         values = [f"model_dir={model_dir}", "published_dtype=fp32", *overrides]
-        return build_engines(config(*values), semantics(), end_token_ids=(EOS,))
+        return build_engines(config(*values), end_token_ids=(EOS,))
 
     two, one = built("engine.engines=2", "engine.batch_rows=4"), built()
 

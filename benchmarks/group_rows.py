@@ -176,7 +176,7 @@ async def run(directory: Path, server: PostgresServer, *, rounds: int) -> list[d
                     place = directory / f"{store}-{layout}-{size}-{number}"
                     (place / "groups").mkdir(parents=True)
                     if store == "sqlite":
-                        engine: DatabaseEngine = SqliteEngine(place / "store.sqlite")
+                        engine: DatabaseEngine = SqliteEngine.open(place / "store.sqlite")
                     else:
                         engine = open_store(server.make_schema(place.name))
                     seconds = await measure(engine, place / "groups", layout=layout, size=size, count=count)

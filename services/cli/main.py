@@ -51,7 +51,6 @@ TRY, RUN, WATCH, STEER, CHECK, NAMES = (
 )  # fmt: skip
 """Panels of `heterorl --help`."""
 
-
 RESEARCH = "heterorl_research"
 """Package of `heterorl lab`, which another distribution installs."""
 
@@ -225,7 +224,6 @@ app.command(rich_help_panel=STEER)(backup)
 app.command(rich_help_panel=STEER)(restore)
 app.command("accept-rewind", rich_help_panel=STEER)(accept_rewind)
 
-
 app.command(rich_help_panel=WATCH)(status)
 app.command(rich_help_panel=WATCH)(health)
 app.command("join", rich_help_panel=NAMES)(join)
@@ -234,7 +232,6 @@ app.command("top", rich_help_panel=WATCH)(top)
 app.command("report", rich_help_panel=WATCH)(report)
 app.command("view", rich_help_panel=WATCH)(view)
 app.command("track", rich_help_panel=WATCH)(track)
-
 
 app.command("check-config", rich_help_panel=CHECK)(check_config)
 app.command("plan", rich_help_panel=TRY)(plan)

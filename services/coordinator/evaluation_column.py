@@ -133,6 +133,5 @@ class EvaluationColumn:
                 metrics.EVALUATION_REWARD.labels(name).set(found.summary.average.mean)
 
     def _is_ending(self, connection: Connection) -> bool:
-        return bool(get_meta(connection, "draining")) or self._context.config.is_finished(
-            lineage.head_version(connection)
-        )
+        is_finished = self._context.config.is_finished(lineage.head_version(connection))
+        return is_finished or bool(get_meta(connection, "draining"))

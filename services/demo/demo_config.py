@@ -18,6 +18,7 @@ from typing import Any, get_args
 from heterorl.certs.authority_directory import Authority
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.identity.spiffe import Role
+from heterorl.common.identity.tls import files_in
 from heterorl.common.process.files import try_lock
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.report.figures import PICTURES
@@ -141,8 +142,7 @@ def certificates_dir(options: DemoOptions) -> Path:
 
 def tls_table(options: DemoOptions, *, role: str, site: str) -> dict[str, str]:
     """Section `tls` of a node."""
-    node = certificates_dir(options) / f"{role}-{site}"
-    return {"ca": str(node / "ca.crt"), "cert": str(node / "node.crt"), "key": str(node / "node.key")}
+    return files_in(certificates_dir(options) / f"{role}-{site}")
 
 
 def coordinator_tables(regime: Regime, options: DemoOptions) -> dict[str, Any]:

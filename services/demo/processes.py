@@ -31,10 +31,6 @@ class ChildFailed(HeterorlError):
     """A process ended early; `tail`, its log's end, is safe to print."""
 
     def __init__(self, name: str, *, code: int, log: Path, tail: str) -> None:
-        self.name = name
-        self.code = code
-        self.log = log
-        self.tail = tail
         super().__init__(f"{name} {how_it_ended(code)}; log: {log}; it ends:\n{tail}")
 
 

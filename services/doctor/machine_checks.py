@@ -266,11 +266,9 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     found += f", a {role} of this model needs about {_gib(need)}"
     if fact < state_bytes:
         return fail("memory", found, "use a machine with more memory, or stop processes that use it")
-    return (
-        warn("memory", found, "stop processes that use memory, or use a larger machine")
-        if fact < need
-        else ok("memory", found)
-    )
+    if fact < need:
+        return warn("memory", found, "stop processes that use memory, or use a larger machine")
+    return ok("memory", found)
 
 
 def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int) -> Check:

@@ -118,7 +118,6 @@ def project(run_id: str) -> str:
 POD_NAME = 52
 """Kubernetes puts a StatefulSet's name, a dash and ten characters into one label of 63."""
 
-
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Places that services of systemd do not see: ProtectHome and PrivateTmp of their units."""
 

@@ -29,7 +29,7 @@ class SiteTotals:
     """One site over the whole run: groups by outcome."""
 
     site: str
-    engines: tuple[str, ...]
+    engines: tuple[str, ...] = ()
     accepted: int
     dropped: int
     incarnations: int
@@ -148,13 +148,9 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         sets=sets,
         sites=tuple(
             SiteTotals(
-                site=site,
-                engines=tuple(sorted(set(engines.split(",")))),
-                accepted=accepted,
-                dropped=dropped,
-                incarnations=incarnations,
+                site=site, engines=tuple(sorted(engines.split(","))), accepted=taken, dropped=lost, incarnations=count
             )
-            for site, engines, accepted, dropped, incarnations in sites
+            for site, engines, taken, lost, count in sites
         ),
     )
     return _with_journal(run, journal)
@@ -235,7 +231,6 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     sites = tuple(
         SiteTotals(
             site=site.newest.site,
-            engines=(),
             accepted=site.newest.groups_accepted,
             dropped=site.newest.groups_dropped,
             incarnations=site.starts,

@@ -111,8 +111,11 @@ class TrustRecord:
         known = self._seen.get(seen.version)
         if known == seen:
             return
-        if known is not None:
-            _check_same(known, seen)
+        if known is not None and known.state_root != seen.state_root:
+            before, now = known.state_root[:12], seen.state_root[:12]
+            raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
+        if known is not None and known.manifest_digest != seen.manifest_digest:
+            raise RunReplaced(f"version {seen.version} has another manifest than before")
         row = _row(seen)
         with self.path.open("ab", buffering=0) as file:
             before = file.tell()
@@ -156,14 +159,6 @@ def _keep_beside(path: Path, name: str) -> None:
             continue
         sync_directory(path.parent)
         return
-
-
-def _check_same(known: SeenVersion, seen: SeenVersion) -> None:
-    if known.state_root != seen.state_root:
-        before, now = known.state_root[:12], seen.state_root[:12]
-        raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
-    if known.manifest_digest != seen.manifest_digest:
-        raise RunReplaced(f"version {seen.version} has another manifest than before")
 
 
 def _parse(row: dict[str, Any]) -> SeenVersion:

@@ -158,7 +158,6 @@ def read_export(path: Path, *, refuse: Callable[[ConfigError], None] = _raise) -
 
 _EXPORT = "`heterorl samples export OUT.jsonl` writes files in this format"
 
-
 _Numbered = tuple[int, int, _Row | ConfigError]
 """Number of a row, id of its sample (below 0 if unknown), and the row or its fault."""
 

@@ -28,7 +28,6 @@ FETCH_S = 5.0
 LATE = 500
 """Newest samples whose texts may still arrive."""
 
-
 Connect = Callable[[], AbstractAsyncContextManager[SamplesApi]]
 """Opens the link to the coordinator in the caller's event loop."""
 

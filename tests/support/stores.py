@@ -10,7 +10,7 @@ from heterorl.coordinator.store.sqlite import SqliteEngine
 
 
 async def open_database(path: Path, *, on_full: Callable[[], None] = lambda: None) -> Database:
-    return await Database.over(lambda: SqliteEngine(path), on_full=on_full)
+    return await Database.over(lambda: SqliteEngine.open(path), on_full=on_full)
 
 
 async def no_room(_missing_bytes: int) -> None:

@@ -23,10 +23,6 @@ class Name(enum.Enum):
     TRACKIO = "trackio"
 
 
-CALL_BUDGET_S = 10.0
-MOST_SAMPLES = 100
-
-
 @linked()
 def track(
     link: Link,
@@ -39,7 +35,7 @@ def track(
             help="Also write a table of this many newest prompts with their best and worst completions. "
             "0: no texts leave the coordinator.",
             min=0,
-            max=MOST_SAMPLES,
+            max=100,
         ),
     ] = 0,
     samples_every: Annotated[int, typer.Option(help="Versions between two tables of samples.", min=1)] = 50,
@@ -87,7 +83,7 @@ def track(
         task = asyncio.current_task()
         if task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=CALL_BUDGET_S)) as client:
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=10.0)) as client:
             await follow(client, opens, pace=pace, clock=SystemClock())
 
     try:

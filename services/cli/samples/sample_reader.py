@@ -122,7 +122,6 @@ ROWS_AT_ONCE = 512
 """Completions in one row group, which is held in memory."""
 SUFFIXES = (".jsonl", ".parquet")
 
-
 Write = Callable[[Sequence[Mapping[str, Any]]], None]
 """Appends the objects of some completions to a file."""
 

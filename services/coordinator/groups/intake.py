@@ -245,7 +245,6 @@ def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
 
 
 ROWS_AT_ONCE = 64
-_Incarnation = tuple[SiteId, str]
 
 
 def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
@@ -264,7 +263,7 @@ class _Rows:
         self._around = around
         self._accepted: list[Arrival] = []
         self._answered: set[int] = set()
-        self._marks: dict[_Incarnation, int | None] = {}
+        self._marks: dict[tuple[SiteId, str], int | None] = {}
         self._waiting_bytes: dict[SiteId, int] = {}
         self._facts: dict[tuple[object, ...], Facts] = {}
         self._asked = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}

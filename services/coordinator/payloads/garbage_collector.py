@@ -108,8 +108,6 @@ class GarbageCollector(BackgroundWorker, Stores):
             await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
         await self.collect(missing_bytes=int(is_pressed))
 
-    # snapshots
-
     async def _verify_newest(self, variant: str) -> bool:
         """Verify the newest snapshot if needed; returns whether to look again."""
         work = await self._ask(variant, payload_index.unverified_snapshot)
@@ -172,8 +170,6 @@ class GarbageCollector(BackgroundWorker, Stores):
             self.damage.note_proved(stored_of(work.payloads))
             return True
         return False
-
-    # deletion
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
         """Delete payloads that no sampler needs; returns the bytes freed.

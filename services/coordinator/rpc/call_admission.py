@@ -115,7 +115,6 @@ PARSED_BYTES = 4
 """Bytes of memory counted for one byte of a message, up to the room of the longest message: varints may grow."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-
 _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 

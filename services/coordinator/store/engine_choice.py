@@ -34,7 +34,7 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
     if not url:
         if mark.exists():
             raise ConfigError("store.url", f"{data_dir} has the payloads of a store in PostgreSQL", action=_ANOTHER)
-        return SqliteEngine(path)
+        return SqliteEngine.open(path)
     require_psycopg()
     from heterorl.coordinator.store.postgres.postgres_engine import open_store
 

@@ -26,9 +26,13 @@ class SqliteEngine:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    @classmethod
+    def open(cls, path: Path) -> SqliteEngine:
         """Open or create the file and check it; raises as `connect`."""
-        self.connection = connect(path)
+        return cls(connect(path))
 
     def begin(self) -> None:
         self.connection.execute("BEGIN IMMEDIATE")

@@ -50,8 +50,6 @@ class Chain:
         row = self._one("SELECT state_root FROM stated WHERE variant = ? AND version = ?", version)
         return None if row is None else str(row[0])
 
-    # manifests
-
     def manifest(self, version: int) -> bytes:
         """Exact bytes of a manifest. Raises UnknownVersion: no such version."""
         row = self._one("SELECT manifest FROM stated WHERE variant = ? AND version = ?", version)
@@ -93,8 +91,6 @@ class Chain:
     def write_signature(self, version: int, signature: bytes) -> None:
         if signature:
             self.connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, self.variant))
-
-    # payloads
 
     def into(self, version: int) -> list[PayloadRef]:
         rows = self.connection.execute(

@@ -90,7 +90,9 @@ class Delivery:
             TRACER.add("push", trace=group.trace, lasted_s=lasted_s, attributes={"status": outcome.status.value})
         if settled:
             try:
-                await self._forget(settled)
+                for stay_s in await asyncio.to_thread(self.outbox.delete, settled, now=self._now()):
+                    metrics.PUSH_DELAY_SECONDS.observe(stay_s)
+                metrics.OUTBOX_GROUPS.set(self.outbox.level().num_groups)
             except DiskFull as error:
                 # The coordinator recognises their next push, and they are deleted then.
                 _LOG.error("the outbox cannot delete delivered groups and tries again: %s", error)
@@ -122,11 +124,6 @@ class Delivery:
         elif await asyncio.to_thread(self.outbox.put_aside, sequence, peer_words(str(error))):
             self._put_aside, self._num_alone = sequence, 0
         await self.clock.sleep(self._backoff.delay_s())
-
-    async def _forget(self, settled: Sequence[int]) -> None:
-        for stay_s in await asyncio.to_thread(self.outbox.delete, settled, now=self._now()):
-            metrics.PUSH_DELAY_SECONDS.observe(stay_s)
-        metrics.OUTBOX_GROUPS.set(self.outbox.level().num_groups)
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:

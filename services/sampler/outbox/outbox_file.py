@@ -40,7 +40,6 @@ CREATE TABLE IF NOT EXISTS turns (
 """
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
-
 _FORMAT = 2
 """Format of groups in the file."""
 

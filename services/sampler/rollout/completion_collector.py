@@ -305,7 +305,10 @@ class CompletionCollector:
             groups, self._whole = self._whole, []
             self.outbox_writer.add(groups)
             if groups:
-                self._note(groups)
+                self.groups.add(len(groups), self.clock.monotonic())
+                self.log.num_groups += len(groups)
+            for group in groups:
+                self.swap.note_age("generate", group.oldest_version)
             if not self.outbox_writer.num_waiting and self.journal.is_written:
                 await ticket.wait()
             elif not self.outbox_writer.num_waiting:
@@ -318,12 +321,6 @@ class CompletionCollector:
                     await self.outbox_writer.retry()
                 self.news.ring()
                 self.work.session.bell.ring()
-
-    def _note(self, groups: Sequence[Group]) -> None:
-        self.groups.add(len(groups), self.clock.monotonic())
-        self.log.num_groups += len(groups)
-        for group in groups:
-            self.swap.note_age("generate", group.oldest_version)
 
     def _lose_all(self, reason: ReturnReason | None = None) -> None:
         self.evaluation_requests.lose_all()

@@ -150,6 +150,7 @@ class GroupBuilder:
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
         oldest = min(span.version for rollout in rollouts for span in rollout.spans if span.is_drawn)
+        attributes = {"site": self.site, "assignment": draft.assignment.id, "version": oldest}
         return Group(
             id=GroupId(site=self.site, incarnation=self.incarnation, sequence=NO_SEQUENCE),
             assignment=draft.assignment.id,
@@ -160,11 +161,7 @@ class GroupBuilder:
             state_root=state_roots[oldest],
             generation_s=draft.generation_s,
             is_seeded=draft.is_seeded,
-            trace=TRACER.begin(
-                "generate",
-                lasted_s=draft.generation_s,
-                attributes={"site": self.site, "assignment": draft.assignment.id, "version": oldest},
-            ),
+            trace=TRACER.begin("generate", lasted_s=draft.generation_s, attributes=attributes),
         )
 
     def runner(self, note: Note) -> EpisodeRunner | None:

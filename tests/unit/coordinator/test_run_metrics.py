@@ -220,7 +220,7 @@ async def test_pages_of_metrics_hold_neither_secrets_nor_the_addresses_that_they
     config = CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url}, metrics_port=0, metrics_nodes=4)
     # The store itself is a file: no server is needed for what the configuration says of it.
     (tmp_path / "data").mkdir()
-    engine = SqliteEngine(tmp_path / "data" / "store.sqlite")
+    engine = SqliteEngine.open(tmp_path / "data" / "store.sqlite")
     core = await Coordinator.open(config, clock, engine=engine)
     reported = NodeMetrics(run_id=config.run_id, most_nodes=4, clock=clock)
     try:

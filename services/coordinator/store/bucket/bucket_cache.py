@@ -187,8 +187,6 @@ class BucketCache(PayloadCache):
     def _is_there(self, digest: Digest) -> bool:
         return digest not in self._going and self._files.has(digest)
 
-    # room
-
     async def _take_room(self, names: Iterable[Digest]) -> None:
         """Reserve room for missing copies. Raises Busy: other readers fill the cache."""
         try:
@@ -230,8 +228,6 @@ class BucketCache(PayloadCache):
                 self._begun[digest] = there
                 # So that it can be evicted, even if the payload was deleted.
                 self._order.setdefault(digest)
-
-    # fetching
 
     async def _fetch(self, digest: Digest) -> None:
         """Fetch a copy and verify its digest.

@@ -205,8 +205,6 @@ class Objects:
         """Presigned URLs to read payloads; signed locally."""
         return await self._signed("GET", [_key(digest) for digest in digests])
 
-    # pieces of learners
-
     async def put_url(self, digest: Digest, offset: int) -> str:
         (url,) = await self._signed("PUT", [_piece(digest, offset)])
         return url
@@ -231,8 +229,6 @@ class Objects:
         """Delete pieces, present or not."""
         if pieces:
             await self._delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
-
-    # requests by key
 
     async def _create(self, key: str, data: bytes, *, action: str) -> bool:
         """Put an object unless it exists; returns whether it did."""

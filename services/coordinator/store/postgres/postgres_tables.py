@@ -69,7 +69,6 @@ PAUSE_COUNTS = "ALTER TABLE groups DISABLE TRIGGER group_counts; ALTER TABLE wor
 """Stops counting while rows are copied in."""
 RESUME_COUNTS = "ALTER TABLE groups ENABLE TRIGGER group_counts; ALTER TABLE work ENABLE TRIGGER work_counts;"
 
-
 _WORDS = (
     # The temporary tables of `tallies` are ordinary tables here.
     (r"\bCREATE TEMP TABLE\b", "CREATE UNLOGGED TABLE IF NOT EXISTS"),
@@ -122,7 +121,6 @@ WHOLE = in_postgres(SCHEMA) + _APPENDED_ONLY + _STORED_AS_IS + _tallies()
 """Everything in a new store except its row of WRITER."""
 COUNT_ANEW = _NONE + in_postgres(tallies.FILL)
 """Counts the leased assignments; once for each coordinator that takes the store."""
-
 
 _TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
 _BYTES = ("contract", "statement")

@@ -216,7 +216,7 @@ def create_token(
         str, typer.Option(help="host:port at which nodes reach `certs serve`; stored in the token.")
     ] = "",
     directory: DirOption = DIRECTORY,
-    days: Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)] = DAYS,
+    days: DaysOption = DAYS,
 ) -> None:
     """Print a one-time token for a node's first certificate.
 

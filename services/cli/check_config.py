@@ -130,9 +130,7 @@ def problems(
 ) -> Iterator[HeterorlError]:
     """Yield problems that prevent a start; `say` gets a line about prompts."""
     yield from _problem(check_link, service, config)
-    if not is_loading:
-        return
-    if service in ("coordinator", "relay"):
+    if not is_loading or service in ("coordinator", "relay"):
         return
     for package, extra in _packages(service, config):
         if importlib.util.find_spec(package) is None:

@@ -13,7 +13,8 @@ import contextlib
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,10 @@ class _Demo:
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
         """Measure, judge, write the summary; with steps, report and model too."""
         out, regime = self._options.out, self._regime
-        # The learner's journal also has the steps taken while the processes were stopping.
-        self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
+        # The learner's journal also has the steps taken while the processes were stopping. The last row of each counts.
+        rows = journal_rows(out / "learner" / "steps.jsonl")
+        reports = {row["step"]: value_of_row(StepReport, row) for row in rows if row["is_applied"]}
+        self._reports = [reports[step] for step in sorted(reports)]
         versions = journal_rows(out / "learner" / "versions.jsonl")
         numbers = measure(
             reports=self._reports,
@@ -241,7 +244,8 @@ class _Demo:
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
             )
             summary["status"] = (Ending.BROKEN if summary["problems"] else Ending.COMPLETE).value
-        writers = {"report": lambda: self._report(summary, versions), "model_dir": self._model}
+        report = partial(write_report, out, regime=regime, summary=summary, reports=self._reports, versions=versions)
+        writers: dict[str, Callable[[], Path]] = {"report": report, "model_dir": self._model}
         for key, write in writers.items() if self._reports else ():
             try:
                 summary[key] = str(write())
@@ -251,23 +255,12 @@ class _Demo:
         Path(summary["summary"]).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
-    def _report(self, summary: dict[str, Any], versions: list[dict[str, Any]]) -> Path:
-        return write_report(
-            self._options.out, regime=self._regime, summary=summary, reports=self._reports, versions=versions
-        )
-
     def _model(self) -> Path:
         from heterorl.learner.export import export_model
 
         out = self._options.out
         export_model(model_dir=self._model_dir, source=out / "learner", out_dir=out / "model")
         return out / "model"
-
-
-def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
-    """Steps that changed weights, in order; the last row of each counts."""
-    reports = {row["step"]: value_of_row(StepReport, row) for row in rows if row["is_applied"]}
-    return [reports[step] for step in sorted(reports)]
 
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:

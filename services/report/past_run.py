@@ -165,7 +165,8 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
     return dataclasses.replace(
         run,
         sources=(*run.sources, journal),
-        reports=_joined(run.reports, own.reports),
+        # Of two rows of a step the newer version's stays. A learner that adopted the run lacks the steps before.
+        reports=_newest(sorted([*run.reports, *own.reports], key=lambda report: report.version)),
         versions=own.versions if run.is_live else run.versions,
         evaluations=own.evaluations,
         config=own.config,
@@ -200,14 +201,6 @@ def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
     found = {(report.step, report.is_applied): report for report in reports}
     _, last = max(((one.version, one.step) for one in found.values() if one.is_applied), default=(0, 0))
     return tuple(found[key] for key in sorted(found) if found[key].step <= last or not found[key].is_applied)
-
-
-def _joined(stored: Sequence[StepReport], own: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """The coordinator's steps and a journal's, each step once.
-
-    Of two rows of a step the newer version's stays. A learner that adopted the run has no rows of the steps before.
-    """
-    return _newest(sorted([*stored, *own], key=lambda report: report.version))
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:

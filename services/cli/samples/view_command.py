@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import webbrowser
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,8 +37,13 @@ def view(
     Only this machine can open the page, and only with the key in its URL. Ctrl-C ends it and deletes all it read.
     """
     path = Path(run)
-    is_export = path.suffix == ".jsonl" or (run and path.is_file())
-    make_source = _export(path) if is_export else _coordinator(link.at(run))
+    make_source: Callable[[SampleIndex], Source]
+    if path.suffix == ".jsonl" or (run and path.is_file()):
+        from heterorl.view.export_source import ExportedSamples
+
+        make_source = partial(ExportedSamples, path)
+    else:
+        make_source = _coordinator(link.at(run))
     from heterorl.common.errors import DependencyMissing
 
     try:
@@ -52,12 +58,6 @@ def view(
             threading.Event().wait()
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
-
-
-def _export(path: Path) -> Callable[[SampleIndex], Source]:
-    from heterorl.view.export_source import ExportedSamples
-
-    return lambda index: ExportedSamples(path, index)
 
 
 def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:

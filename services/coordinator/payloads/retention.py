@@ -174,10 +174,6 @@ class _Ways:
 
         return cheapest_way(into, have_version=start, want_version=goal)
 
-    def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
-        """The cheapest path from any snapshot; empty without one."""
-        return cheapest_way(lambda version: self._into[version], have_version=None, want_version=goal)
-
     def deltas_after(self, version: int) -> Iterable[PayloadRef]:
         for newer in [newer for newer in self._into if newer > version]:
             yield from self._deltas_into(newer)
@@ -190,9 +186,11 @@ class _Ways:
             has_delta = version > lowest and bool(self._deltas_into(version))
             if is_reached and has_delta:
                 continue
-            verified = self.cheapest(None, version)
-            is_reached = bool(verified)
-            yield from verified or (() if has_delta else self.unverified(version))
+            way = self.cheapest(None, version)
+            is_reached = bool(way)
+            if not way and not has_delta:
+                way = cheapest_way(lambda goal: self._into[goal], have_version=None, want_version=version)
+            yield from way
 
     def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
         """Newest verified snapshots, their paths to the head, and newer unverified snapshots."""

@@ -195,36 +195,33 @@ class Prefetch:
     async def ask(self, version: int, count: int) -> int:
         """Ask once with the loaded version; returns how many assignments came."""
         async with self._asking:
-            return await self._ask(version, count)
-
-    async def _ask(self, version: int, count: int) -> int:
-        before = await self._elsewhere()
-        await self._hand_back(before)
-        if self._is_over:
-            return 0
-        grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
-        if grant is None or not grant.assignments:
-            return 0
-        # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again. Its group
-        # may leave the disk before this answer comes.
-        elsewhere = before | await self._elsewhere()
-        now, granted = self.work.clock.monotonic(), {assignment.id for assignment in grant.assignments}
-        expired = self._expired() - granted
-        waiting = [assignment for assignment in self._waiting if assignment.id not in expired]
-        known = elsewhere | {assignment.id for assignment in waiting}
-        new = [assignment for assignment in grant.assignments if assignment.id not in known]
-        self._waiting = deque([*waiting, *new])
-        here = {assignment.id for assignment in self._waiting}
-        for assignment in grant.assignments:
-            if assignment.id in here:
-                self._ends[assignment.id] = now + max(assignment.lease_s, SHORT_ASK_S)
-        # One that began comes back where the engine refuses it.
-        for number in self._ends.keys() - here - elsewhere:
-            del self._ends[number]
-        # A coordinator that restarted gave fresh terms to those that expired here.
-        self._skipped = (self._skipped | granted & elsewhere | expired) - here
-        self.news.ring()
-        return len(grant.assignments)
+            before = await self._elsewhere()
+            await self._hand_back(before)
+            if self._is_over:
+                return 0
+            grant = await self.work.ask(version, count, num_prompts=self.num_prompts)
+            if grant is None or not grant.assignments:
+                return 0
+            # An expired assignment that waits, is drawn or is on disk, as over an outage, may be granted again. Its
+            # group may leave the disk before this answer comes.
+            elsewhere = before | await self._elsewhere()
+            now, granted = self.work.clock.monotonic(), {assignment.id for assignment in grant.assignments}
+            expired = self._expired() - granted
+            waiting = [assignment for assignment in self._waiting if assignment.id not in expired]
+            known = elsewhere | {assignment.id for assignment in waiting}
+            new = [assignment for assignment in grant.assignments if assignment.id not in known]
+            self._waiting = deque([*waiting, *new])
+            here = {assignment.id for assignment in self._waiting}
+            for assignment in grant.assignments:
+                if assignment.id in here:
+                    self._ends[assignment.id] = now + max(assignment.lease_s, SHORT_ASK_S)
+            # One that began comes back where the engine refuses it.
+            for number in self._ends.keys() - here - elsewhere:
+                del self._ends[number]
+            # A coordinator that restarted gave fresh terms to those that expired here.
+            self._skipped = (self._skipped | granted & elsewhere | expired) - here
+            self.news.ring()
+            return len(grant.assignments)
 
     async def _elsewhere(self) -> set[int]:
         # A group moves from memory to the disk.

@@ -19,12 +19,12 @@ class InlineDatabase(Database):
     def _start(self) -> None:
         return
 
-    def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
+    def submit(self, operation: Callable[[Connection], ResultT], *, is_alone: bool = False) -> asyncio.Future[ResultT]:
         """Run one operation now; the future resolves on the loop's next turn."""
         if self._is_closed:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
         future: asyncio.Future[ResultT] = self._loop.create_future()
-        self._commit([(operation, future)])
+        self._commit([(operation, future, is_alone)])
         return future
 
     async def close(self) -> None:

@@ -211,10 +211,8 @@ class _Demo:
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
         """Measure, judge, write the summary; with steps, report and model too."""
         out, regime = self._options.out, self._regime
-        # The learner's journal also has the steps taken while the processes were stopping. The last row of each counts.
-        rows = journal_rows(out / "learner" / "steps.jsonl")
-        reports = {row["step"]: value_of_row(StepReport, row) for row in rows if row["is_applied"]}
-        self._reports = [reports[step] for step in sorted(reports)]
+        # The learner's journal also has the steps taken while the processes were stopping.
+        self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
         versions = journal_rows(out / "learner" / "versions.jsonl")
         numbers = measure(
             reports=self._reports,
@@ -261,6 +259,12 @@ class _Demo:
         out = self._options.out
         export_model(model_dir=self._model_dir, source=out / "learner", out_dir=out / "model")
         return out / "model"
+
+
+def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
+    """Steps that changed weights, in order; the last row of each counts."""
+    reports = {row["step"]: value_of_row(StepReport, row) for row in rows if row["is_applied"]}
+    return [reports[step] for step in sorted(reports)]
 
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:

@@ -182,7 +182,7 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
     prompter = Prompter.of(config)
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})
-        engines = build_engines(own, config.sampling.semantics(), end_token_ids=prompter.end_token_ids)
+        engines = build_engines(own, end_token_ids=prompter.end_token_ids)
         taken = take_variant(engines, config.variant)
         try:
             subject = Subject(

@@ -112,8 +112,8 @@ class TrustRecord:
         if known == seen:
             return
         if known is not None and known.state_root != seen.state_root:
-            before, now = known.state_root[:12], seen.state_root[:12]
-            raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
+            states = f"had state {known.state_root[:12]} before and has {seen.state_root[:12]} now"
+            raise RunReplaced(f"version {seen.version} {states}")
         if known is not None and known.manifest_digest != seen.manifest_digest:
             raise RunReplaced(f"version {seen.version} has another manifest than before")
         row = _row(seen)

@@ -58,6 +58,9 @@ class Database:
         self._is_closed = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
 
     @classmethod

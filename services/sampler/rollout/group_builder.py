@@ -150,7 +150,7 @@ class GroupBuilder:
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
         oldest = min(span.version for rollout in rollouts for span in rollout.spans if span.is_drawn)
-        attributes = {"site": self.site, "assignment": draft.assignment.id, "version": oldest}
+        attributes: dict[str, str | int] = {"site": self.site, "assignment": draft.assignment.id, "version": oldest}
         return Group(
             id=GroupId(site=self.site, incarnation=self.incarnation, sequence=NO_SEQUENCE),
             assignment=draft.assignment.id,

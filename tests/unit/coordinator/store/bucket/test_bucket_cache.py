@@ -24,6 +24,7 @@ class Home:
         self.there = {*DATA}
         self.slow, self.sent = set(), 3 * MIB
         self.begins, self.may_end = asyncio.Event(), asyncio.Event()
+        self.objects = self
 
     def size(self, digest):
         return len(DATA[digest]) if digest in self.there else None

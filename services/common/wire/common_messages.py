@@ -103,7 +103,7 @@ def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
         InvalidRequest: such a number, where there must be a member.
         KeyError: the message has no such field.
     """
-    copied = [name for name in _names(kind) if name not in changed]  # type: ignore[arg-type] # a type is hashable
+    copied = [name for name in _names(kind) if name not in changed]
     return kind(**{name: _read(kind, message, name) for name in copied}, **changed)
 
 
@@ -122,9 +122,11 @@ def arguments(message: Message, /, **changed: Any) -> dict[str, Any]:
     return found | changed
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNSTATED.get(kind, ()))
+
+
+_names: Callable[[Any], tuple[str, ...]] = functools.cache(_field_names)
 
 
 def _name_in(descriptor: Any, name: str) -> str:

@@ -79,9 +79,10 @@ class LossBatch:
     """[B, T], nats: log-probs under the reference model; None without `loss.reads_reference` or `reference_kl`."""
 
     def to(self, device: torch.device) -> LossBatch:
-        return replace(self, **{name: one.to(device) for name, one in self.tensors().items()})
+        moved: dict[str, Any] = {name: one.to(device) for name, one in self._tensors().items()}
+        return replace(self, **moved)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -116,7 +117,7 @@ class CustomLoss:
     def __call__(self, batch: LossBatch, step: LossBatch | None) -> LossOutput:
         """The checked losses of one pass."""
         given = [batch] if step is None else [batch, step]
-        before = [(name, one, one._version) for part in given for name, one in part.tensors().items()]
+        before = [(name, one, one._version) for part in given for name, one in part._tensors().items()]
         whole = {"step": step} if self.takes_step else {}
         try:
             output = self.function(batch, **whole, **self.options)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
-from heterorl.common.model.model_directory import copy_processors, copy_tokenizer
+from heterorl.common.model.model_directory import copy_others, copy_tokenizer
 from heterorl.common.process.files import appearing
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.types.policy import Manifest
@@ -319,13 +319,13 @@ def export_model(
         dtype = dtype or tensors.main_type(layout)
         out_dtype = tensors.TORCH_DTYPE[dtype]
         with appearing(out_dir) as directory:
+            copy_tokenizer(str(model_dir), directory)
+            copy_others(str(model_dir), directory)
             if adapter_only:
                 _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
             else:
                 _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
-                _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
-            copy_tokenizer(str(model_dir), directory)
-            copy_processors(str(model_dir), directory)
+                _write_config(directory, model, dtype=out_dtype)
 
 
 def _check_place(out_dir: Path) -> None:
@@ -394,13 +394,8 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
     return model, _layout_for(model, layout_id)
 
 
-def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, model_dir: str) -> None:
-    from transformers import GenerationConfig
-
+def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype) -> None:
     network: Any = model
-    with suppress(OSError):
-        # Without the file, the model's configuration stays.
-        network.generation_config = GenerationConfig.from_pretrained(model_dir)
     network.config.dtype = str(dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
     for config in (network.config, network.config.get_text_config()):
@@ -408,7 +403,8 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, mode
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     network.config.save_pretrained(directory)
-    network.generation_config.save_pretrained(directory)
+    if not (directory / "generation_config.json").exists():
+        network.generation_config.save_pretrained(directory)
 
 
 def _write_adapter(

@@ -22,8 +22,10 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
     "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files without which engines refuse a model that also reads images."""
+_OTHER_FILES = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+"""How a model is drawn from, and files without which engines refuse one that also reads images."""
 _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id"
 
 
@@ -140,14 +142,14 @@ def copy_tokenizer(model_dir: str, out_dir: Path) -> None:
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(out_dir)
 
 
-def copy_processors(model_dir: str, out_dir: Path) -> None:
-    """Copy the files of a model that also reads images."""
+def copy_others(model_dir: str, out_dir: Path) -> None:
+    """Copy generation config and processors as they are."""
     from transformers.utils.hub import cached_file
 
-    for name in _PROCESSOR_FILES:
+    for name in _OTHER_FILES:
         path = None
         with suppress(OSError):
-            # Most models have none.
+            # Not every model has each.
             path = cached_file(model_dir, name)
         if path is not None:
             shutil.copyfile(path, out_dir / name)

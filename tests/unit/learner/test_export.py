@@ -136,14 +136,21 @@ def test_export_keeps_the_tokenizer_as_it_is(tmp_path):
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
-def test_export_copies_what_engines_read_with_the_weights(tmp_path):
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_export_copies_what_engines_read_with_the_weights(tmp_path, adapter_only):
     base = _write_base(tmp_path / "base")
-    _checkpoint(tmp_path / "state", base)
-    names = ["preprocessor_config.json", "processor_config.json", "tekken.json"]
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")) if adapter_only else None
+    _checkpoint(tmp_path / "state", base, lora=lora)
+    names = [
+        "generation_config.json", "preprocessor_config.json", "processor_config.json", "tekken.json",
+        "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
+    (base / "additional_chat_templates").mkdir()
     for name in names:
-        (base / name).write_text(f'{{"name": "{name}"}}')
+        # transformers knows no such key of a generation config, and would drop it.
+        (base / name).write_text(f'{{"temperature": 0.6, "name": "{name}"}}')
 
-    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", adapter_only=adapter_only)
 
     assert [(tmp_path / "out" / name).read_text() for name in names] == [(base / name).read_text() for name in names]
 

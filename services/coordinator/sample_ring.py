@@ -32,6 +32,7 @@ from heterorl.common.types.sample import (
     SamplePage,
     SampleRollout,
     SampleSummary,
+    beginning,
     kind_of,
 )
 from heterorl.common.wire.sample_messages import (
@@ -48,7 +49,7 @@ MAX_DETAIL = 300
 TRIM_ROWS = 256
 """Samples evicted in one operation, at a start with a smaller bound."""
 _PAGE_BYTES, _ROW_BYTES = 4096, 2048
-"""Largest overhead of SQLite for a payload, and for a row with its indexes."""
+"""Largest overhead of SQLite for a payload, and for a row, of texts of so many bytes, with its indexes."""
 _COLUMNS = (
     "kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
     " num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, has_texts,"
@@ -196,8 +197,8 @@ def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:
 
 
 def one_line(text: str, limit: int = MAX_DETAIL) -> str:
-    """The beginning of an untrusted text as one line."""
-    return "".join(c if c.isprintable() else " " for c in text[:limit])
+    """The first `limit` bytes of an untrusted text as one line."""
+    return "".join(c if c.isprintable() else " " for c in beginning(text, limit))
 
 
 def _previews(prompt: str, rollouts: Sequence[SampleRollout | RolloutNote]) -> tuple[str, str]:

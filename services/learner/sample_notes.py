@@ -15,6 +15,7 @@ is refused, is given up and counted. A note is sent once its group is settled, s
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Span, spread
-from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
+from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, SampleRollout, shown_answer
 from heterorl.learner.train.step_report import LogRatios
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ MAX_WAITING_BYTES = 256 << 20
 FINISH_S = 5.0
 """Longest wait of the end of a run for the notes of its last version."""
 EVALUATIONS_AT_ONCE = 32
-"""Held-out prompts in one message."""
+"""Most held-out prompts in one message."""
 _Ratios = Mapping[int, Float32Array]
 
 
@@ -120,7 +121,7 @@ class SampleNotes:
     epoch: int = 0
     reader: NoteReader | None = None
     limit_bytes: int = 8 << 20
-    """About the largest note; see NoteReader."""
+    """About the largest message; see NoteReader."""
     _trained: dict[GroupId, _Settled] = field(default_factory=dict)
     _queue: asyncio.Queue[_Entry] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
     _held_bytes: int = 0
@@ -161,8 +162,14 @@ class SampleNotes:
                 self._put(_Settled(group=queued.group, ratios={}))
 
     def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
-        for first in range(0, len(samples), EVALUATIONS_AT_ONCE):
-            self._put(samples[first : first + EVALUATIONS_AT_ONCE])
+        some: list[EvaluationSample] = []
+        for sample in samples:
+            if len(some) == EVALUATIONS_AT_ONCE or (some and _size([*some, sample]) > self.limit_bytes):
+                self._put(some)
+                some = []
+            some.append(sample)
+        if some:
+            self._put(some)
 
     def _put(self, entry: _Entry) -> None:
         if self.reader is None or not self._has_room(entry):
@@ -226,7 +233,8 @@ def _size(entry: _Entry) -> int:
         arrays = [entry.group.prompt_token_ids, *entry.ratios.values()]
         arrays += [array for rollout in entry.group.rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]
         return sum(int(array.nbytes) for array in arrays)
-    return sum(
-        len(sample.prompt) + sum(len(one.completion) + int(one.token_ids.nbytes) for one in sample.rollouts)
-        for sample in entry
-    )
+    return sum(sys.getsizeof(sample.prompt) + sum(map(_rollout_size, sample.rollouts)) for sample in entry)
+
+
+def _rollout_size(rollout: SampleRollout) -> int:
+    return sys.getsizeof(rollout.completion) + rollout.token_ids.nbytes + rollout.sampler_logprobs.nbytes

@@ -30,6 +30,7 @@ from heterorl.common.types.sample import (
     SampleKind,
     SampleRollout,
     SampleSummary,
+    beginning,
     kind_of,
 )
 from heterorl.common.wire.sample_messages import outline_of_rollouts
@@ -219,8 +220,8 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         kept_time=first.kept_time,
         prompt_index=first.prompt_index,
         has_texts=first.prompt is not None or any(row.completion is not None for row in rows),
-        prompt_preview=prompt[:MAX_PREVIEW],
-        completion_preview=rollouts[0].completion[:MAX_PREVIEW],
+        prompt_preview=beginning(prompt, MAX_PREVIEW),
+        completion_preview=beginning(rollouts[0].completion, MAX_PREVIEW),
         **outline,
     )
     return Sample(

@@ -18,6 +18,7 @@ from heterorl.common.types.sample import (
     SampleKind,
     SampleRollout,
     SampleSummary,
+    beginning,
     kind_of,
 )
 
@@ -120,8 +121,8 @@ def make_sample(
         reward_mean=sum(rewards) / len(rewards),
         reward_max=max(rewards),
         has_texts=True,
-        prompt_preview=prompt[:MAX_PREVIEW],
-        completion_preview=made[0].completion[:MAX_PREVIEW],
+        prompt_preview=beginning(prompt, MAX_PREVIEW),
+        completion_preview=beginning(made[0].completion, MAX_PREVIEW),
     )
     return Sample(
         summary=summary,

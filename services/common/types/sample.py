@@ -31,7 +31,7 @@ CONSUMED, EVALUATED = "consumed", "evaluation"
 MAX_PAGE = 200
 """Samples in one page of a list."""
 MAX_PREVIEW = 160
-"""Characters of a preview."""
+"""Bytes of a preview in UTF-8."""
 MAX_ANSWER = 2000
 """Characters of an expected answer that are kept; answers of code tasks are long lists of tests."""
 _NO_IDS = np.zeros(0, np.int32)
@@ -110,7 +110,7 @@ class SampleSummary:
     """Whether prompt and completions have texts."""
     prompt_preview: str = ""
     completion_preview: str = ""
-    """First MAX_PREVIEW characters of the first completion; empty without texts."""
+    """First MAX_PREVIEW bytes of the first completion; empty without texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -268,6 +268,11 @@ class EvaluationSample:
     prompt: str
     answer: str = ""
     rollouts: tuple[SampleRollout, ...]
+
+
+def beginning(text: str, most: int) -> str:
+    """As many first characters as have at most `most` bytes in UTF-8."""
+    return text[:most].encode(errors="replace")[:most].decode(errors="ignore")
 
 
 def shown_answer(answer: str) -> str:

@@ -327,6 +327,32 @@ async def test_a_note_takes_its_bytes_from_the_ring_too(tmp_path):
     await core.close()
 
 
+@pytest.mark.parametrize(
+    "letter", ["x", "\N{GREEK SMALL LETTER PI}", "\N{CJK UNIFIED IDEOGRAPH-8A9E}", "\N{BEAR FACE}"]
+)
+async def test_samples_of_any_script_take_no_more_of_the_store_than_is_counted(core, run, letter):
+    async def file_bytes():
+        pages, size = (
+            await core.database.run(lambda connection, name=name: connection.execute(f"PRAGMA {name}").fetchone())
+            for name in ("page_count", "page_size")
+        )
+        return pages[0] * size[0]
+
+    before, long = await file_bytes(), 500 * letter
+    for first in range(0, 640, 64):
+        samples = [evaluation(first + more, task_set=long, prompt=long, completion=long) for more in range(64)]
+        await core.note_samples(epoch=run.epoch, notes=[], evaluations=samples)
+
+    counted, _ = await used(core)
+    assert await file_bytes() - before <= sum(num_bytes for _, num_bytes in counted.values())
+    (found,) = await kept(core, limit=1)
+    for text in (found.detail, found.prompt_preview, found.completion_preview):
+        # Whole characters, as many as fit.
+        assert set(text) == {letter}
+    width = len(letter.encode())
+    assert (len(found.detail), len(found.prompt_preview)) == (300 // width, 160 // width)
+
+
 async def test_ring_survives_a_restart_and_shrinks_with_its_bound(tmp_path):
     core = await Coordinator.open(config_of(tmp_path), ManualClock())
     run = await begin(core, tmp_path)

@@ -9,10 +9,13 @@ import pytest
 from heterorl.common.errors import StaleEpoch
 from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.sample import EvaluationSample, SampleNote
+from heterorl.common.types.rollout import FinishReason
+from heterorl.common.types.sample import EvaluationSample, SampleNote, SampleRollout
 from heterorl.learner import sample_notes as module
 from heterorl.learner.sample_notes import SampleNotes
 from tests.support.learner_world import queued
+
+NUMBERS = {"reward": 1.0, "reward_parts": (), "finish_reason": FinishReason.EOS}
 
 
 class FakeReader:
@@ -171,6 +174,27 @@ async def test_evaluations_are_sent_some_at_a_time(start):
     await notes.finish()
 
     assert api.sent == [(3, module.EVALUATIONS_AT_ONCE), (3, 1)]
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "語", "😀"])
+async def test_messages_of_evaluations_are_bounded_in_bytes_and_not_in_characters(start, letter):
+    api, size = FakeApi(), 1000 * len(letter.encode())
+    # Half of the largest message, as in a run: a text may take half as much in memory as in UTF-8.
+    notes = start(SampleNotes(api=api, epoch=3, reader=FakeReader(), limit_bytes=12_000))
+    texts = [SampleRollout(completion=letter * 500, **NUMBERS) for _ in range(2)]
+    samples = [
+        EvaluationSample(version=1, site=SiteId(""), prompt_index=number, prompt="", rollouts=tuple(texts))
+        for number in range(30)
+    ]
+    assert module._size(samples[:1]) >= size / 2
+
+    notes.evaluated(samples)
+    notes.evaluated([dataclasses.replace(samples[0], prompt=letter * 50_000)])
+    await notes.finish()
+
+    *counts, alone = [count for _, count in api.sent]
+    assert (sum(counts), alone) == (30, 1)
+    assert 2 < max(counts) * size <= 24_000
 
 
 async def test_nothing_waits_for_a_queue_that_is_full(start, monkeypatch):

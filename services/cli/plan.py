@@ -15,7 +15,7 @@ from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.common import strict_json
 from heterorl.plan.assumptions import facts, parse
-from heterorl.plan.costs import changed_by
+from heterorl.plan.costs import LR, changed_by
 from heterorl.plan.estimate import Plan, Question
 from heterorl.plan.estimate import plan as estimate
 from heterorl.plan.model_shape import shape_of_directory
@@ -35,14 +35,15 @@ def plan(
     ] = "1Gbit",
     rtt: Annotated[str, typer.Option(help="Round trip of that link, such as 100ms.")] = "100ms",
     tokens_per_step: Annotated[float, typer.Option(help="Tokens of one step, prompts and completions.")] = 1048576,
+    steps_per_version: Annotated[int, typer.Option(help="Steps of one version, as the learner's key.")] = 1,
     sites: Annotated[int, typer.Option(help="Sites that share the completions of a step.")] = 1,
     lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate, which sets --changed-fraction: 1e-6 gives 1.4 %, 1e-5 gives 9 %."),
+        typer.Option(help="Learning rate, 1e-6 by default: a step changes 1.4 % of the weights, at 1e-5 9 %."),
     ] = None,
     changed_fraction: Annotated[
         float | None,
-        typer.Option(help="Share of published weights that a version changes, 0 to 1; default: 0.014, or from --lr."),
+        typer.Option(help="Share of published weights that a version changes, 0 to 1; default: from --lr."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change an assumption: `--set mfu=0.4`; the table lists all.")
@@ -70,8 +71,9 @@ def plan(
             link_bits_per_s=bits_per_s(link),
             rtt_s=seconds(rtt),
             tokens_per_step=tokens_per_step,
+            steps_per_version=steps_per_version,
             sites=sites,
-            changed=_changed(lr, changed_fraction),
+            changed=_changed(lr, changed_fraction, steps=steps_per_version),
             given=parse(set_ or ()),
         )
     )
@@ -81,14 +83,15 @@ def plan(
         show(answer, console_of())
 
 
-def _changed(lr: float | None, fraction: float | None) -> float:
-    if lr is None:
-        return 0.014 if fraction is None else fraction
+def _changed(lr: float | None, fraction: float | None, *, steps: int) -> float:
     if fraction is not None:
-        raise ConfigError("--lr", "is given together with --changed-fraction", action="give one of them")
+        if lr is not None:
+            raise ConfigError("--lr", "is given together with --changed-fraction", action="give one of them")
+        return fraction
+    lr = LR if lr is None else lr
     if not 0.0 < lr < 1.0:
         raise ConfigError("--lr", f"must be above 0 and below 1; got {lr:g}")
-    return changed_by(lr)
+    return changed_by(lr * max(1, steps))
 
 
 def rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -140,7 +143,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "staleness",
             f"{plan.staleness_versions:.1f} versions",
-            "a pull, a whole sequence drawn, and the step; queues add to it",
+            f"a pull, a sequence drawn, and the step; {time_words(plan.version_s)} a version; queues add to it",
         ),
         ("the line", "suffices" if plan.is_line_enough else "IS TOO SLOW", _verdict(plan)),
     ]
@@ -148,11 +151,9 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _verdict(plan: Plan) -> str:
     least = plan.least_link_bits_per_s
-    said = f"a pull takes {plan.pull_s / plan.step_s:.0%} of a step"
+    said = f"a pull takes {plan.pull_s / plan.version_s:.0%} of the time between versions"
     if not math.isfinite(least):
-        return (
-            f"{said}; no line suffices, as applying a version takes {time_words(plan.applying_s)}: publish less often"
-        )
+        return f"{said}; no line suffices, as applying takes {time_words(plan.applying_s)}: raise --steps-per-version"
     return f"{said}; {size_words(least, 'bit/s')} is the least for every version"
 
 

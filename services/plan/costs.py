@@ -198,12 +198,17 @@ def delta_bytes(parameters: float, *, changed: float, step_bits: float) -> float
     return min(parameters * (entropy + changed * step_bits) / 8.0, ELEMENT * parameters)
 
 
+LR = 1e-6
+"""The learning rate of a plan that states neither rate nor share."""
 MEASURED = ((1e-6, 0.01369), (3e-6, 0.03466), (1e-5, 0.09055), (1e-4, 0.43195))
 """AdamW's step size, and the share of bf16 elements that a version changed: benchmarks/results/weights.json."""
 
 
 def changed_by(lr: float) -> float:
-    """Share of elements that a version changes: power laws through MEASURED."""
+    """Share of elements that a step of this size changes: power laws through MEASURED.
+
+    Several steps change about as many as one of their sum: 1 to 17 % more than measured for 8 and 24 steps.
+    """
     above = next((index for index, (known, _) in enumerate(MEASURED) if lr <= known), len(MEASURED))
     first = min(max(above - 1, 0), len(MEASURED) - 2)
     (low, least), (high, most) = MEASURED[first : first + 2]

@@ -26,7 +26,7 @@ class Question:
     """The inputs of an estimate.
 
     `shape` None takes the published model nearest in size. `changed` is the share of published elements that a version
-    changes. `tokens_per_step` counts prompts and completions of all `sites` together.
+    of `steps_per_version` steps changes. `tokens_per_step` counts prompts and completions of all `sites` together.
 
     Example: Question(parameters=8e9, gpus=8, link_bits_per_s=1e9)
     """
@@ -40,8 +40,9 @@ class Question:
     link_bits_per_s: float = 1e9
     rtt_s: float = 0.1
     tokens_per_step: float = 1 << 20
+    steps_per_version: int = 1
     sites: int = 1
-    changed: float = 0.014
+    changed: float = costs.changed_by(costs.LR)
     given: Assumptions = field(default_factory=Assumptions)
 
 
@@ -76,6 +77,11 @@ class Plan:
     sampler_gpus: int
 
     @property
+    def version_s(self) -> float:
+        """Between two versions."""
+        return self.step_s * self.question.steps_per_version
+
+    @property
     def publication_s(self) -> float:
         """From a step's end to the coordinator's durable answer, without checkpoint."""
         return self.gather_s + self.encode_s + self.write_s + self.send_s
@@ -88,24 +94,24 @@ class Plan:
     def staleness_versions(self) -> float:
         """Approximate versions from the first token's policy to its training step.
 
-        It sums a pull, drawing a whole sequence, and the step itself, in steps.
+        It sums a pull, drawing a whole sequence, and the step itself.
         """
         drawn_s = self.drawing.step_s * self.question.given.sequence_tokens
-        return (self.pull_s + drawn_s) / self.step_s + 1.0
+        return (self.pull_s + drawn_s + self.step_s) / self.version_s
 
     @property
     def is_line_enough(self) -> bool:
-        return self.pull_s <= self.step_s
+        return self.pull_s <= self.version_s
 
     @property
     def least_link_bits_per_s(self) -> float:
-        """The slowest link for `is_line_enough`; infinite if applying outlasts a step."""
-        left_s = self.step_s - self.applying_s - self.question.rtt_s
+        """The slowest link for `is_line_enough`; infinite if applying takes longer."""
+        left_s = self.version_s - self.applying_s - self.question.rtt_s
         return 8 * self.delta_bytes / left_s if left_s > 0 else math.inf
 
     @property
     def day_in_bytes(self) -> float:
-        return DAY_S / self.step_s * self.delta_bytes
+        return DAY_S / self.version_s * self.delta_bytes
 
     @property
     def day_out_bytes(self) -> float:
@@ -121,6 +127,7 @@ class Plan:
             "shape": dataclasses.asdict(self.shape) | {"parameters": self.shape.parameters},
             "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total, "fits": self.fits},
             **numbers,
+            "version_s": self.version_s,
             "publication_s": self.publication_s,
             "drawing": dataclasses.asdict(self.drawing) | {"tokens_per_gpu_s": self.drawing.tokens_per_gpu_s},
             "staleness_versions": self.staleness_versions,
@@ -203,6 +210,7 @@ def _check(asked: Question) -> None:
         ("--gpus-per-node", asked.gpus_per_node, 1),
         ("--link", asked.link_bits_per_s, 1.0),
         ("--tokens-per-step", asked.tokens_per_step, 1),
+        ("--steps-per-version", asked.steps_per_version, 1),
         ("--rtt", asked.rtt_s, 0.0),
         ("--sites", asked.sites, 1),
     ):

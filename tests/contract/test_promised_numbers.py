@@ -44,6 +44,7 @@ from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
 from heterorl.learner.publish import checkpoint_store
 from heterorl.learner.run import resume, state_directory
 from heterorl.plan.assumptions import Assumptions
+from heterorl.plan.costs import LR
 from heterorl.plan.estimate import Question, plan
 from heterorl.relay import cached_weights
 from heterorl.relay.relay_config import RelayConfig
@@ -315,8 +316,9 @@ def test_options_of_a_plan_have_the_defaults_of_the_page():
         f"| `--backend`, `--compute-dtype` | {asked.backend}, {asked.products} |",
         f"| `--link`, `--rtt` | {asked.link_bits_per_s / 1e9:g}Gbit, {1000 * asked.rtt_s:g}ms |",
         f"| `--tokens-per-step` | {asked.tokens_per_step} |",
+        f"| `--steps-per-version` | {asked.steps_per_version} |",
         f"| `--sites` | {asked.sites} |",
-        f"| `--lr`, `--changed-fraction` | none, {asked.changed:g} |",
+        f"| `--lr`, `--changed-fraction` | {LR:.0e}, none |".replace("e-0", "e-"),
         f"`mfu` {given.mfu:g}, `hbm_gb` {given.hbm_gb:g}, `sequence_tokens` {given.sequence_tokens:g}",
     ):
         assert words in page

@@ -59,7 +59,7 @@ BUDGETS = {
     "docs/operate.md": 3290,
     "docs/own-losses.md": 715,
     "docs/peers.md": 800,
-    "docs/plan.md": 525,
+    "docs/plan.md": 545,
     "docs/quickstart.md": 700,
     "docs/recipes.md": 1740,
     "docs/relay.md": 405,

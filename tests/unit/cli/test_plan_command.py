@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.cli.plan import bits_per_s, seconds, size_words, time_words
 from heterorl.common.errors import ConfigError
+from heterorl.plan.costs import changed_by
 
 RUN = CliRunner()
 
@@ -67,12 +68,25 @@ def test_verdict_names_the_least_line_that_suffices(monkeypatch):
     assert "no line suffices" in hopeless
 
 
+def test_steps_of_a_version_are_an_option():
+    base = ["plan", "--params", "8e9", "--json"]
+    one, eight = (json.loads(RUN.invoke(app, [*base, *more]).stdout) for more in ([], ["--steps-per-version", "8"]))
+
+    assert one["question"]["changed"] == pytest.approx(0.01369)
+    assert eight["question"]["changed"] == pytest.approx(changed_by(8e-6))
+    assert eight["version_s"] == pytest.approx(8 * one["version_s"])
+    # More bytes a version, fewer bytes a day.
+    assert eight["delta_bytes"] > one["delta_bytes"]
+    assert eight["site_day"]["in_bytes"] < one["site_day"]["in_bytes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
         (["--params", "1e9", "--lr", "1e-6", "--changed-fraction", "0.1"], "--lr"),
         (["--params", "1e9", "--lr", "0"], "--lr"),
         (["--params", "1e9", "--sites", "0"], "--sites"),
+        (["--params", "1e9", "--steps-per-version", "0"], "--steps-per-version"),
         ([], "--params"),
         (["--params", "1e9", "--link", "fast"], "--link"),
         (["--params", "1e9", "--rtt", "1"], "--rtt"),

@@ -232,8 +232,37 @@ def test_samplers_keep_the_learner_busy_in_whole_engines():
     assert (
         found.question.tokens_per_step <= drawn < found.question.tokens_per_step + small.tokens_per_gpu_s * found.step_s
     )
-    # A day has every version of it, and each site sends its share of the groups.
+    # A day has every version, and each site sends its share of the groups.
     shared = plan(Question(parameters=shape.parameters, shape=shape, sites=4))
     assert shared.day_out_bytes == found.day_out_bytes / 4
     assert shared.day_in_bytes == pytest.approx(86400 / found.step_s * found.delta_bytes)
     assert found.staleness_versions > 1.0
+
+
+def test_version_of_several_steps_is_published_and_counted_once_for_all_of_them():
+    one, four = (plan(Question(parameters=8e9, changed=0.05, steps_per_version=steps)) for steps in (1, 4))
+
+    assert four.version_s == 4 * one.version_s == 4 * one.step_s
+    assert four.day_in_bytes == pytest.approx(one.day_in_bytes / 4)
+    # Groups are of steps.
+    assert four.day_out_bytes == one.day_out_bytes
+    assert four.staleness_versions == pytest.approx(one.staleness_versions / 4)
+    tight = dataclasses.replace(four, pull_s=3.0 * four.step_s)
+    assert tight.is_line_enough
+    assert not dataclasses.replace(one, pull_s=tight.pull_s).is_line_enough
+    assert four.least_link_bits_per_s < one.least_link_bits_per_s
+    with pytest.raises(ConfigError, match="--steps-per-version: must be at least 1"):
+        plan(Question(parameters=8e9, steps_per_version=0))
+
+
+def test_several_steps_change_about_what_was_measured_over_as_many():
+    weights = json.loads((RESULTS / "weights.json").read_bytes())
+    rows = [row for row in weights["rows"] if row["scheme"] == "gapulp" and row["lag_versions"] > 1]
+
+    assert {row["lag_versions"] for row in rows} == {8, 24}
+    for row in rows:
+        share = changed_by(row["lr"] * row["lag_versions"])
+        assert share == pytest.approx(row["changed_fraction"], rel=0.2)
+        if row["lr"] <= 1e-5:
+            predicted = delta_bytes(weights["num_elements"], changed=share, step_bits=Assumptions().step_bits)
+            assert predicted == pytest.approx(2 * weights["num_elements"] / row["ratio"], rel=0.2)

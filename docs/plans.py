@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.regions.arms import MAX_TOKENS, REGIONS, ROWS, SECONDS_PER_TOKEN
 from heterorl.cli.plan import size_words, time_words
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.costs import delta_bytes, rank_memory
+from heterorl.plan.costs import Drawing, delta_bytes, rank_memory
 from heterorl.plan.estimate import Question, plan
 from heterorl.plan.model_shape import SHAPES, ModelShape
 
@@ -20,6 +22,20 @@ CORE_TFLOPS = 0.1
 """fp32 of a core of that machine at its best: 32 operations in each of 3e9 cycles a second."""
 CORE_GB_S = 10.0
 """A core and its memory."""
+NEAR = 0.2
+"""Rows that are farther off name a term."""
+TERMS = {
+    "delta": "bits of a step grow with the rate",
+    "step, backend torch": "no term: `mfu` was 0.44",
+    "step, backend fsdp2": "gathers and AdamW in short passes",
+    "publication": "round trips, file synchronisation",
+    "checkpoint": "file synchronisation",
+    "staleness": "outages",
+    "tokens": "outages",
+}
+"""What the plan lacks, by the beginning of a row's name."""
+Check = tuple[str, str, str, float]
+"""What, predicted and measured in words, and their ratio."""
 
 
 def plans() -> Rows:
@@ -50,20 +66,36 @@ def plans() -> Rows:
     return header, rows
 
 
-def checks(weights: dict[str, Any], load: dict[str, Any], publish: dict[str, Any]) -> Rows:
-    """Predicted, measured and their ratio.
+def checks(sources: dict[str, dict[str, Any]]) -> Rows:
+    """Predicted, measured, their ratio, and the term that the plan lacks where they differ by more than NEAR.
 
     Args:
-        weights: benchmarks/results/weights.json.
-        load: benchmarks/results/load.json.
-        publish: benchmarks/results/publish.json.
+        sources: benchmarks/results/*.json by name: weights, load, publish, regions and loop.
     """
-    elements, found = weights["num_elements"], []
+    found = [*_sizes(sources["weights"], sources["load"])]
+    found += [row for entry in sources["publish"]["rows"] if _is_planned(entry) for row in _run(entry)]
+    found += [*_regions(sources["regions"]), *_loop(sources["loop"])]
+    rows = [[name, *words, f"{ratio:.2f}", _term(name, ratio)] for name, *words, ratio in found]
+    return ["what", "predicted", "measured", "ratio", "the plan lacks"], rows
+
+
+def _term(name: str, ratio: float) -> str:
+    if abs(ratio - 1.0) <= NEAR:
+        return "-"
+    return next(term for beginning, term in TERMS.items() if name.startswith(beginning))
+
+
+def _size(name: str, predicted: float, measured: float) -> Check:
+    return name, size_words(predicted), size_words(measured), predicted / measured
+
+
+def _sizes(weights: dict[str, Any], load: dict[str, Any]) -> Iterator[Check]:
+    elements = weights["num_elements"]
     for row in weights["rows"]:
         if row["scheme"] == "gapulp" and row["lag_versions"] == 1:
             predicted = delta_bytes(elements, changed=row["changed_fraction"], step_bits=Assumptions().step_bits)
             name = f"delta, lr {row['lr']:g}, {row['changed_fraction']:.1%} of the elements changed"
-            found.append((name, predicted, 2 * elements / row["ratio"]))
+            yield _size(name, predicted, 2 * elements / row["ratio"])
     for row in load["rows"]:
         if row["backend"] == "torch":
             shape = SHAPES["Qwen3-0.6B"]
@@ -71,20 +103,48 @@ def checks(weights: dict[str, Any], load: dict[str, Any], publish: dict[str, Any
                 shape, row["parameters"], backend="torch", ranks=1, micro_batch_tokens=1, products="bf16"
             )
             name = f"masters of a loaded model of {row['parameters'] / 1e6:.1f}M parameters, backend torch"
-            found.append((name, memory.masters, 1e6 * row["after"]["kept"][0]))
-    rows = [
-        [name, size_words(predicted), size_words(measured), f"{predicted / measured:.2f}"]
-        for name, predicted, measured in found
-    ]
-    rows += [row for entry in publish["rows"] if _is_planned(entry) for row in _run(entry)]
-    return ["what", "predicted", "measured", "ratio"], rows
+            yield _size(name, memory.masters, 1e6 * row["after"]["kept"][0])
+
+
+def _regions(results: dict[str, Any]) -> Iterator[Check]:
+    """Bytes, staleness and speed over four lines, of runs whose step and engine take stated times."""
+    rows = [row for row in results["rows"] if row["arm"] == "heterorl"]
+    summaries = {one["arm"]: one for one in results["summaries"]}
+    elements = summaries["heterorl"]["schemes"]["full"] / 2
+    line, changed = REGIONS["far"], sum(row["changed_share"] for row in rows) / len(rows)
+    found = plan(
+        Question(
+            parameters=elements, gpus=1, backend="torch", link_bits_per_s=line.bits_per_s, rtt_s=line.rtt_s,
+            changed=changed, given=Assumptions(sequence_tokens=MAX_TOKENS),
+        )
+    )  # fmt: skip
+    timed = dataclasses.replace(
+        found, step_s=results["how"]["version_s"], drawing=Drawing(gpus=1, sequences=ROWS, step_s=SECONDS_PER_TOKEN)
+    )
+    yield _size("delta, four regions", found.delta_bytes, summaries["heterorl"]["schemes"]["ours"])
+    for arm, name in (("heterorl", "median of four regions"), ("outage", "95 % of groups, one region cut off")):
+        measured = summaries[arm]["staleness_p50" if arm == "heterorl" else "staleness_p95"]
+        predicted = timed.staleness_versions
+        yield f"staleness, {name}", f"{predicted:.1f} versions", f"{measured:.1f} versions", predicted / measured
+    share = summaries["heterorl"]["share"]["mean"]
+    yield "tokens, four regions over one", "1", f"{share:.2f}", 1 / share
+
+
+def _loop(results: dict[str, Any]) -> Iterator[Check]:
+    """A sampler's speed over its engine's alone; the plan takes the engine's."""
+    for row in results["rows"]:
+        if row["release"] == "now":
+            cut = f", {row['outage_s']:.0f} s cut off" if row["outage_s"] else ""
+            most = row["lengths"].rpartition(" ")[2]
+            name, share = f"tokens, {row['engine']} of a sampler over itself, at most {most}{cut}", row["utilisation"]
+            yield name, "1", f"{share:.2f}", 1 / share
 
 
 def _is_planned(entry: dict[str, Any]) -> bool:
     return entry["nodes"] == 1 and (entry["backend"], entry["ranks"]) in PUBLISHED
 
 
-def _run(entry: dict[str, Any]) -> list[Sequence[str]]:
+def _run(entry: dict[str, Any]) -> list[Check]:
     """A row of benchmarks/publish.py beside the plan of such a run on such a machine."""
     ranks, nodes = entry["ranks"], entry["nodes"]
     # All ranks share two cores.
@@ -113,9 +173,6 @@ def _run(entry: dict[str, Any]) -> list[Sequence[str]]:
     )
     held = max(peak - base for peak, base in zip(entry["phases_rss_mb"]["step"], entry["base_rss_mb"], strict=True))
     return [
-        *([f"{what}, {where}", time_words(one), time_words(other), f"{one / other:.2f}"] for what, one, other in times),
-        [
-            f"memory of a rank in a step, {where}", size_words(found.memory.total), size_words(1e6 * held),
-            f"{found.memory.total / 1e6 / held:.2f}",
-        ],
-    ]  # fmt: skip
+        *((f"{what}, {where}", time_words(one), time_words(other), one / other) for what, one, other in times),
+        _size(f"memory of a rank in a step, {where}", found.memory.total, 1e6 * held),
+    ]

@@ -355,7 +355,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "pull-ways": _pull_ways,
     "verify-turns": _verify_turns,
     "plan": lambda: table(*plans.plans()),
-    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
+    "plan-checks": lambda: table(
+        *plans.checks({name: _benchmark(name) for name in ("weights", "load", "publish", "regions", "loop")})
+    ),
     "machine": lambda: _steps("machine"),
     "compose": lambda: _steps("compose"),
     "gpu": _gpu,

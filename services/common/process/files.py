@@ -54,8 +54,8 @@ def appearing(path: Path) -> Iterator[Path]:
     try:
         with room(path.parent):
             yield temporary
-            for file in temporary.iterdir():
-                sync_file(file)
+            for each in temporary.rglob("*"):
+                sync_directory(each) if each.is_dir() else sync_file(each)
             sync_directory(temporary)
             temporary.rename(path)
     except BaseException:

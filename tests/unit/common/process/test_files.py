@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import DiskFull
+from heterorl.common.process import files
 from heterorl.common.process.files import announce, appearing, replacing, try_lock, write_all
 
 
@@ -158,3 +159,19 @@ def test_address_that_commands_dial_is_one_that_a_certificate_names(tmp_path, li
     announce(tmp_path, listen, 7, service="coordinator")
 
     assert (tmp_path / "address").read_text() == f"{noted}\n"
+
+
+def test_a_directory_appears_with_its_folders_and_all_of_it_is_synchronised(tmp_path, monkeypatch):
+    synced = []
+    for name in ("sync_file", "sync_directory"):
+        real = getattr(files, name)
+        monkeypatch.setattr(files, name, lambda path, real=real: (synced.append(path.name), real(path)))
+
+    with appearing(tmp_path / "v1") as directory:
+        (directory / "folder").mkdir()
+        for path in (directory / "a", directory / "folder" / "b"):
+            path.write_bytes(b"whole")
+
+    assert (tmp_path / "v1" / "folder" / "b").read_bytes() == b"whole"
+    assert sorted(synced[:3]) == ["a", "b", "folder"]
+    assert synced[3:] == ["v1.writing", tmp_path.name]

@@ -332,11 +332,11 @@ async def test_a_note_takes_its_bytes_from_the_ring_too(tmp_path):
 )
 async def test_samples_of_any_script_take_no_more_of_the_store_than_is_counted(core, run, letter):
     async def file_bytes():
-        pages, size = (
-            await core.database.run(lambda connection, name=name: connection.execute(f"PRAGMA {name}").fetchone())
-            for name in ("page_count", "page_size")
-        )
-        return pages[0] * size[0]
+        def operation(connection):
+            names = ("page_count", "page_size")
+            return math.prod(connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+
+        return await core.database.run(operation)
 
     before, long = await file_bytes(), 500 * letter
     for first in range(0, 640, 64):

@@ -32,7 +32,7 @@ from heterorl.common.tasks.rewards.math_expressions import (
     readings,
 )
 from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
-from heterorl.common.tasks.rewards.units import PERCENT, Unit
+from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_BARE = 200
 """Most characters of a completion that is read as a value alone."""
@@ -114,10 +114,27 @@ def _is_option(answer: Option, given: Option) -> bool:
     if given.value is None:
         return answer.letter == given.letter
     texts = [one.value.words for one in (answer, given) if isinstance(one.value, Text)]
+    if answer.letter != given.letter or len(texts) == 1:
+        return answer.letter == given.letter
     if len(texts) == 2:
-        few, many = sorted((set(_WORD.findall(text)) for text in texts), key=len)
-        return answer.letter == given.letter and few <= many
-    return answer.letter == given.letter and (len(texts) == 1 or _is_equal(answer.value, given.value))
+        # One increases, two increase.
+        few, many = sorted(({word.removesuffix("s") for word in _WORD.findall(text)} for text in texts), key=len)
+        return few <= many
+    return _is_equal(answer.value, given.value) or _is_rounded(answer.value, given.value)
+
+
+def _is_rounded(answer: Any, given: Any) -> bool:
+    """Whether two numbers are equal to the decimals of one, such as 0.33 and 1/3."""
+    (first, unit), (second, other_unit) = _measured(answer), _measured(given)
+    if unit.differs_from(other_unit):
+        return False
+    return any(
+        isinstance(short, sympy.Float)
+        and getattr(full, "is_real", False)
+        and full.is_number
+        and abs(short - full) <= sympy.Rational(1, 2) / 10 ** len(str(float(short)).partition(".")[2])
+        for short, full in ((first, second), (second, first))
+    )
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
@@ -125,7 +142,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     stated = statement_of(completion)
     is_box = stated.is_marked and not stated.prose
     is_short = len(completion) <= (MAX_WORDED if wants_text else MAX_BARE)
-    texts = stated.texts or (completion,) * (is_short and (wants_text or _is_bare(completion)))
+    texts = stated.texts or (stated.prose,) * (is_short and (wants_text or _is_bare(stated.prose)))
     found: list[Any] = []
     if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
         return []
@@ -150,9 +167,9 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _is_bare(completion: str) -> bool:
-    """Whether a completion is a value alone, such as (3,4)."""
-    words = _SHORT_WORD.findall(COMMAND.sub(" ", completion))
-    return all(word.lower() in FUNCTIONS | {"am", "pm"} for word in words)
+    """Whether a completion is a value alone, such as (3,4) or 5 km."""
+    words = _SHORT_WORD.findall(COMMAND.sub(" ", completion).lower())
+    return all(word in FUNCTIONS | {"am", "pm", "per", "sq", "square", "cubic"} or any(unit_of(word)) for word in words)
 
 
 def _is_equal(answer: Any, given: Any) -> bool:
@@ -161,6 +178,11 @@ def _is_equal(answer: Any, given: Any) -> bool:
         return False
     if not isinstance(answer, sympy.Basic) or not answer.has(sympy.Eq):
         given = _solved(given)
+    elif isinstance(given, sympy.Tuple | sympy.Interval) and isinstance(answer, sympy.FiniteSet):
+        # A tuple has the order of the names.
+        answer, given = given, answer
+    else:
+        answer, given = _unnumbered(answer, given)
     if isinstance(given, sympy.FiniteSet) and not isinstance(answer, sympy.Set | sympy.Tuple) and given.args:
         # Several values are one answer only where each is right, such as 1/2 or 0.5.
         return all(_is_equal(Measured(answer, unit), one) for one in given.args)
@@ -170,6 +192,17 @@ def _is_equal(answer: Any, given: Any) -> bool:
     if unit == PERCENT and not any(given_unit) and isinstance(answer, sympy.Expr):
         return _is_same(answer / 100, given)
     return given_unit == PERCENT and not any(unit) and isinstance(given, sympy.Expr) and _is_same(answer, given / 100)
+
+
+def _unnumbered(answer: Any, given: Any) -> tuple[Any, Any]:
+    """Both as sets of values where only one numbers its names, as x_1 and x_2."""
+    sides = [one.args if isinstance(one, sympy.FiniteSet) else (one,) for one in (answer, given)]
+    if not all(isinstance(one, sympy.Eq) and one.lhs.is_Symbol for side in sides for one in side):
+        return answer, given
+    first, second = ({one.lhs.name for one in side} for side in sides)
+    if first == second or len({name.partition("_")[0] for name in first | second}) > 1:
+        return answer, given
+    return sympy.FiniteSet(*(one.rhs for one in sides[0])), sympy.FiniteSet(*(one.rhs for one in sides[1]))
 
 
 def _measured(read: Any) -> Measured:

@@ -89,6 +89,10 @@ _SHORT_UNITS = frozenset(
 """Units of a few letters that `units` does not compare."""
 _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
 _NO_UNITS = frozenset(["and", "or", "mod"])
+_UNIT_FRACTION = re.compile(
+    rf"(?<=[\d}})]){GAP}\\[dt]?frac\s*\{{\s*\\(?:text|mathrm)\s*\{{([^{{}}]*)\}}\s*\}}"
+    r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*$"
+)
 _UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
 _SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
 _CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")
@@ -221,6 +225,8 @@ def _without_unit(text: str) -> tuple[str, Unit]:
     if (unit := _UNIT_IN_TEXT.search(text)) is not None and not set(unit["words"].split()) & _NO_UNITS:
         return text[: unit.start()], unit_of(_UNIT_SIGNS.sub("", _TEXT.sub(r"\1", unit[0])))
     unit = _UNIT.search(text)
+    if unit is None and (fraction := _UNIT_FRACTION.search(text)) is not None:
+        return text[: fraction.start()], unit_of(f"{fraction[1]}/{fraction[2]}".strip())
     if unit is None:
         return text, Unit()
     words, before = unit["words"].strip(), text[: unit.start()]

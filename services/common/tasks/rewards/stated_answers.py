@@ -1,7 +1,8 @@
 """Answers that completions state: by tag, box, `####`, words or prose.
 
-A value that the text denies, or only compares with, is no answer: `not 7`, `rather than 7`, `less than 7`. Numbers
-joined by "or" are one answer of several values. A later statement replaces an earlier one, also on the same line.
+A value that the text denies, or only compares with, is no answer: `not 7`, `rather than 7`, `less than 7`. Values
+joined by "or" are one answer of several values, also behind a hedge such as `(or maybe 4)`. A later statement replaces
+an earlier one, also on the same line.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ _REFUTED = re.compile(
     r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b)",
     re.DOTALL,
 )
-_OR = (
-    r"(?:\s*,?\s*\bor\b(?:\s(?:maybe|possibly|perhaps|even|else))?|\s*,\s*(?:maybe|possibly|perhaps))\s+"
-    r"(?:[a-z]\s*=\s*)?"
+_MAYBE = r"(?:maybe|possibly|perhaps|(?:(?:but|though|although)\s(?:it\s)?)?(?:could|might|may)(?:\salso)?\sbe)"
+_HEDGED = re.compile(
+    rf"(?i)\s\((?:or\s(?:{_MAYBE}\s)?|{_MAYBE}\s)(?P<inner>(?:\\?\([^()\n]{{1,60}}\)|[^()\n]){{1,80}})\)"
+    rf"|(?:,?\s(?:or|but|though|although)|,)\s(?:it\s)?{_MAYBE}\s"
 )
+_CHOICES = re.compile(
+    r"(?:\((?P<first>[A-J])\)[^.;\n]{0,60}?|\b(?P<bare>[A-J])[.)]?\**)\s*,?\s*(?i:\bor|/)\s*(?i:option\s)?\**"
+    r"(?:\((?P<second>[A-J])\)(?:[^.;}\n]|\.(?=\d)){0,60}|(?P<last>[A-J])(?=[\s*)]*(?:[.,;}\n]|$)))"
+)
+_OR = r"\s*,?\s*\bor\b(?:\s(?:even|else))?\s+(?:[a-z]\s*=\s*)?"
 _ALTERNATIVES = re.compile(
     rf"(?i){_FORMULA}|{_BOX}|(?<![\w.^=/({{]){_NUMBER}(?:\s?,\s{_NUMBER}){{0,8}}(?P<last>{_OR}{_NUMBER})+", re.DOTALL
 )
@@ -98,7 +105,9 @@ class Statement(NamedTuple):
 def statement_of(completion: str) -> Statement:
     """The last answer that a completion states."""
     tagged = _TAGGED.findall(completion)
-    text = _DENIED.sub(_without, _REFUTED.sub(" ", tagged[-1] if tagged else completion))
+    text = _HEDGED.sub(lambda hedged: f" or {hedged['inner'] or ''}", tagged[-1] if tagged else completion)
+    text = _CHOICES.sub(_letters, text)
+    text = _DENIED.sub(_without, _REFUTED.sub(" ", text))
     if (marked := boxed(text)) is not None:
         return Statement(texts=marked, is_marked=True, prose="")
     said = _said_in(text)
@@ -162,6 +171,11 @@ def _says(said: re.Match[str]) -> bool:
 def _without(denied: re.Match[str]) -> str:
     # A statement stays one, though without a value.
     return "\u662f" if denied["cjk"] and not denied["aside"] else " is " if denied["verb"] else " "
+
+
+def _letters(choices: re.Match[str]) -> str:
+    first, second = choices["first"] or choices["bare"], choices["second"] or choices["last"]
+    return choices[0] if first == second else f"{first} or {second}"
 
 
 def _as_formula(found: re.Match[str]) -> str:

@@ -37,6 +37,29 @@ STYLES = [
     ("(B) Paris", ["The answer is (B) Paris, France.", "B", "Paris", box("(B) Paris, France")], [box("(B) London"), "(A) Paris"]),
     ("(B) Paris", ["The answer is B. I hope this helps", "The answer is (B) as shown above."], ["The answer is (A) as shown."]),
     ("(B) 12", ["The answer is (B) because it is smallest.", "Answer: B. The others are wrong.", box("(B) twelve")], []),
+    ("(B) increase", [box("(B) increases"), "(B) increases", "The answer is (B) increases."], [box("(B) decreases"), box("(C) increases")]),
+    ("(B) 0.33", [*map(box, ("(B) 1/3", r"(B)\ \frac13", "(B) 0.333")), "(B) 1/3"], [*map(box, ("(B) 0.4", "(B) 1/4", "(A) 1/3", "(B) 0.34"))]),
+    ("(B) 1/3", [box("(B) 0.33"), "(B) 0.33"], [box("(B) 0.32")]),
+    # Hedges.
+    *((one, [], [
+        "either 3 or 4", "3 (or maybe 4)", "#### 3 (or maybe 4)", "<answer>3 (or maybe 4)</answer>", "The answer is 3 (or 4).",
+        "The answer is 3 (or maybe 4).", "The answer is 3, or perhaps 4.", "The answer is 3, but it could be 4.",
+        "The answer is $3$ (or maybe $4$).", r"\boxed{3} (or \boxed{4})", r"\boxed{3} or maybe \boxed{4}", box(r"3 \text{ (or 4)}"),
+    ]) for one in "34"),
+    ("1/2", ["The answer is 1/2 (or 0.5).", "The answer is maybe 1/2."], []),
+    *((one, [], [
+        "(B) or (C)", "B or C", "The answer is (B) or (C).", "The answer is B (or maybe C).", "The answer is (B), possibly (C).",
+        "The answer is B, though it might be C.", "The answer is (B) Paris, or maybe (C) London.", box(r"\text{(B) or (C)}"),
+        "The answer is Paris (or London).", "The answer is Paris, but it could be London.",
+    ]) for one in ("B", "(B) Paris", "Paris")),
+    # Names of values: x_1 numbers the values of one x.
+    ("x_1=-3, x_2=1", [*map(box, ("x_2=1, x_1=-3", "-3, 1", "1, -3", "x=-3, x=1"))], [*map(box, ("x_1=1, x_2=-3", "x_1=-3", "x=-3, y=1"))]),
+    ("x=1, x=-5", [box("x_1=1, x_2=-5")], [box("x_1=1, x_2=5")]),
+    ("x_1=5", [box("5"), box("x=5")], [box("y=5")]),
+    ("5", [box("x_1=5"), "x_1 = 5"], [box("x_1=6")]),
+    ("x=3, y=4", [box("y=4, x=3"), box("(3,4)")], [box("x=4, y=3"), box("(4,3)")]),
+    ("5 m", ["5 m", "5", "5 meters"], ["5 km", "5 m^2"]),
+    ("5 m/s", [box(r"5\ \frac{\text{m}}{\text{s}}")], [box(r"5\ \frac{\text{km}}{\text{s}}")]),
     ("(3,4)", [box("\\{x=3,y=4\\}"), box("x=3,y=4")], [box("\\{3,4\\}"), box("\\{x=4,y=3\\}")]),
     ("AB", ["The answer is AB."], ["$A$" * 10_000]),
     # Several statements are no several tries.

@@ -217,7 +217,8 @@ def _remote(reward: HttpRewardConfig | JudgeRewardConfig, config: SourceConfig, 
         terms = Terms(name=reward.name, low=reward.low, high=reward.high, signed_by=reward.signed_by)
     else:
         rubric = _rubric(reward, key=key)
-        question = [rubric, reward.model, reward.field, reward.pattern, sorted(reward.request.items())]
+        # The number rises where equal replies get other scores; cached ones are asked again.
+        question = [3, rubric, reward.model, reward.field, reward.pattern, sorted(reward.request.items())]
         stated = [*question, reward.low, reward.high]
         # The judge's scale becomes 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)

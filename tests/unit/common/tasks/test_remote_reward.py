@@ -419,6 +419,9 @@ def test_a_cache_that_another_process_creates_is_no_error(tmp_path):
     [
         ('{"score": 1} no: {"other": {"score": 3}} {"score": 2}', "", 2.0),
         ('```json\n{"why": "{}", "score": "0.5"}\n``` {', "", 0.5),
+        ('{"result": {"score": 3}}', "", 3.0),
+        ('{"score": 4, "parts": {"style": {"score": 1}}}', "", 4.0),
+        ('{"parts": [{"score": 1}], "score": 4, "why": "two\nlines"}', "", 4.0),
         ("Score: 2 ... Final score: 4/5", r"score: (\d+)", 4.0),
         ("3", r"[1-5]", 3.0),
     ],

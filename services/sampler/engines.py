@@ -368,7 +368,7 @@ def _vllm(
     end_token_ids: Sequence[int],
     is_stopped: threading.Event | None,
 ) -> Engines:
-    check_limits(config.sampling, config.lora)
+    check_limits(config.sampling, config.lora, settings.max_model_len)
     source = SharedModel(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,

@@ -16,8 +16,17 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks of vLLM."""
 
 
-def check_limits(sampling: SamplingConfig, lora: LoraConfig) -> None:
-    """Raise ConfigError if vLLM cannot draw so, or takes no such adapters."""
+def check_limits(sampling: SamplingConfig, lora: LoraConfig, max_model_len: int) -> None:
+    """Raise ConfigError if vLLM cannot draw so, or takes no such adapters.
+
+    `max_model_len` is in tokens; 0 is no bound.
+    """
+    if 0 < max_model_len <= sampling.max_new_tokens:
+        raise ConfigError(
+            "engine.max_model_len",
+            f"{max_model_len} tokens hold no prompt with sampling.max_new_tokens = {sampling.max_new_tokens}",
+            action="raise the first or lower the second",
+        )
     if sampling.router_replay != "none":
         raise ConfigError(
             "sampling.router_replay", "vLLM's routing is not recorded", action='use engine hf, or set it to "none"'

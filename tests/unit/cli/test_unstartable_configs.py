@@ -13,7 +13,7 @@ from heterorl.learner.loss.loss_config import CustomLossConfig
 from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl.sampler.adoption import adopt
 from heterorl.sampler.engines import build_engines
-from heterorl.sampler.sampler_config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig, VllmEngineConfig
 from tests.support.run import CONTRACT
 from tests.support.statements import statement
 
@@ -44,6 +44,9 @@ SAMPLERS = {
         {**VLLM, "sampling.top_k": 20, "sampling.temperature": 0.7}, "sampling", "use top_p = 1",
     ),
     "low temperature": ({**VLLM, "sampling.temperature": 0.001}, "sampling.temperature", "set a higher temperature"),
+    "no room for a prompt": (
+        {**VLLM, "engine.max_model_len": 512}, "engine.max_model_len", "512 tokens hold no prompt with sampling.max_new_tokens = 512",
+    ),
     "large adapters": ({**VLLM, "lora.rank": 1024}, "lora.rank", "set a smaller rank"),
     "members above the group": (
         {"group_size": 8, "sampling.min_members": 9}, "sampling.min_members", "at most group_size",
@@ -81,6 +84,7 @@ def test_keys_that_no_start_accepts_are_a_problem_of_the_file(service, keys, key
         ("sampler", {**VLLM, "sampling.top_p": 0.9}),
         ("sampler", {**VLLM, "sampling.top_p": 0.9, "sampling.temperature": 0.7, "sampling.logprob_mode": "raw"}),
         ("sampler", {**VLLM, "lora.rank": 512}),
+        ("sampler", {**VLLM, "engine.max_model_len": 513}),
         ("sampler", {"lora.rank": 1024, "sampling.temperature": 0.001, "sampling.router_replay": "rollout"}),
     ],
 )
@@ -94,6 +98,10 @@ def test_their_neighbours_are_valid(service, keys):
         ({"sampling": SamplingConfig(router_replay="rollout")}, "sampling.router_replay"),
         ({"sampling": SamplingConfig(temperature=0.001)}, "sampling.temperature"),
         ({"lora": LoraConfig(rank=1024)}, "lora.rank"),
+        (
+            {"engine": VllmEngineConfig(max_model_len=64), "sampling": SamplingConfig(max_new_tokens=64)},
+            "engine.max_model_len",
+        ),
     ],
 )
 def test_a_start_of_vllm_refuses_them_before_the_model_is_read(changes, key):
@@ -107,11 +115,12 @@ def test_a_start_of_vllm_refuses_them_before_the_model_is_read(changes, key):
 
 def test_a_joining_sampler_is_refused_only_for_what_its_file_states():
     keys = {"join": {}, "sampling": {"min_members": 9, "top_p": 0.9, "temperature": 0.7}, "engine": {"kind": "vllm"}}
+    keys["engine"]["max_model_len"] = 64
     config = SamplerConfig.model_validate(keys)
 
-    def adopted(group_size, logprob_mode):
+    def adopted(group_size, logprob_mode, max_new_tokens=4):
         drawn = SamplingConfig(
-            min_members=9, top_p=0.9, temperature=0.7, max_new_tokens=4, logprob_mode=logprob_mode
+            min_members=9, top_p=0.9, temperature=0.7, max_new_tokens=max_new_tokens, logprob_mode=logprob_mode
         ).model_dump(mode="json")
         return adopt(config, statement(CONTRACT, sampling=drawn, group_size=group_size))
 
@@ -120,6 +129,8 @@ def test_a_joining_sampler_is_refused_only_for_what_its_file_states():
         adopted(8, "raw")
     with pytest.raises(ConfigError, match="before truncation"):
         adopted(16, "processed")
+    with pytest.raises(ConfigError, match="64 tokens hold no prompt"):
+        adopted(16, "raw", 64)
 
 
 def test_a_custom_loss_with_a_reference_is_refused_where_the_backend_has_none(tmp_path):

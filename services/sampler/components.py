@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from heterorl.common.evaluation.evaluation_sets import IGNORED, ignored_draws
 from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.model_directory import check_model_dir
@@ -21,6 +23,8 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.prompt_evaluator import SiteSet, naming_set, open_set, with_workers
 from heterorl.sampler.sampler_config import SamplerConfig
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,8 @@ def load_components(
     task = task if scores_here else score_in_workers(task, settings)
     # Before the model is loaded and before the coordinator counts on this site.
     conversations = try_task(config, task, prompter)
+    if ignored := ignored_draws(config.evaluation):
+        _LOG.warning(IGNORED, ", ".join(ignored))
     opened = []
     for each in config.evaluation:
         with naming_set(each.name):

@@ -60,6 +60,19 @@ def test_reward_that_fails_ends_the_start(module, begin, schema, loading, model_
         begin(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
 
 
+def test_a_start_of_a_sampler_names_draws_that_no_run_takes(model_dir, monkeypatch, caplog):
+    monkeypatch.setattr(sampler, "build_engines", load)
+    task = {"digits": 1}
+
+    with pytest.raises(Loaded):
+        sampler.load_components(
+            SamplerConfig(
+                **SHORT, model_dir=model_dir, task=task, evaluation=[{"name": "sums", "seed": 1, "task": task}]
+            )
+        )
+    assert "evaluation.sums.seed: a run draws as the coordinator's" in caplog.text
+
+
 EPISODE = """
 class Door:
     shares_process = True

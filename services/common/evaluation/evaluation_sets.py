@@ -60,6 +60,19 @@ class EvaluationSetConfig(DrawsConfig):
     """Held-out prompts and their reward, equal at every site that evaluates the set."""
 
 
+def ignored_draws(sets: Sequence[EvaluationSetConfig]) -> list[str]:
+    """Stated draws of a site, by key: in a run the coordinator's count."""
+    return [
+        f"evaluation.{one.name}.{key}"
+        for one in sets
+        for key in DrawsConfig.model_fields
+        if key != "name" and key in one.model_fields_set
+    ]
+
+
+IGNORED = "%s: a run draws as the coordinator's [[evaluation]] says; these keys count in `heterorl evaluate` alone"
+
+
 def check_unique_names(sets: Sequence[DrawsConfig]) -> None:
     """Raise ValueError where two sets have one name."""
     names = [one.name for one in sets]

@@ -337,6 +337,17 @@ def test_a_file_of_another_editor_or_from_a_pipe_is_read(tmp_path):
     os.close(reading)
 
 
+def test_draws_of_a_site_that_no_run_takes_are_said(tmp_path):
+    path = tmp_path / "sampler.toml"
+    path.write_text(
+        '[tls]\ninsecure = true\n[[evaluation]]\nname = "sums"\nnum_prompts = 9\n[[evaluation]]\nname = "bare"\n'
+    )
+
+    said = invoke("check-config", "sampler", "--config", str(path), "--keys-only").output
+
+    assert "evaluation.sums.num_prompts: a run draws as the coordinator's [[evaluation]] says" in said
+
+
 @pytest.mark.process
 def test_a_set_that_cannot_be_read_is_named_before_the_start(tmp_path):
     model = save_chat_model(tmp_path / "model")

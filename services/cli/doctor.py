@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,18 +95,28 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     if role in ("coordinator", "relay"):
         return target
     engine = config.engine if role == "sampler" else config.backend
-    has_gpu = getattr(engine, "kind", "") == "vllm" and Path("/dev/nvidiactl").exists()
-    device = getattr(engine, "device", "cuda" if has_gpu else "cpu")
+    numbered = tuple(f"cuda:{number}" for number in getattr(engine, "devices", ()))
     return dataclasses.replace(
         target,
         site=config.site if role == "sampler" else "",
-        device=device,
+        devices=numbered or (getattr(engine, "device", None) or _device_of_vllm(),),
+        copies=getattr(engine, "engines", int(engine.kind == "torch")) / getattr(engine, "tensor_parallel_size", 1),
+        sized_as=Role.SAMPLER if config.lora.is_on else None,
         engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
         model_config=config if config.model_dir else None,
         loss=config.loss if role == "learner" else None,
         max_new_tokens=config.drawn_semantics().max_new_tokens if role == "learner" else 0,
     )
+
+
+def _device_of_vllm() -> str:
+    """`cpu` for builds that are named so, else `cuda`."""
+    for package in ("vllm", "torch"):
+        with suppress(PackageNotFoundError):
+            if "cpu" in version(package):
+                return "cpu"
+    return "cuda"
 
 
 def _dialled(config: Any) -> str:

@@ -57,7 +57,11 @@ class DoctorTarget:
     state_dir: Path
     state_key: str
     site: str = ""
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
+    copies: float = 1.0
+    """Copies of the model on one device; 0 if the number of ranks decides."""
+    sized_as: Role | None = None
+    """Role whose memory the model needs, if another: a learner of adapters needs a sampler's."""
     engine: str = ""
     """Package of an optional engine or backend."""
     published_dtype: str = "bf16"
@@ -200,10 +204,10 @@ class _Machine:
 async def _measure_machine(target: DoctorTarget) -> _Machine:
     limits = target.limits
     disk = await in_daemon_thread(lambda: machine.measure_disk(target.state_dir), timeout_s=limits.disk_s)
-    is_gpu = target.device.startswith("cuda")
     device = None
-    if is_gpu:
-        device = await in_daemon_thread(lambda: machine.measure_device(target.device), timeout_s=limits.device_s)
+    if target.devices[0] != "cpu":
+        measured = lambda: machine.measure_devices(target.devices)  # noqa: E731
+        device = await in_daemon_thread(measured, timeout_s=limits.device_s)
     contract = None
     config = target.model_config
     if config is not None:
@@ -215,13 +219,16 @@ async def _measure_machine(target: DoctorTarget) -> _Machine:
 def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis | None) -> list[Check]:
     files = 0 if target.model_config is None else machine.model_bytes(target.model_config.model_dir)
     state = max(files, diagnosis.bytes_full if diagnosis is not None else 0)
-    is_gpu = target.device.startswith("cuda")
+    sized = target.sized_as or target.role
+    is_gpu = target.devices[0] != "cpu"
     checks = [
         machine.judge_disk(facts.disk, key=target.state_key, state_bytes=state),
-        machine.judge_memory(facts.memory, role=target.role, is_on_gpu=is_gpu, state_bytes=state),
+        machine.judge_memory(facts.memory, role=sized, is_on_gpu=is_gpu, state_bytes=state),
     ]
     if target.role in {Role.LEARNER, Role.SAMPLER}:
-        checks.append(machine.judge_device(facts.device, device=target.device, role=target.role, state_bytes=state))
+        held, times = int(target.copies * state), machine.DEVICE_TIMES[sized]
+        names = ", ".join(target.devices)
+        checks.append(machine.judge_device(facts.device, device=names, role=target.role, state_bytes=held, times=times))
     checks.append(
         machine.judge_versions(machine.measure_versions(target.engine), role=target.role, diagnosis=diagnosis)
     )

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,7 @@ from heterorl import __version__
 from heterorl.common.errors import ConfigError, HeterorlError, install_command
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.maintenance import Diagnosis
-from heterorl.common.types.common import NO_LORA, Contract, Digest
+from heterorl.common.types.common import NO_LORA, Contract, Digest, amount
 from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.doctor.check import Check, Failure, fail, ok, skip, warn
 
@@ -124,6 +125,12 @@ def measure_versions(engine: str = "") -> Versions:
     )
 
 
+def measure_devices(devices: Sequence[str]) -> Device | Failure:
+    """The first GPU that fails, else the one with the least free memory."""
+    found = [measure_device(device) for device in devices]
+    return min(found, key=lambda one: -1 if isinstance(one, Failure) else one.free_bytes)
+
+
 def measure_device(device: str) -> Device | Failure:
     """Look at a GPU through torch."""
     try:
@@ -133,10 +140,13 @@ def measure_device(device: str) -> Device | Failure:
     try:
         if not torch.cuda.is_available():
             return Failure(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
-        free, total = torch.cuda.mem_get_info(torch.device(device))
-        return Device(name=torch.cuda.get_device_name(torch.device(device)), free_bytes=free, total_bytes=total)
+        place, num_seen = torch.device(device), torch.cuda.device_count()
+        if (place.index or 0) >= num_seen:
+            return Failure(kind="no_device", detail=f"no {device}: torch sees {amount(num_seen, 'GPU')}")
+        free, total = torch.cuda.mem_get_info(place)
+        return Device(name=torch.cuda.get_device_name(place), free_bytes=free, total_bytes=total)
     except (RuntimeError, ValueError) as error:
-        return Failure(kind="no_device", detail=str(error).splitlines()[0])
+        return Failure(kind="unusable", detail=f"{str(error).splitlines()[0]} ({device})")
 
 
 def model_bytes(model_dir: str) -> int:
@@ -263,7 +273,7 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     if role not in {Role.LEARNER, Role.SAMPLER} or not state_bytes:
         return ok("memory", found)
     need = HOST_TIMES[role, is_on_gpu] * state_bytes
-    found += f", a {role} of this model needs about {_gib(need)}"
+    found += f", this model needs about {_gib(need)}"
     if fact < state_bytes:
         return fail("memory", found, "use a machine with more memory, or stop processes that use it")
     if fact < need:
@@ -271,20 +281,24 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     return ok("memory", found)
 
 
-def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int) -> Check:
-    """Whether the configured device is there; `fact` is None on a CPU."""
+def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, times: int) -> Check:
+    """Whether the configured device is there; `fact` is None on a CPU.
+
+    A GPU holds `times` the published state's bytes, 0 if unknown.
+    """
     if fact is None:
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
         remedies = {
             "no_torch": f"install torch, {install_command(role)}",
-            "no_cuda": "install the driver and torch with CUDA, or set the device to cpu",
+            "no_cuda": "install the driver and torch with CUDA, or set the device to cpu (vLLM: install its CPU build)",
             "no_device": "correct the number of the device",
+            "unusable": "check that GPU (nvidia-smi): it may be held or full, or this torch is not built for it",
             "timeout": "check the driver (nvidia-smi): it does not answer",
         }
         return fail("gpu", f"{device}: {fact.detail}", remedies[fact.kind])
     found = f"{device}: {fact.name}, {_gib(fact.free_bytes)} of {_gib(fact.total_bytes)} free"
-    need = DEVICE_TIMES[role] * state_bytes
+    need = times * state_bytes
     if fact.free_bytes < need:
         remedy = f"free GPU memory or use a larger GPU: about {_gib(need)} is needed"
         return (fail if fact.free_bytes < state_bytes else warn)("gpu", found, remedy)

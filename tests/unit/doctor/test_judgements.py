@@ -14,8 +14,10 @@ from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Check, Failure, Level, checks_json, checks_table, exit_code, fail, ok, skip, warn
 from heterorl.doctor.link_checks import Connected, Handshake, MessageTrial, Reached
 from heterorl.doctor.machine_checks import Device, Disk, Versions
+from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.relay.relay_config import RelayConfig
+from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -59,7 +61,7 @@ def memory(fact, role=Role.SAMPLER):
 
 
 def device(fact):
-    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB)
+    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB, times=2)
 
 
 def contract(**changes):
@@ -132,6 +134,7 @@ CASES = [
     (device(Failure(kind="no_torch")), Level.FAIL, "install torch, in a clone of heterorl: pip install '.[sampler]'"),
     (device(Failure(kind="no_cuda")), Level.FAIL, "driver"),
     (device(Failure(kind="no_device")), Level.FAIL, "number"),
+    (device(Failure(kind="unusable")), Level.FAIL, "held or full"),
     (device(SLOW), Level.FAIL, "nvidia-smi"),
     (
         machine_checks.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=FACTS),
@@ -315,3 +318,60 @@ def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
     assert contract.level is Level.FAIL
     assert "model.safetensors" in contract.finding
     assert [machine_checks.model_bytes(str(place)) for place in (tmp_path, hidden)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "devices", "copies"),
+    [
+        ({}, ("cpu",), 1),
+        ({"device": "cuda:1"}, ("cuda:1",), 1),
+        ({"device": "cuda", "engines": 3}, ("cuda",), 3),
+        ({"devices": [0, 5]}, ("cuda:0", "cuda:5"), 1),
+        ({"kind": "vllm"}, ("cuda",), 1),
+        ({"kind": "vllm", "devices": [2, 3], "tensor_parallel_size": 2}, ("cuda:2", "cuda:3"), 0.5),
+    ],
+)
+def test_each_gpu_that_an_engine_takes_is_looked_at(engine, devices, copies, monkeypatch):
+    monkeypatch.setattr("heterorl.cli.doctor.version", lambda package: "2.9")
+
+    target = target_of("sampler", SamplerConfig(engine=engine))
+
+    assert (target.devices, target.copies) == (devices, copies)
+
+
+def test_vllm_built_for_the_cpu_needs_no_gpu(monkeypatch):
+    monkeypatch.setattr("heterorl.cli.doctor.version", lambda package: "0.32.0+cpu")
+
+    assert target_of("sampler", SamplerConfig(engine={"kind": "vllm"})).devices == ("cpu",)
+
+
+def test_a_learners_memory_is_of_its_ranks_and_trained_weights():
+    of_ranks = target_of("learner", LearnerConfig(backend={"kind": "fsdp2", "device": "cuda"}))
+    of_adapters = target_of("learner", LearnerConfig(lora={"rank": 8}))
+
+    assert (of_ranks.devices, of_ranks.copies, of_ranks.sized_as) == (("cuda",), 0, None)
+    assert (of_adapters.copies, of_adapters.sized_as) == (1, Role.SAMPLER)
+
+
+def test_a_gpu_is_absent_or_cannot_be_used(monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def memory_of(place):
+        if place.index == 1:
+            raise RuntimeError("CUDA error: out of memory\nmore")
+        return (3 - place.index) * GIB, 4 * GIB
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory_of)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+
+    assert machine_checks.measure_devices(["cuda:0", "cuda:3"]) == Failure(
+        kind="no_device", detail="no cuda:3: torch sees 3 GPUs"
+    )
+    assert machine_checks.measure_devices(["cuda:1"]) == Failure(
+        kind="unusable", detail="CUDA error: out of memory (cuda:1)"
+    )
+    assert machine_checks.measure_devices(["cuda:0", "cuda:2"]) == Device(
+        name="cuda:2", free_bytes=GIB, total_bytes=4 * GIB
+    )

@@ -58,7 +58,7 @@ def _with_rows(key: str, files: Sequence[str]) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns: dict[str, set[str]] = {}
+    schemas: dict[str, pa.Schema] = {}
     for file in files:
         try:
             about = pq.read_metadata(file)
@@ -68,15 +68,19 @@ def _with_rows(key: str, files: Sequence[str]) -> list[str]:
                 key, problem, action="name complete files of Parquet, such as DIRECTORY/*.parquet"
             ) from error
         if about.num_rows:
-            columns[file] = set(about.schema.to_arrow_schema().names)
-    if not columns:
+            schemas[file] = about.schema.to_arrow_schema()
+    if not schemas:
         raise ConfigError(key, f"{files[0]} has no rows", action="name files with rows")
-    first = next(iter(columns))
-    for file, names in columns.items():
-        if other := sorted(names ^ columns[first]):
+    first = next(iter(schemas))
+    for file, schema in schemas.items():
+        if other := sorted({*schema.names} ^ {*schemas[first].names}):
             problem = f"{file} and {first} have not the same columns: only one of them has {other[0]}"
             raise ConfigError(key, problem, action="name files with the same columns")
-    return list(columns)
+        for name in schema.names:
+            if pa.types.is_null(schemas[first].field(name).type) and not pa.types.is_null(schema.field(name).type):
+                problem = f"{name} is null in each row of {first}, which then has no type for it, unlike {file}"
+                raise ConfigError(key, problem, action="write the column's type into the first file, or leave that out")
+    return list(schemas)
 
 
 def library() -> Any:

@@ -12,6 +12,10 @@ from heterorl.common.errors import ConfigError
 MAX_LINE_BYTES = 1 << 20
 
 
+class NoText(dict[str, Any]):
+    """A row with half a surrogate pair, which a filter may drop."""
+
+
 class JsonLines:
     """Lines of a file that are not blank; implements Rows."""
 
@@ -44,14 +48,15 @@ class JsonLines:
         line = self._lines[number]
         try:
             row = json.loads(line)
-            if b"\\u" in line or not line.isascii():
-                json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise self._refused(number, ": half a surrogate pair is not text") from None
         except (ValueError, RecursionError) as error:
             raise self._refused(number, f" is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise self._refused(number, " is JSON, but no object")
+        try:
+            if b"\\u" in line or not line.isascii():
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return NoText(row)
         return row
 
     def _refused(self, number: int, problem: str) -> ConfigError:

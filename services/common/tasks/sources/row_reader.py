@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, json_value, kind_of
+from heterorl.common.tasks.sources.json_lines import NoText
 from heterorl.common.tasks.task import ROLES, Message, Prompt
 
 Row = Mapping[str, Any]
@@ -71,8 +72,12 @@ class RowReader:
                     raise ConfigError(error.key or key, problem, action=error.action) from None
                 first = first or rows.place(number)
                 self.flaws[str(error)] += 1
-        for name, kinds in self._kinds.items():
-            if other := [value for value in _listed(self._data.where[name]) if kind_of(value) not in kinds]:
+        for filtered, kinds in self._kinds.items():
+            which, _, name = filtered.partition(".")
+            if not kinds:
+                raise ConfigError(f"task.data.{filtered}", f"{name} is null in each row", action="name another column")
+            wanted = _listed(self._data.where[name]) if which == "where" else ()
+            if other := [value for value in wanted if kind_of(value) not in kinds]:
                 problem = f"{name} is {' or '.join(sorted(kinds))}, and {other[0]!r} is {kind_of(other[0])}"[:300]
                 raise ConfigError(f"task.data.where.{name}", problem, action="give values of the column's kind")
         if first:
@@ -88,6 +93,8 @@ class RowReader:
 
     def prompt(self, row: Row, *, index: int) -> Prompt:
         """A row's prompt; raises RowProblem."""
+        if isinstance(row, NoText):
+            raise RowProblem("half a surrogate pair is not text")
         data = self._data
         name, needs_messages = data.messages or data.prompt, bool(data.messages)
         if name == PROMPT not in row and MESSAGES in row:
@@ -136,13 +143,13 @@ class RowReader:
                 raise RowProblem(f"{name} is bytes", key=f"task.data.where.{name}", action="name a column of text")
             value = float(value) if isinstance(value, Decimal) else value
             kind = kind_of(json_value(value))
-            if value is not None:
-                self._kinds.setdefault(name, set()).add(kind)
+            self._kinds.setdefault(f"where.{name}", set()).update([kind] if value is not None else [])
             # True is no 1.
             is_kept &= any(_is_value(each, value) and kind_of(each) == kind for each in _listed(wanted))
         for kind, bounds in (("at_least", data.at_least), ("at_most", data.at_most)):
             for name, bound in bounds.items() if is_kept else ():
                 value = _cell(kind, name, row)
+                self._kinds.setdefault(f"{kind}.{name}", set()).update([kind_of(value)] if value is not None else [])
                 if isinstance(value, bool) or not isinstance(value, int | float | Decimal | None):
                     key, action = f"task.data.{kind}.{name}", "name a column of numbers, or use where"
                     raise RowProblem(f"{name} is {value!r}"[:300], key=key, action=action)

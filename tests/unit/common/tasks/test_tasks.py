@@ -174,14 +174,26 @@ def test_jsonl_keeps_the_rows_that_the_columns_say(tmp_path, data, kept):
         ({"where": {"levle": 3}}, r"task\.data\.where\.levle: .*line 1: there is no levle; there are .*level"),
         ({"at_least": {"kind": 3}}, r"task\.data\.at_least\.kind: .*line 1: kind is 'sum'"),
         ({"where": {"level": 9}}, "no prompt is left of 2 rows"),
+        ({"where": {"none": 9}}, r"task\.data\.where\.none: none is null in each row"),
+        ({"where": {"level": 1}, "at_most": {"none": 9}}, r"task\.data\.at_most\.none: none is null in each row"),
         ({"evaluation_split": "test"}, r"task\.data\.evaluation_split: files have no splits"),
     ],
 )
 def test_jsonl_names_a_filter_that_keeps_nothing_or_has_no_column(tmp_path, data, problem):
-    rows = [{"prompt": f"q{n}", "answer": "1", "level": n, "kind": "sum"} for n in (1, 2)]
+    rows = [{"prompt": f"q{n}", "answer": "1", "level": n, "kind": "sum", "none": None} for n in (1, 2)]
 
     with pytest.raises(ConfigError, match=problem):
         build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows)}", data=data))
+
+
+def test_jsonl_refuses_half_a_surrogate_pair_only_in_rows_that_filters_keep(tmp_path):
+    rows = [{"prompt": f"q{n}", "answer": "1", "language": "en"} for n in (1, 2, 3)]
+    path = lines(tmp_path, *rows, b'{"prompt": "\\ud800", "answer": "1", "language": "\\udc00"}')
+
+    task = build_task(TaskConfig(name=f"jsonl:{path}", data={"where": {"language": "en"}}, evaluation_size=1))
+    assert task.num_prompts + task.num_evaluation_prompts == 3
+    with pytest.raises(ConfigError, match="line 4: half a surrogate pair"):
+        build_task(TaskConfig(name=f"jsonl:{path}"))
 
 
 def test_jsonl_gives_a_reward_lists_and_objects_as_json(tmp_path):

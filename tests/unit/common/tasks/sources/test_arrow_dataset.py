@@ -371,8 +371,11 @@ def test_parquet_files_that_do_not_fit_are_named(place):
     place.write("types.parquet", [{**row, "answer": "x"} for row in sums(range(4, 8))])
     empty = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.int64())})
     pq.write_table(empty, place.path / "empty.parquet")
+    place.write("nulls.parquet", [{**row, "answer": None} for row in sums(range(4, 8))])
     directory = f"parquet:{place.path}"
 
+    with pytest.raises(ConfigError, match=r"answer is null in each row of .*nulls.parquet, .* unlike .*types.parquet"):
+        place.build(f"{directory}/[nt]*.parquet")
     with pytest.raises(ConfigError, match=r"c.parquet and .*a.parquet have not the same columns: .* has more"):
         place.build(f"{directory}/[ac].parquet")
     with pytest.raises(ConfigError, match=r"empty.parquet has no rows"):

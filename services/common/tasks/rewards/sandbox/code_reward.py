@@ -130,7 +130,7 @@ def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
     if not isinstance(entries, list):
         entries = []
     of_functions = [entry for entry in entries if _kind(entry) in _OF_FUNCTIONS]
-    # LiveCodeBench's lone list is a value; the other kinds are APPS' tables in another form.
+    # A lone list is a value; several may be a table of APPS in this form.
     is_lone = len(of_functions) == 1 and _kind(of_functions[0]) == "functional"
     is_wrapped = not is_lone and _are_wrapped([_wanted(entry) for entry in of_functions])
     return [_test(entry, columns, name, is_wrapped=is_wrapped) for entry in _sampled(entries)]
@@ -171,9 +171,10 @@ def _sampled(tests: list[Any]) -> list[Any]:
 
 
 def _are_wrapped(outputs: list[Any]) -> bool:
-    """Whether all outputs are lists of one, as APPS wraps return values.
+    """Whether all outputs are lists of one; bare values are right then too.
 
-    Both forms are right then.
+    APPS and TACO (tables with `fn_name`) and PrimeIntellect (`function_call`) wrap each result, also a single one: [5]
+    is 5 there. LiveCodeBench (`functional`) writes a result as JSON text, never wrapped: "[5]" is a list.
     """
     return all(isinstance(one, list) and len(one) == 1 for one in outputs)
 

@@ -41,10 +41,12 @@ MAX_WORDED = 1000
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
-    r"(?i)(?:twice|half|double|at\s+(?:least|most))\b|[$\\(]*[\d.,]+[)$\\]*\s+"
-    r"(?:(?:squared|cubed)\W*$|(?:times|plus|minus)\s+[\d$\\(])"
+    r"(?i)(?:twice|half|double|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
+    r"|[$\\(]*[\d.,]+[)$\\]*\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
+    r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b)"
 )
 _WORD = re.compile(r"\w+")
+_VERDICT = re.compile(r"(?i)\W*(yes|no|true|false)\**[,.;:!]")
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -143,11 +145,13 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     is_box = stated.is_marked and not stated.prose
     is_short = len(completion) <= (MAX_WORDED if wants_text else MAX_BARE)
     texts = stated.texts or (stated.prose,) * (is_short and (wants_text or _is_bare(stated.prose)))
+    if wants_text and not stated.texts and (verdict := _VERDICT.match(completion)) is not None:
+        texts = (*texts, verdict[1])
     found: list[Any] = []
     if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
         return []
     for one in texts:
-        plain = _TAGS.sub("", one).strip().strip("*`_").strip()
+        plain = _TAGS.sub("", one).strip().rstrip(".").strip('*`_"\u201c\u201d').strip()
         given = readings(plain)
         if stated.texts and not stated.is_marked and plain.endswith("!"):
             # An exclamation, or a factorial.

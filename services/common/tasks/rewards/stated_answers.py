@@ -26,7 +26,8 @@ _VERB = (
     r"|(?:can|could|do|does|did|must|should|would|may|might)\s(?:not|never))\b"
 )
 _COMPARED = (
-    r"(?<!\bno\s)(?<!\bnot\s)\b(?:rather|other|more|less|greater|fewer|larger|bigger|smaller|higher|lower)\sthan\b"
+    r"(?<!\bno\s)(?<!\bnot\s)(?<!\d\s)"
+    r"\b(?:rather|other|more|less|greater|fewer|larger|bigger|smaller|higher|lower)\sthan\b"
 )
 _DENIED = re.compile(
     rf"(?i)(?:(?P<verb>{_VERB})|\bnot\b|\bnever\b|\bneither\b|\bnor\b|{_COMPARED}|\binstead\sof\b"
@@ -38,7 +39,9 @@ _DENIED = re.compile(
 )
 _REFUTED = re.compile(
     rf"(?i){_VALUE}\s(?:(?:is|was)(?:\snot|n['\u2019]t)(?:\s(?:the|a|our|correct|right|final))*"
-    r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b)",
+    r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b|\((?:wrong|incorrect)\))"
+    rf"|{_VALUE}[?.,;\u2026]*\s\(?(?:no|wait|sorry|scratch\sthat|i\smean|actually)\b(?:[,.]?\s(?:no|wait|actually)\b)?"
+    rf"[,.:]*\s(?={_VALUE})",
     re.DOTALL,
 )
 _MAYBE = r"(?:maybe|possibly|perhaps|(?:(?:but|though|although)\s(?:it\s)?)?(?:could|might|may)(?:\salso)?\sbe)"
@@ -47,8 +50,9 @@ _HEDGED = re.compile(
     rf"|(?:,?\s(?:or|but|though|although)|,)\s(?:it\s)?{_MAYBE}\s"
 )
 _CHOICES = re.compile(
-    r"(?:\((?P<first>[A-J])\)[^.;\n]{0,60}?|\b(?P<bare>[A-J])[.)]?\**)\s*,?\s*(?i:\bor|/)\s*(?i:option\s)?\**"
-    r"(?:\((?P<second>[A-J])\)(?:[^.;}\n]|\.(?=\d)){0,60}|(?P<last>[A-J])(?=[\s*)]*(?:[.,;}\n]|$)))"
+    r"(?:\((?P<first>[A-J])\)(?:(?P<and>\**\s*(?:,|,?\s*and|&)\s)|[^.;\n(]{0,60}?)|\b(?P<bare>[A-J])[.)]?\**)"
+    r"(?(and)|\s*,?\s*(?i:\bor|/))\s*(?i:option\s)?\**"
+    r"(?:\((?P<second>[A-J])\)(?(and)|(?:[^.;}\n]|\.(?=\d)){0,60})|(?P<last>[A-J])(?=[\s*)]*(?:[.,;}\n]|$)))"
 )
 _OR = r"\s*,?\s*\bor\b(?:\s(?:even|else))?\s+(?:[a-z]\s*=\s*)?"
 _ALTERNATIVES = re.compile(
@@ -79,7 +83,7 @@ _JUDGED = re.compile(
 _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
 _HEAD = re.compile(
-    r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|exactly|simply|just|either|both|definitely"
+    r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|so|exactly|simply|just|either|both|definitely"
     r"|probably|possibly|maybe|perhaps|indeed)\b)+"
 )
 _CLAUSE_END = re.compile(
@@ -175,7 +179,7 @@ def _without(denied: re.Match[str]) -> str:
 
 def _letters(choices: re.Match[str]) -> str:
     first, second = choices["first"] or choices["bare"], choices["second"] or choices["last"]
-    return choices[0] if first == second else f"{first} or {second}"
+    return choices[0] if first == second else f"{first}{',' if choices['and'] else ' or'} {second}"
 
 
 def _as_formula(found: re.Match[str]) -> str:

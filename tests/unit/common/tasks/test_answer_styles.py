@@ -52,6 +52,16 @@ STYLES = [
         "The answer is B, though it might be C.", "The answer is (B) Paris, or maybe (C) London.", box(r"\text{(B) or (C)}"),
         "The answer is Paris (or London).", "The answer is Paris, but it could be London.",
     ]) for one in ("B", "(B) Paris", "Paris")),
+    ("Yes", ["Yes, because it is prime.", "**Yes**. It is.", 'The answer is "Yes".'], ["No, yes would be wrong.", "Yes or no", "Yes, it seems. The answer is no."]),
+    ("A, C", ["The answer is (A) and (C).", "The answer is (A), (C)."], ["The answer is (A) or (C).", "The answer is (A), (B)."]),
+    ("B", ["The answer is (B) because (A), (C) and (D) are wrong.", "The answer is (B) since (A) or (C) is too large."], ["The answer is (B) and (C).", "The answer is (B), (C)."]),
+    # Corrections, and bounds.
+    (
+        "13",
+        ["The answer is 12, no wait, 13.", "The answer is 12? No, 13.", "The answer is 12... actually 13.", "The answer is 12 (wrong), so 13."],
+        ["The answer is 13, sorry, 12.", "The answer is 13 or more.", "The answer is > 13.", "The answer is \u2265 13", "The answer is 13 less than 20.", "The answer is the square root of 13."],
+    ),
+    ("12", ["The answer is 12. Actually, we can check it.", "The answer is 12. Wait, let me look: yes.", "It is 12, more than 11."], []),
     # Names of values: x_1 numbers the values of one x.
     ("x_1=-3, x_2=1", [*map(box, ("x_2=1, x_1=-3", "-3, 1", "1, -3", "x=-3, x=1"))], [*map(box, ("x_1=1, x_2=-3", "x_1=-3", "x=-3, y=1"))]),
     ("x=1, x=-5", [box("x_1=1, x_2=-5")], [box("x_1=1, x_2=5")]),

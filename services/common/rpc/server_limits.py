@@ -9,15 +9,18 @@ learner and the operator have a pool that samplers never use.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 import resource
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from heterorl.common.errors import ConfigError, InvalidRequest, QuotaExceeded
 
+K = TypeVar("K")
 OF_SITE = 0.75
 """Largest share of a pool for one site."""
 RETRY_AFTER_S = 1.0
@@ -44,17 +47,14 @@ class Caller:
 class Reservation:
     """Memory taken for one message, bytes."""
 
-    __slots__ = ("_lane", "caller", "num_bytes", "reading")
+    __slots__ = ("_lane", "began", "caller", "num_bytes", "reading")
 
     def __init__(self, lane: MessagePool, caller: Caller, num_bytes: int) -> None:
         self._lane = lane
         self.caller = caller
         self.num_bytes = num_bytes
+        self.began = 0.0
         self.reading: asyncio.Timeout | None = None
-
-    @property
-    def is_ending(self) -> bool:
-        return self.reading is None or self.reading.expired()
 
     def shrink(self, num_bytes: int) -> None:
         self._lane.give_back(self, max(0, self.num_bytes - num_bytes))
@@ -62,6 +62,58 @@ class Reservation:
     def close(self) -> None:
         """Give all back; a second call is harmless."""
         self._lane.give_back(self, self.num_bytes)
+
+
+class _Ranks(Generic[K]):
+    """Keys by rank, the lowest first. A change costs the logarithm of their number.
+
+    A rank ends with a number that no other key has.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[K, tuple[float, ...]] = {}
+        self._heap: list[tuple[tuple[float, ...], K]] = []
+
+    def place(self, key: K, rank: tuple[float, ...] | None) -> None:
+        if rank is None:
+            self._ranks.pop(key, None)
+        elif self._ranks.get(key) != rank:
+            self._ranks[key] = rank
+            heapq.heappush(self._heap, (rank, key))
+        if len(self._heap) > 2 * len(self._ranks) + 8:
+            self._heap = [(each, key) for key, each in self._ranks.items()]
+            heapq.heapify(self._heap)
+
+    def first(self) -> tuple[tuple[float, ...], K] | None:
+        while self._heap and self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+
+class _Order:
+    """Callers by rank, where their site's memory is the second part."""
+
+    def __init__(self) -> None:
+        self._sites: _Ranks[str] = _Ranks()
+        self._callers: dict[str, _Ranks[Caller]] = {}
+
+    def place(self, caller: Caller, rank: tuple[float, ...] | None, *, of_site: float | None) -> None:
+        """Without a rank a caller has no place, without `of_site` its site."""
+        callers = self._callers.setdefault(caller.owner, _Ranks())
+        callers.place(caller, rank)
+        first = callers.first()
+        if first is None:
+            del self._callers[caller.owner]
+        is_out = first is None or of_site is None
+        self._sites.place(caller.owner, None if is_out else (first[0][0], of_site, *first[0][1:]))
+
+    def first(self, site: str | None = None) -> Caller | None:
+        """The first caller, of one site if given."""
+        if site is None:
+            found = self._sites.first()
+            site = found[1] if found else ""
+        first = self._callers[site].first() if site in self._callers else None
+        return first[1] if first else None
 
 
 class MessagePool:
@@ -95,9 +147,16 @@ class MessagePool:
         self._last_ended_at = -math.inf
         self._used: Counter[Caller] = Counter()
         self._of_site: Counter[str] = Counter()
-        self._waiting: dict[Caller, dict[asyncio.Future[None], None]] = {}
-        # Longest first.
-        self._silent: dict[Reservation, float] = {}
+        # By number, which is the order of arrival.
+        self._numbers = itertools.count()
+        self._waiting: dict[Caller, dict[int, asyncio.Future[None]]] = {}
+        self._silent: dict[Caller, dict[int, Reservation]] = {}
+        self._next = _Order()
+        self._largest = _Order()
+        # Callers that wait without any room.
+        self._bare = _Order()
+        self._full: set[str] = set()
+        self._ending: Reservation | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -120,7 +179,7 @@ class MessagePool:
 
     async def room(self, caller: Caller) -> Reservation:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, {})[turn] = None
+        number = self._enter(self._waiting, caller, turn)
         self._wake()
         room = Reservation(self, caller, self._message_bytes)
         try:
@@ -130,27 +189,27 @@ class MessagePool:
                 # Its turn came with the cancellation.
                 room.close()
             else:
-                self._leave(caller, turn)
+                self._leave(self._waiting, caller, number)
             raise
         return room
 
     async def _arrival(self, room: Reservation, read: Callable[[], Awaitable[Any]]) -> Any:
-        began = asyncio.get_running_loop().time()
+        room.began = asyncio.get_running_loop().time()
+        number = -1
         try:
             async with asyncio.timeout(self._limit_s) as room.reading:
-                self._silent[room] = began
+                number = self._enter(self._silent, room.caller, room)
                 self._hurry()
                 return await read()
         except TimeoutError as error:
-            seconds = asyncio.get_running_loop().time() - began
+            seconds = asyncio.get_running_loop().time() - room.began
             raise QuotaExceeded(f"no message in {seconds:.1f} s", retry_after_s=RETRY_AFTER_S) from error
         finally:
-            room.reading = None
-            self._silent.pop(room, None)
+            if self._ending is room:
+                self._ending = None
+            self._leave(self._silent, room.caller, number)
 
     def give_back(self, room: Reservation, num_bytes: int) -> None:
-        if not num_bytes:
-            return
         room.num_bytes -= num_bytes
         self._add(room.caller, -num_bytes)
         self._wake()
@@ -164,80 +223,82 @@ class MessagePool:
             del self._used[caller]
         if not self._of_site[caller.owner]:
             del self._of_site[caller.owner]
+        self._place(caller)
 
-    def _leave(self, caller: Caller, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(caller, {})
-        turns.pop(turn, None)
-        if not turns:
-            self._waiting.pop(caller, None)
+    def _enter(self, entries: dict[Caller, dict[int, Any]], caller: Caller, entry: Any) -> int:
+        number = next(self._numbers)
+        entries.setdefault(caller, OrderedDict())[number] = entry
+        self._place(caller)
+        return number
 
-    def _is_full(self, caller: Caller) -> bool:
-        return self._of_site[caller.owner] + self._message_bytes > self._site_bytes
+    def _leave(self, entries: dict[Caller, dict[int, Any]], caller: Caller, number: int) -> None:
+        own = entries.get(caller, {})
+        own.pop(number, None)
+        if not own:
+            entries.pop(caller, None)
+        self._place(caller)
+
+    def _place(self, caller: Caller) -> None:
+        """Rank a caller, and its site, after a change of either."""
+        size, used, of_site = self._message_bytes, self._used[caller], self._of_site[caller.owner]
+        turns, reads = self._waiting.get(caller), self._silent.get(caller)
+        is_full = of_site + size > self._site_bytes
+        (self._full.add if is_full else self._full.discard)(caller.owner)
+        rank = (0, used, next(iter(turns))) if turns else None
+        is_able, is_bare = used + size <= self._own_bytes, used < size
+        self._next.place(caller, rank if is_able else None, of_site=None if is_full else of_site)
+        self._bare.place(caller, rank if is_bare else None, of_site=None if is_full else of_site)
+        rank = (used < 2 * size, -used, next(iter(reads))) if reads else None
+        self._largest.place(caller, rank, of_site=-of_site)
 
     def _wake(self) -> None:
-        while self._free >= self._message_bytes:
-            able = [each for each in self._waiting if self._used[each] + self._message_bytes <= self._own_bytes]
-            fitting = [each for each in able if not self._is_full(each)]
-            if not fitting:
-                break
-            caller = min(fitting, key=lambda each: (self._of_site[each.owner], self._used[each]))
-            turn = next(iter(self._waiting[caller]))
-            self._leave(caller, turn)
+        while self._free >= self._message_bytes and (caller := self._next.first()) is not None:
+            number, turn = next(iter(self._waiting[caller].items()))
+            self._leave(self._waiting, caller, number)
             if not turn.done():
                 self._add(caller, self._message_bytes)
                 turn.set_result(None)
         self._hurry()
 
     def _hurry(self) -> None:
-        """End silent reads for callers without room, again when one is due."""
+        """End a silent read for a caller without room, or later when it is due. One ends at a time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if math.isinf(self._patience_s):
+        if math.isinf(self._patience_s) or self._ending is not None:
             return
         loop = asyncio.get_running_loop()
         now, again = loop.time(), math.inf
-        ending = {room for room in self._silent if room.is_ending}
-        for waiting in [each for each in self._waiting if self._used[each] < self._message_bytes]:
-            if ending:
-                # Their room may be enough.
-                ending.pop()
+        # Callers of a full site get room only where a read of their site ends.
+        for site in (None, *self._full):
+            caller = self._largest.first(site)
+            if caller is None or self._bare.first(site) is None:
                 continue
-            room, due = self._longest_silent(waiting)
-            if room is None:
-                continue
-            if due > now:
-                again = min(again, due)
-                continue
-            assert room.reading is not None
-            if self._used[room.caller] < 2 * self._message_bytes:
-                self._last_ended_at = now
-            room.reading.reschedule(now)
-            room.reading = None
+            due = self._due(caller)
+            if due <= now:
+                self._end_oldest(caller, now)
+                return
+            again = min(again, due)
         if again < math.inf:
             self._timer = loop.call_at(again, self._hurry)
 
-    def _longest_silent(self, waiting: Caller) -> tuple[Reservation | None, float]:
-        """The read that may end for a caller, and when."""
-        is_own_site = self._is_full(waiting)
-        candidates = [
-            room
-            for room in self._silent
-            if not room.is_ending and room.caller != waiting and (not is_own_site or room.caller.owner == waiting.owner)
-        ]
-        if not candidates:
-            return None, math.inf
-
-        def size(room: Reservation) -> tuple[bool, int, int]:
-            used = self._used[room.caller]
-            return used >= 2 * self._message_bytes, self._of_site[room.caller.owner], used
-
-        # `max` takes the first of equals, which is the longest silent.
-        room = max(candidates, key=size)
-        due = self._silent[room] + self._patience_s
-        if not size(room)[0]:
+    def _due(self, caller: Caller) -> float:
+        """The time when a caller's longest silent read may end."""
+        due = next(iter(self._silent[caller].values())).began + self._patience_s
+        if self._used[caller] < 2 * self._message_bytes:
             due = max(due, self._last_ended_at + self._last_s)
-        return room, due
+        return due
+
+    def _end_oldest(self, caller: Caller, now: float) -> None:
+        number, room = next(iter(self._silent[caller].items()))
+        assert room.reading is not None
+        # Its own limit may have passed before it knows.
+        if not room.reading.expired():
+            room.reading.reschedule(now)
+            if self._used[caller] < 2 * self._message_bytes:
+                self._last_ended_at = now
+        self._ending = room
+        self._leave(self._silent, caller, number)
 
 
 SHORT = frozenset(

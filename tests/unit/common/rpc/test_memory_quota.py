@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 
 import pytest
 
@@ -305,3 +306,85 @@ async def test_caller_without_room_meets_a_read_whose_own_limit_has_just_passed(
     assert shared.num_bytes == MESSAGE
     room.close()
     assert shared.num_bytes == 0
+
+
+class Counted(Caller):
+    """A caller that counts how often it is looked up."""
+
+    looked_up = 0
+
+    def __hash__(self):
+        Counted.looked_up += 1
+        return super().__hash__()
+
+
+async def test_release_looks_at_no_more_callers_where_more_calls_wait():
+    costs = []
+    for count in (10, 1000):
+        shared = lane(8, patience_s=3600.0)
+        await silent(shared, HONEST, each=1)
+        taken = await rooms(shared, EVIL, OF_CALLER) + await rooms(shared, of_site("eu", 0), 3)
+        callers = [
+            Counted(f"sampler {number}", False, is_proven=True, site=f"s{number % 50}") for number in range(count)
+        ]
+        waiting = [asyncio.create_task(shared.room(caller)) for caller in callers]
+        await asyncio.sleep(0)
+        Counted.looked_up = 0
+        for room in taken:
+            room.close()
+        costs.append(Counted.looked_up)
+        await asyncio.sleep(0)
+        assert sum(task.done() for task in waiting) == len(taken)
+        for task in waiting:
+            task.cancel()
+
+    assert costs[1] <= 2 * costs[0] <= 60 * len(taken)
+
+
+async def test_any_order_of_calls_and_cancellations_gives_room_by_the_stated_rule():
+    draw = random.Random(5)
+    shared = lane(12)
+    callers = [of_site(f"s{number % 3}", number) for number in range(9)]
+    waiting, taken = {}, []
+
+    def held(chosen):
+        return sum(room.num_bytes for room in taken if chosen(room.caller))
+
+    def rank(task):
+        caller = waiting[task]
+        own, site = held(lambda each: each == caller), held(lambda each: each.owner == caller.owner)
+        is_out = own + MESSAGE > OF_CALLER * MESSAGE or site + MESSAGE > 9 * MESSAGE
+        return is_out, site, own
+
+    async def settled():
+        """Compare what the pool gave with the rule, which takes one call after the other."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        given = [task for task in waiting if task.done()]
+        while held(lambda _: True) + MESSAGE <= 12 * MESSAGE and waiting:
+            task = min(waiting, key=rank)
+            if rank(task)[0]:
+                break
+            assert task in given
+            given.remove(task)
+            taken.append(task.result())
+            del waiting[task]
+        assert given == []
+
+    for _ in range(600):
+        what = draw.random()
+        if what < 0.5:
+            caller = draw.choice(callers)
+            waiting[asyncio.create_task(shared.room(caller))] = caller
+        elif what < 0.65 and waiting:
+            task = draw.choice(list(waiting))
+            task.cancel()
+            del waiting[task]
+        elif taken:
+            room = taken.pop(draw.randrange(len(taken)))
+            room.close()
+        await settled()
+
+    for room in taken:
+        room.close()
+    assert len(waiting) > 9

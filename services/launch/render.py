@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import parse_qsl
 
 import tomli_w
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.address import is_loopback
+from heterorl.common.process.address import is_loopback, split_url
 from heterorl.common.process.config_file import PATTERNS
 from heterorl.launch.nodes import (
     CPUS,
@@ -120,6 +121,17 @@ POD_NAME = 52
 
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Places that services of systemd do not see: ProtectHome and PrivateTmp of their units."""
+_FILES_OF_LIBPQ = ("passfile", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslcrldir")
+
+
+def _paths_of_coordinator(run: RunFile) -> Iterator[tuple[str, str]]:
+    if run.coordinator.postgres:
+        for name, value in parse_qsl(split_url(run.coordinator.postgres.url).query):
+            if name in _FILES_OF_LIBPQ:
+                yield f"coordinator.postgres.url ({name})", value
+    payloads = run.coordinator.config.get("payloads")
+    if isinstance(payloads, dict):
+        yield "coordinator.config.payloads.credentials_file", str(payloads.get("credentials_file", ""))
 
 
 def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
@@ -134,7 +146,16 @@ def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
             yield f"{where}.{key}", value.partition(":")[2].partition("[")[0] if key == "name" else value
 
 
+def _check_visible(key: str, path: str) -> None:
+    if any(Path(path).is_relative_to(place) for place in _HIDDEN):
+        problem = f"units of systemd cannot read {path}: they see no {', '.join(_HIDDEN)}"
+        raise ConfigError(key, problem, action="put it elsewhere, such as under /srv or /etc/heterorl")
+
+
 def _check_paths(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
+    if launcher == "systemd" and any(node.kind == "coordinator" for node in nodes):
+        for key, path in _paths_of_coordinator(run):
+            _check_visible(key, os.path.normpath(path))
     if not any(node.kind in ("learner", "sampler") for node in nodes):
         return
     mounted = data_dirs(run)
@@ -144,9 +165,8 @@ def _check_paths(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> Non
             raise ConfigError(key, f"{path} is relative", action="give an absolute directory or a hub id")
         if not path.startswith("/"):
             continue
-        if launcher == "systemd" and any(Path(path).is_relative_to(place) for place in _HIDDEN):
-            problem = f"units of systemd cannot read {path}: they see no {', '.join(_HIDDEN)}"
-            raise ConfigError(key, problem, action="put it elsewhere, such as under /srv")
+        if launcher == "systemd":
+            _check_visible(key, path)
         # An image, or the directory of configurations, may hold code.
         is_code = key.endswith(("reward_path", "environment_path"))
         if (
@@ -307,12 +327,11 @@ def _unit(run: RunFile, node: Node) -> str:
         text = re.sub(r"^MemoryMax=.*\n", "", text, flags=re.MULTILINE)
         text = text.replace("[Service]\n", f"[Service]\nMemoryMax={limit.upper()}\n")
     if "store" in node.config:
-        text = text.replace("[Service]\n", "[Service]\nEnvironment=PGPASSFILE=%d/tls_pgpass\n")
+        # Not a credential: systemd may show those to a group too, and libpq passes over such a file.
+        text = text.replace("[Service]\n", f"[Service]\nEnvironment=PGPASSFILE=/etc/heterorl/{node.name}.pgpass\n")
     if run.tls.insecure:
         text = text.replace(_NO_TLS, "")
-        # The directory also has the password of the store.
-        if "store" not in node.config:
-            text = re.sub(r"^LoadCredential=.*\n", "", text, flags=re.MULTILINE)
+        text = re.sub(r"^LoadCredential=.*\n", "", text, flags=re.MULTILINE)
     return text
 
 

@@ -287,10 +287,27 @@ def test_coordinator_over_plaintext_reads_the_password_of_its_store():
     tree = render("systemd", run_file(**table, tls={"insecure": True}))
 
     unit = tree["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]
-    assert "`/etc/heterorl/credentials/coordinator/pgpass`" in tree["README.md"]
-    assert "PGPASSFILE=%d/tls_pgpass\n" in unit
-    assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator\n" in unit
+    path = re.search(r"^Environment=PGPASSFILE=(.*)$", unit, re.MULTILINE)[1]
+    assert f"sudo install -o heterorl -g heterorl -m 0600 PGPASS {path} " in tree["README.md"]
+    # libpq reads no file that a group can read, and systemd may give credentials mode 0440.
+    assert not path.startswith("%d")
+    assert "LoadCredential" not in unit
     assert "tls.ca" not in unit
+
+
+@pytest.mark.parametrize("name", ["passfile", "sslrootcert", "sslcert", "sslkey"])
+def test_file_of_the_store_that_units_do_not_see_is_refused(name):
+    def written(path, launcher="systemd", **config):
+        url = f"postgresql://heterorl@db.example/run?sslmode=verify-full&{name}={path.replace('/', '%2F')}"
+        coordinator = {"host": "coord.example", "postgres": {"url": url}, "config": config}
+        return render(launcher, run_file(coordinator=coordinator))
+
+    with pytest.raises(ConfigError, match=rf"coordinator\.postgres\.url \({name}\)"):
+        written("/home/me/root.crt")
+    with pytest.raises(ConfigError, match=r"coordinator\.config\.payloads\.credentials_file"):
+        written("/etc/heterorl/x", payloads={"bucket": "mine", "credentials_file": "/root/.aws/credentials"})
+    assert written("/etc/heterorl/root.crt")
+    assert written("/home/me/root.crt", launcher="slurm")
 
 
 PLACES = {"learner": "state_dir", "relay-eu": "cache_dir", "sampler-us": "state_dir"}
@@ -407,7 +424,7 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
     if launcher == "systemd":
         # install.sh writes heterorl-coordinator.service, which the run's own has to replace.
         assert "sudo deploy/install.sh coordinator && sudo cp -rT two.example/etc /etc" in text
-        assert "/coordinator/pgpass` and `/etc/heterorl/credentials/coordinator-2/pgpass`" in text
+        assert "PGPASS /etc/heterorl/coordinator-2.pgpass    # on the host of coordinator-2" in text
         assert "on the host of coordinator and of coordinator-2" in text
         assert "-m 0600 KEYS /etc/heterorl/bucket\n" in text
     assert "environment of each coordinator or from its machine's role" in words({"bucket": "mine"})

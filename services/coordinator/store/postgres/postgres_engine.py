@@ -50,7 +50,7 @@ def error_of_connecting(error: psycopg.Error) -> HeterorlError:
         return OperatorError("store.url cannot be read by libpq", action="compare it with `[store]` in operate.md")
     words = brief(error)
     if any(part in words.lower() for part in _REFUSALS):
-        action = "check store.url, the server and the password (PGPASSFILE or PGPASSWORD)"
+        action = "check store.url, the server and the password (PGPASSFILE, mode 0600, or PGPASSWORD)"
         return OperatorError(f"PostgreSQL refuses the session: {words}", action=action)
     return StoreLost(f"PostgreSQL cannot be reached: {words}")
 

@@ -165,4 +165,5 @@ def observe_lease(leased: LeasedGroup) -> None:
     site = metrics.SITES.of(leased.sealed.id.site)
     metrics.QUEUE_AGE_SECONDS.labels(site).observe(leased.queue_age_s)
     metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(leased.policy_age_s)
+    metrics.SUPERSEDED_SECONDS.labels(site).observe(leased.superseded_s)
     TRACER.add("queue", trace=leased.sealed.trace, lasted_s=leased.queue_age_s)

@@ -110,6 +110,9 @@ LEASED_POLICY_AGE_SECONDS = _histogram(
     "site",
     buckets=_AGES,
 )
+SUPERSEDED_SECONDS = _histogram(
+    "coordinator_superseded_seconds", "Time from a newer version to the lease of a group.", "site", buckets=_AGES
+)
 LEDGER_GROUPS = _gauge("coordinator_ledger_groups", "Groups by account of the conservation law.", "account")
 LEDGER_CLOSED_ASSIGNMENTS = _gauge(
     "coordinator_ledger_closed_assignments", "Assignments closed because their rows gave no group.", "reason"

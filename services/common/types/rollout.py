@@ -292,6 +292,8 @@ class LeasedGroup(_Leased):
     """A group on its way to the learner, in the store's form."""
 
     sealed: SealedGroup
+    superseded_s: float = 0.0
+    """Seconds since a newer version was published, which max_policy_age_s bounds; 0 for the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

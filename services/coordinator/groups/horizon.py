@@ -84,7 +84,7 @@ def coming(connection: Connection, generation_s: float, *, head: int, now: float
 
 
 _LEASED = (
-    "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
+    "SELECT arrival, digest, payload, arrived, published, oldest_version, assignment, site, incarnation, sequence"
     " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending'"
 )
 

@@ -12,6 +12,7 @@ share binds only while another site has groups. No site starves:
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -179,11 +180,14 @@ class Queue:
         leased: list[LeasedGroup] = []
         num_bytes = 0
         firsts = _Firsts(connection)
+        superseded_s = functools.cache(
+            functools.partial(horizon.superseded_s, connection, reach=self.config.max_staleness_versions + 1, now=now)
+        )
         # Go on while damaged groups leave room: only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
             rows := self._next(firsts, min(LEASE_STEP, count - len(leased)), head, oldest)
         ):
-            for arrival, digest, data, arrived, published, assignment, *key in rows:
+            for arrival, digest, data, arrived, published, version, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None or len(data) > self.config.max_group_bytes:
                     _LOG.critical(
@@ -203,6 +207,7 @@ class Queue:
                 leased.append(
                     LeasedGroup(
                         sealed=group,
+                        superseded_s=superseded_s(version),
                         policy_age_s=max(0.0, now - published),
                         queue_age_s=max(0.0, now - arrived),
                         seed=seed_of(assignment, seed=self.config.seed),

@@ -84,6 +84,25 @@ async def test_age_counts_from_the_next_version_that_is_not_abandoned(tmp_path, 
     await core.close()
 
 
+async def test_group_of_the_newest_version_is_not_superseded_however_old_that_is(tmp_path, clock):
+    core, run = await begin(tmp_path, clock)
+    old, new = await run.lease(2)
+    clock.advance(1000)
+    await core.push_groups([run.group(old)])
+
+    async def ages():
+        stream = core.stream_sealed(epoch=run.epoch, held=(), credits=credits_of(1))
+        return [(leased.policy_age_s, leased.superseded_s) async for leased in stream]
+
+    assert await ages() == [(1000.0, 0.0)]
+    await core.push_groups([run.group(new)])
+    await run.publish()
+    clock.advance(7)
+    # What the learner had goes back to the queue with its new stream.
+    assert (1007.0, 7.0) in await ages()
+    await core.close()
+
+
 @pytest.mark.parametrize("step_s", [DAY, -DAY])
 async def test_step_of_the_wall_clock_does_not_stop_the_run(tmp_path, clock, step_s):
     core, run = await begin(tmp_path, clock)

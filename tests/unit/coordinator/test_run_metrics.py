@@ -181,6 +181,7 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
     before = shown("coordinator_pushed_groups_total", **labels) or 0.0
     ages = shown("coordinator_policy_age_seconds_sum", site=SITE) or 0.0
     waits = shown("coordinator_queue_age_seconds_sum", site=SITE) or 0.0
+    superseded = shown("coordinator_superseded_seconds_sum", site=SITE) or 0.0
     clock.advance(5.0)
     work = await run.lease(1)
     for outcome in await core.push_groups([run.group(work[0])]):
@@ -189,7 +190,12 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1))
     queued = await anext(stream)
     run_metrics.observe_lease(
-        LeasedGroup(sealed=seal(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s)
+        LeasedGroup(
+            sealed=seal(queued.group),
+            policy_age_s=queued.policy_age_s,
+            queue_age_s=queued.queue_age_s,
+            superseded_s=3.0,
+        )
     )
     await stream.aclose()
 
@@ -197,6 +203,7 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
     # Published 5 s before it was pushed, leased 7 s after.
     assert shown("coordinator_policy_age_seconds_sum", site=SITE) == ages + 12.0
     assert shown("coordinator_queue_age_seconds_sum", site=SITE) == waits + 7.0
+    assert shown("coordinator_superseded_seconds_sum", site=SITE) == superseded + 3.0
 
 
 SECRETS = {

@@ -114,6 +114,7 @@ def run_status(
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         variants=published_variants.statuses(connection),
         rollback_to=stated_version(rollback_order.ordered(connection)),
+        is_rollback_refused=rollback_order.is_refused(connection),
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
         store_problem=store_problem,
         progress=progress,

@@ -516,6 +516,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     ENCODE_S_FIELD_NUMBER: builtins.int
     VARIANTS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    IS_ROLLBACK_REFUSED_FIELD_NUMBER: builtins.int
     FACTS_FIELD_NUMBER: builtins.int
     STORE_PROBLEM_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
@@ -568,6 +569,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Time that encoding the newest version took, seconds; 0 where it is not known."""
     rollback_to: builtins.int
     """Version that an operator ordered the learner to go back to, and that it has not published yet; unset without an order."""
+    is_rollback_refused: builtins.bool
+    """Whether the learner refused that order."""
     store_problem: builtins.str
     """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
     progress_age_s: builtins.float
@@ -634,6 +637,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         encode_s: builtins.float = ...,
         variants: collections.abc.Iterable[Global___VariantStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
+        is_rollback_refused: builtins.bool = ...,
         facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         store_problem: builtins.str = ...,
         progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
@@ -642,7 +646,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         closed: collections.abc.Iterable[Global___ClosedCount] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "prompts", b"prompts", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "closed", b"closed", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s", "variants", b"variants"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "closed", b"closed", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "is_rollback_refused", b"is_rollback_refused", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s", "variants", b"variants"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

@@ -453,6 +453,7 @@ CASES = [
             delta_bytes=uint,
             snapshot_bytes=uint,
             rollback_to=version,
+            is_rollback_refused=st.booleans(),
             facts=st.dictionaries(text, text, max_size=2),
             encode_s=real,
             variants=st.lists(

@@ -83,7 +83,8 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
     if status.progress is not None:
         rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
     if status.rollback_to >= 0:
-        rows.insert(1, ("ordered", f"rollback to version {status.rollback_to}; not done yet"))
+        said = "the learner refused it, its log says why" if status.is_rollback_refused else "not done yet"
+        rows.insert(1, ("ordered", f"rollback to version {status.rollback_to}; {said}"))
     for form in status.variants:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"variant {form.variant}", f"{sizes}, {form.changed_fraction:.2%} changed"))

@@ -118,7 +118,8 @@ class RunStatus:
     encode_s: float = 0.0
     variants: tuple[VariantStatus, ...] = ()
     rollback_to: int = -1
-    """Version of an open rollback order; -1: no order."""
+    """Version of a rollback order that is not done; -1: no order."""
+    is_rollback_refused: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)
     """The learner's facts about the run: names such as "model" to values."""
     store_problem: str = ""

@@ -357,6 +357,8 @@ def test_status_is_shown_to_people_and_programs():
     console.print(*status_tables(ordered, width=200))
     assert "rollback to version 2; not done yet" in console.export_text()
     assert "not done yet" not in text
+    console.print(*status_tables(dataclasses.replace(ordered, is_rollback_refused=True), width=200))
+    assert "rollback to version 2; the learner refused it, its log says why" in console.export_text()
     form = VariantStatus(
         variant="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )

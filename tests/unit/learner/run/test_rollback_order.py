@@ -81,7 +81,8 @@ async def test_next_version_has_the_ordered_content_by_the_negated_delta(core, t
     before = [await manifest(core, version) for version in range(4)]
 
     assert await core.rollback(to_version=1, request_id="one") == 3
-    assert (await core.get_status()).rollback_to == 1
+    status = await core.get_status()
+    assert (status.rollback_to, status.is_rollback_refused) == (1, False)
     backend = GentleBackend()
     result = await learn(config, core, backend)
 
@@ -290,6 +291,7 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
     assert caplog.text.count("cannot go back to version 1 and trains on") == 1
     # Operators see it, and it keeps no payloads.
     assert await ordered(core) == (1, 4)
+    assert (await core.get_status()).is_rollback_refused
     assert not await core.database.run(needed)
     log = await core.database.run(audit.read)
     assert log[-1].detail == "the learner cannot go back to version 1: its log says why"

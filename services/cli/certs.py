@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.connection import console_of
+from heterorl.cli.connection import ADDRESS_VARIABLE, console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import addresses, check_address
 from heterorl.common.process.config_file import quoted
@@ -292,7 +292,7 @@ def serve(
 
 def join(
     token: Annotated[str, typer.Option(help="Token from `heterorl certs token create`; - reads standard input.")],
-    coordinator: Annotated[str, typer.Option(help="host:port of the coordinator.")],
+    coordinator: Annotated[str, typer.Option(help="host:port of the coordinator.", envvar=ADDRESS_VARIABLE)],
     authority: Annotated[
         str,
         typer.Option(

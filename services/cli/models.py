@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from heterorl.cli.connection import bytes_bar, console_of
+from heterorl.cli.connection import ADDRESS_VARIABLE, bytes_bar, console_of
 from heterorl.common.process.config_file import quoted
 from heterorl.common.types.common import amount, strict_json
 
@@ -34,6 +34,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL|HOST:PORT",
+            envvar=ADDRESS_VARIABLE,
             help="A Hugging Face directory or hub id, or the coordinator of a run to pull versions from.",
         ),
     ],

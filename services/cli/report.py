@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.connection import Link, linked
+from heterorl.cli.connection import ADDRESS_VARIABLE, Link, linked
 
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun
@@ -21,14 +21,15 @@ def report(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="DIRECTORY|HOST:PORT",
+            metavar="[DIRECTORY|HOST:PORT]",
             help="For a past run: a coordinator's data_dir, a learner's state_dir, or a directory that holds them. "
-            "For a running one: host:port of its coordinator.",
+            f"For a running one: host:port of its coordinator; default: {ADDRESS_VARIABLE}, else the note of `join` "
+            "in --credentials.",
+            show_default=False,
         ),
-    ],
+    ] = "",
     out: Annotated[
-        Path | None,
-        typer.Option(help="Self-contained file to write; default: report.html in DIRECTORY, or here for HOST:PORT."),
+        Path | None, typer.Option(help="Self-contained file to write; default: report.html in DIRECTORY, else here.")
     ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files.")] = None,
 ) -> None:
@@ -68,7 +69,7 @@ def _read(run: str, link: Link) -> PastRun:
 
     journal = None
     link = link.at(run)
-    if Path(run).exists() or ":" not in run:
+    if run and (Path(run).exists() or ":" not in run):
         try:
             return read_run(Path(run))
         except InUse as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.connection import Link, linked
+from heterorl.cli.connection import ADDRESS_VARIABLE, Link, linked
 
 if TYPE_CHECKING:
     from heterorl.view.sample_index import SampleIndex, Source
@@ -25,7 +25,7 @@ def view(
         typer.Argument(
             metavar="[HOST:PORT|FILE]",
             help="host:port of a coordinator, or an export of samples (.jsonl). Default: "
-            "HETERORL_ADDRESS, else the note of `join` in --credentials.",
+            f"{ADDRESS_VARIABLE}, else the note of `join` in --credentials.",
             show_default=False,
         ),
     ] = "",

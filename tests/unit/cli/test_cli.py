@@ -540,6 +540,20 @@ def test_node_that_joins_a_run_with_a_standby_asks_each_coordinator_by_its_own_a
     assert (tmp_path / "node" / "coordinator").read_text() == f"{both}\n"
 
 
+def test_every_command_that_takes_a_coordinators_address_takes_it_from_the_environment():
+    def parameters(command, name):
+        for key, inner in getattr(command, "commands", {}).items():
+            yield from parameters(inner, f"{name} {key}")
+        for each in command.params:
+            words = f"{each.metavar} {getattr(each, 'help', '')}"
+            if "HOST:PORT" in words or "host:port of the coordinator" in words:
+                yield name, "HETERORL_ADDRESS" in f"{each.envvar} {words}"
+
+    found = dict(parameters(typer.main.get_command(app), "heterorl"))
+    assert {"heterorl status", "heterorl report", "heterorl view", "heterorl evaluate", "heterorl join"} <= {*found}
+    assert all(found.values()), found
+
+
 def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
     (tmp_path / "coordinator").write_text("coord.example:50051\n")
     with pytest.raises(ConfigError, match="ADDRESS: is not set"):

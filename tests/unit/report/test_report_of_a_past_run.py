@@ -271,10 +271,13 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
         node = secure.certificates.node("operator", "eu-1")
         arguments = ["report", secure.address, "--credentials", str(node), "--out", "live.html"]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        monkeypatch.setenv("HETERORL_ADDRESS", secure.address)
+        again = await asyncio.to_thread(CliRunner().invoke, app, ["report", "--credentials", str(node)])
         run = await ask_run(secure.operator, address=secure.address)
         whole = await ask_run(secure.operator, address=secure.address, journal=tmp_path / "learner")
 
-    assert result.exit_code == 0, result.exception
+    assert (result.exit_code, again.exit_code) == (0, 0), (result.exception, again.exception)
+    assert "written: report.html" in again.output
     page = (tmp_path / "live.html").read_text()
     assert "Run run" in page
     assert "The run was still going when this page was written." in page

@@ -6,7 +6,7 @@ Each label has a closed set of values, or is the bounded label of a site.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
@@ -15,6 +15,7 @@ from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, quara
 from heterorl.common.types.sample import SampleKind
 from heterorl.coordinator import sample_ring
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage
 
@@ -39,13 +40,10 @@ def _read_waiting(
     connection: Connection,
 ) -> tuple[dict[str, int], dict[SampleKind, tuple[int, int]], float | None, float | None]:
     """Waiting bytes by site, sample totals, times of oldest group and head."""
-    rows = connection.execute(
-        "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
-    )
     (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
     head = lineage.read_head(connection)
-    bytes_by_site = {site: int(count) for site, count in rows}
-    return bytes_by_site, sample_ring.totals(connection), oldest, None if head is None else head.published
+    published = None if head is None else head.published
+    return tallies.waiting_by_site(connection), sample_ring.totals(connection), oldest, published
 
 
 async def observe_run(core: Coordinator) -> None:
@@ -75,15 +73,26 @@ async def observe_run(core: Coordinator) -> None:
     _observe_variants(status)
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, bytes_by_site)
-    for site in {entry.site for entry in status.sites}:
-        for quota, share in core.context.queue.quotas.used(site, core.context.clock.monotonic()).items():
-            metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
-            # A counter must exist before its first increase, or rate() misses it.
-            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
-        for reason in _PUSH_DROPS:
-            metrics.PUSHED_GROUPS.labels(metrics.SITES.of(site), PushStatus.DROPPED.value, reason.value)
+    _observe_quotas(core, {entry.site for entry in status.sites}, bytes_by_site)
     await core.run.note_refusals()
     await core.evaluation.observe()
+
+
+def _observe_quotas(core: Coordinator, sites: Collection[str], bytes_by_site: Mapping[str, int]) -> None:
+    """Set each label's shares, of several sites the largest."""
+    quotas, now = core.context.queue.quotas, core.context.clock.monotonic()
+    shares: dict[str, dict[str, float]] = {}
+    for site in sites:
+        most = shares.setdefault(metrics.SITES.of(site), {})
+        for quota, share in quotas.used(site, now, pending_bytes=bytes_by_site.get(site, 0)).items():
+            most[quota] = max(share, most.get(quota, 0.0))
+    for label, most in shares.items():
+        for quota, share in most.items():
+            metrics.SITE_QUOTA_RATIO.labels(label, quota).set(share)
+            # A counter must exist before its first increase, or rate() misses it.
+            metrics.QUOTA_REFUSALS.labels(label, quota)
+        for reason in _PUSH_DROPS:
+            metrics.PUSHED_GROUPS.labels(label, PushStatus.DROPPED.value, reason.value)
 
 
 def _observe_variants(status: RunStatus) -> None:

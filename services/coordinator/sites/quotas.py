@@ -122,7 +122,6 @@ class Quotas:
         }
         self._buckets: dict[tuple[str, str], tuple[float, float]] = {}
         """The level of each site's buckets, and its instant."""
-        self._used: dict[tuple[str, str], float] = {}
         self.full: set[str] = set()
         """Sites whose newest group was refused, because theirs in the queue leave it no room."""
         self.refused: Counter[tuple[str, str]] = Counter()
@@ -133,7 +132,6 @@ class Quotas:
     def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
         """Charge one group to a site, or refuse it without a charge.
         Returns (0, ""), or the seconds to wait and the reason."""
-        self._used[site, "pending_bytes"] = pending_bytes / self._pending_limit
         if pending_bytes + num_bytes > self._pending_limit:
             self._refuse(site, "pending_bytes")
             self.full.add(site)
@@ -145,7 +143,6 @@ class Quotas:
             delay_s = wait_s(levels[name], rate, amounts[name])
             if delay_s > 0:
                 self._refuse(site, name)
-                self._used[site, name] = 1.0
                 return delay_s, f"quota: site_{name}_per_s is {rate.per_s:g}; push again in {delay_s:.2f} s"
         for name, level in levels.items():
             self._buckets[site, name] = level - amounts[name], now
@@ -156,8 +153,8 @@ class Quotas:
         self._refusals[site] += 1
         metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc()
 
-    def used(self, site: str, now: float) -> dict[str, float]:
-        shares = {"pending_bytes": self._used.get((site, "pending_bytes"), 0.0)}
+    def used(self, site: str, now: float, *, pending_bytes: int) -> dict[str, float]:
+        shares = {"pending_bytes": pending_bytes / self._pending_limit}
         for name, rate in self._rates.items():
             level = level_at(now, rate, self._buckets.get((site, name)))
             shares[name] = 1.0 - level / rate.burst

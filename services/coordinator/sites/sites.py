@@ -168,6 +168,7 @@ class Sites:
         rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
         quarantines = quarantine.read_reasons(connection)
         failures = quarantine.count_failures(connection, window_groups=window_groups)
+        waiting = tallies.waiting_by_site(connection)
         statuses = []
         for row in rows:
             site, incarnation = row.site, row.incarnation
@@ -193,7 +194,7 @@ class Sites:
                     variant=row.variant,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
-                    quota_used=max(quotas.used(site, now).values()),
+                    quota_used=max(quotas.used(site, now, pending_bytes=waiting.get(site, 0)).values()),
                     is_stopped=seen is not None and seen.is_stopped,
                 )
             )

@@ -115,6 +115,12 @@ def waiting_bytes(connection: Connection, site: str) -> int:
     return int(connection.execute(query, (site,)).fetchone()[0])
 
 
+def waiting_by_site(connection: Connection) -> dict[str, int]:
+    """The same of each site that has any."""
+    query = "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
+    return {site: int(count) for site, count in connection.execute(query)}
+
+
 def held(connection: Connection, site: str) -> int:
     """Assignments that a site holds, also while it is away."""
     row = connection.execute("SELECT held FROM temp.sharer WHERE site = ?", (site,)).fetchone()

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.rollout import PushStatus
+from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.queue import Turns
@@ -217,4 +219,30 @@ async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up
     ]  # fmt: skip
     status = await core.get_status()
     assert (status.ledger.pending, status.ledger.is_balanced) == (4, True)
+    await core.close()
+
+
+async def test_share_of_the_queue_goes_with_the_groups_that_the_learner_took(tmp_path):
+    config = CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8)
+    core = await Coordinator.open(config, ManualClock())
+    core.context.queue.quotas._pending_limit = 4000
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+
+    async def share():
+        await run_metrics.observe_run(core)
+        shown = REGISTRY.get_sample_value(
+            "heterorl_coordinator_site_quota_ratio", {"site": "eu-1", "quota": "pending_bytes"}
+        )
+        (site,) = (await core.get_status()).sites
+        assert site.quota_used == shown
+        return shown
+
+    ids = await run.push(4)
+    assert await share() > 0.1
+    await run.publish(consumed=ids)
+    # No push came since.
+    assert await share() == 0.0
     await core.close()

@@ -101,9 +101,10 @@ class EvaluationColumn:
         """End evaluations that are over; statistics run off the store's thread."""
         clock, since = self._context.clock, self._context.clock.monotonic() - self._context.config.work_lease_s
         # After a start the versions of sites are unknown for one lease.
-        in_use = self._context.sites.versions_in_use(since) if since >= self._context.started else None
+        in_use = functools.partial(self._context.sites.versions_in_use, since)
+        known = in_use if since >= self._context.started else None
         over = await self._context.database.run(
-            lambda connection: jobs.over(connection, in_use=in_use, is_ending=self._is_ending(connection))
+            lambda connection: jobs.over(connection, in_use=known, is_ending=self._is_ending(connection))
         )
         for job, state in over:
             found = await self._context.database.run(functools.partial(jobs.scores_of, job=job))

@@ -11,7 +11,7 @@ counts once; scores are durable when they are acknowledged. The end keeps the su
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -151,11 +151,11 @@ def hand_out(
 
 
 def over(
-    connection: Connection, *, in_use: Collection[int] | None, is_ending: bool
+    connection: Connection, *, in_use: Callable[[], Collection[int]] | None, is_ending: bool
 ) -> list[tuple[int, EvaluationState]]:
     """Evaluations that are over and not summed up, and how they ended.
 
-    `in_use` are the versions that sites have (None: unknown). `is_ending`: the run waits only for the last version.
+    `in_use` gives the versions that sites have (None: unknown). `is_ending`: the run waits only for the last version.
     """
     rows = connection.execute(
         "SELECT job, version, EXISTS (SELECT 1 FROM evaluation_jobs n WHERE n.task_set = j.task_set"
@@ -165,7 +165,7 @@ def over(
     for job, version, is_followed in rows:
         if not work_assignments.has_any(connection, numbers_of(job)):
             ended.append((job, EvaluationState.DONE))
-        elif is_followed and (is_ending or (in_use is not None and version not in in_use)):
+        elif is_followed and (is_ending or (in_use is not None and version not in in_use())):
             ended.append((job, EvaluationState.INCOMPLETE))
     return ended
 

@@ -113,7 +113,7 @@ class RunColumn:
 
         def operation(connection: Connection) -> tuple[CanaryVerdict, float | None, bool]:
             self._context.sites.require(connection, report.site, report.incarnation)
-            before = quarantine.read_canary_reasons(connection).get(report.site, "")
+            before = quarantine.canary_reason_of(connection, report.site)
             variant = self._context.sites.variant(connection, report.site, report.incarnation)
             threshold = self._context.config.canary_threshold
             verdict = quarantine.compare_canary(connection, report, threshold=threshold, variant=variant)

@@ -64,6 +64,7 @@ class NodeAdmission:
 
     def __post_init__(self) -> None:
         self._calls: Counter[str] = Counter()
+        self._num_calls = 0
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
 
@@ -100,15 +101,17 @@ class NodeAdmission:
         if node.identity is not None and self._calls[node.name] >= self.places_of_node:
             problem = f"{node.name} has {self.places_of_node} open calls at the relay (site_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
-        if self._calls.total() >= self.places:
+        if self._num_calls >= self.places:
             problem = f"{self.places} calls are open at the relay (max_concurrent_rpcs)"
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
         self._calls[node.name] += 1
+        self._num_calls += 1
         RELAY_CALLS.inc()
         try:
             yield
         finally:
             RELAY_CALLS.dec()
+            self._num_calls -= 1
             self._calls[node.name] -= 1
             if not self._calls[node.name]:
                 del self._calls[node.name]

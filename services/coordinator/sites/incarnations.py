@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import NAMES, Connection
+from heterorl.coordinator.store.database_engine import NAMES, PAIRS, Connection
 
 MAX_GAP = 100_000
 """Most sequences beyond the first missing one, which bounds the rows of duplicates."""
@@ -77,16 +77,14 @@ def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dic
     """For registered holders, whether half of MAX_GAP is used.
     The site should then register again."""
     # PostgreSQL's lists cannot hold a NUL, and no name has one.
-    asked = {holder for holder in holders if "\0" not in "".join(holder)}
-    sites, incarnations = ([*{holder[place] for holder in asked}] for place in (0, 1))
+    asked = [holder for holder in holders if "\0" not in "".join(holder)]
     rows = connection.execute(
         "SELECT site, incarnation, (SELECT max(sequence) FROM beyond_watermark b"
-        " WHERE b.site = s.site AND b.incarnation = s.incarnation) - watermark FROM sites s"
-        f" WHERE site IN {NAMES} AND incarnation IN {NAMES}",
-        (json.dumps(sites), json.dumps(incarnations)),
+        " WHERE b.site = s.site AND b.incarnation = s.incarnation) - watermark"
+        f" FROM {PAIRS} AS asked CROSS JOIN sites s WHERE site = asked.one AND incarnation = asked.other",
+        (json.dumps(asked),),
     )
-    gaps = {(site, incarnation): gap for site, incarnation, gap in rows}
-    return {holder: (gaps[holder] or 0) > MAX_GAP // 2 for holder in asked & gaps.keys()}
+    return {(site, incarnation): (gap or 0) > MAX_GAP // 2 for site, incarnation, gap in rows}
 
 
 def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
@@ -156,9 +154,9 @@ def _has_pushed(connection: Connection, site: str, incarnation: str) -> bool:
     return row is not None and row[0] > 0
 
 
-def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[Row]:
+def shown(connection: Connection, active: Mapping[str, Collection[str]]) -> list[Row]:
     """Rows of all sites.
-    They are the newest incarnations, those in `active`, and a sum of each site's others."""
+    They are the newest incarnations, those in `active` (by site), and a sum of each site's others."""
     rows: list[Row] = []
     totals = connection.execute(
         "SELECT site, count(*), sum(accepted), sum(dropped) FROM sites GROUP BY site"
@@ -176,7 +174,7 @@ def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[R
             rows += few[site]
             continue
         newest = json.loads(get_meta(connection, f"incarnations/{site}") or "[]")
-        names = sorted({*newest, *(incarnation for each, incarnation in active if each == site)})
+        names = sorted({*newest, *active.get(site, ())})
         # One value: SQLite bounds the number of values.
         found = connection.execute(
             f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN {NAMES} ORDER BY incarnation",

@@ -9,6 +9,7 @@ Most gauges of a standby would read 0 and raise alerts. So it shows only that it
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +49,8 @@ class NodeMetrics:
         self._run_id = run_id
         self._most_nodes = most_nodes
         self._clock = clock
-        self._nodes: dict[tuple[Service, str], _Node] = {}
+        # In the order of their last pushes.
+        self._nodes: OrderedDict[tuple[Service, str], _Node] = OrderedDict()
 
     async def put(self, service: Service, site: str, found: Sequence[Series]) -> bool:
         """Replace a node's series; returns whether there was room.
@@ -72,8 +74,8 @@ class NodeMetrics:
 
     def _admitted(self, key: tuple[Service, str], now: float) -> _Node | None:
         """The node that may push now; None without room."""
-        for other in [other for other, node in self._nodes.items() if now - node.tried > VARIETY_S]:
-            del self._nodes[other]
+        while self._nodes and now - next(iter(self._nodes.values())).tried > VARIETY_S:
+            self._nodes.popitem(last=False)
         node = self._nodes.get(key)
         if node is None or now - node.tried > KEPT_S:
             shown = sum(now - other.tried <= KEPT_S for other in self._nodes.values())
@@ -86,6 +88,7 @@ class NodeMetrics:
         if now - node.since > VARIETY_S:
             node.since, node.seen = now, frozenset()
         node.tried = now
+        self._nodes.move_to_end(key)
         return node
 
 

@@ -105,7 +105,7 @@ def compare_canary(
         )
     elif reason is not None:
         connection.execute("DELETE FROM quarantines WHERE site = ?", (report.site,))
-    return CanaryVerdict(difference=difference, quarantine=read_canary_reasons(connection).get(report.site, ""))
+    return CanaryVerdict(difference=difference, quarantine=canary_reason_of(connection, report.site))
 
 
 def is_news(connection: Connection, report: CanaryReport, *, is_off: bool) -> bool:
@@ -124,9 +124,10 @@ def _news_key(site: str) -> str:
     return f"canary/{site}"
 
 
-def read_canary_reasons(connection: Connection) -> dict[str, str]:
-    """Reasons of quarantines by canary, by site."""
-    return dict(connection.execute("SELECT site, reason FROM quarantines"))
+def canary_reason_of(connection: Connection, site: SiteId) -> str:
+    """Why its canary put a site into quarantine, or empty."""
+    row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
+    return str(row[0]) if row else ""
 
 
 WINDOW_GROUPS = 50
@@ -224,7 +225,7 @@ def release(connection: Connection, site: SiteId, *, reason: str, now: float) ->
         raise InvalidRequest(
             f"site: {site[:64]} never registered", action="take a name that `heterorl status` or `heterorl top` lists"
         )
-    before = read_reasons(connection).get(site, "")
+    before = conviction_of(connection, site) or canary_reason_of(connection, site)
     for table in ("convictions", "failures", "quarantines", "lost_shares"):
         connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))
     connection.execute("DELETE FROM meta WHERE key = ?", (_news_key(site),))
@@ -241,7 +242,8 @@ def conviction_of(connection: Connection, site: SiteId) -> str:
 
 def read_reasons(connection: Connection) -> dict[str, str]:
     """Reasons of all quarantines of both kinds, by site."""
-    return read_canary_reasons(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
+    canaries = dict(connection.execute("SELECT site, reason FROM quarantines"))
+    return canaries | dict(connection.execute("SELECT site, reason FROM convictions"))
 
 
 def count_failures(connection: Connection, *, window_groups: int) -> dict[str, int]:
@@ -259,7 +261,7 @@ def check_site(connection: Connection, site: SiteId) -> None:
     release_command = f"heterorl sites release {site} HOST:PORT --reason TEXT"
     reason, action = conviction_of(connection, site), f"an operator ends it: {release_command}"
     if not reason:
-        reason = read_canary_reasons(connection).get(site, "")
+        reason = canary_reason_of(connection, site)
         action = (
             "reload the weights or correct the engine's settings; a version that scores right ends the quarantine,"
             f" and so does an operator: {release_command}"

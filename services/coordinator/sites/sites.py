@@ -52,15 +52,19 @@ class Sites:
     """
 
     def __init__(self, *, max_work_ahead_s: float) -> None:
-        self._seen: dict[Holder, _Seen] = {}
+        self._seen: dict[str, dict[str, _Seen]] = {}
+        """By site, then by incarnation."""
         self._max_work_ahead_s = max_work_ahead_s
         self._generation_s: dict[str, float] = {}
         self.revoked: Mapping[str, int] = {}
 
     def seen_at(self, holder: Holder) -> float | None:
         """Instant of a holder's last sign of life; None without one."""
-        seen = self._seen.get(holder)
+        seen = self._of(*holder)
         return None if seen is None else seen.at
+
+    def _of(self, site: str, incarnation: str) -> _Seen | None:
+        return self._seen.get(site, {}).get(incarnation)
 
     def generation_s(self, site: str) -> float:
         """Decayed mean seconds of a site's groups; 0 before the first."""
@@ -95,18 +99,19 @@ class Sites:
     def _noted(self, site: str, incarnation: str, now: float) -> _Seen:
         """The entry of an incarnation.
         Beyond MAX_SEEN a new one replaces its site's longest silent one."""
-        seen = self._seen.get((site, incarnation))
+        own = self._seen.setdefault(site, {})
+        seen = own.get(incarnation)
         if seen is None:
-            # Copied: a registration on the store's thread may remove one.
-            own = {holder: each.at for holder, each in [*self._seen.items()] if holder[0] == site}
             if len(own) >= MAX_SEEN:
-                self._seen.pop(min(own, key=own.__getitem__), None)
-            seen = self._seen[site, incarnation] = _Seen(at=now)
+                # Copied: a registration on the store's thread may remove one.
+                own.pop(min(own.copy().items(), key=lambda each: each[1].at)[0], None)
+            seen = own[incarnation] = _Seen(at=now)
         return seen
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""
-        return frozenset(seen.policy_version for seen in [*self._seen.values()] if seen.at >= since)
+        found = (seen for own in [*self._seen.values()] for seen in [*own.values()])
+        return frozenset(seen.policy_version for seen in found if seen.at >= since)
 
     def register(self, connection: Connection, registration: Registration) -> int:
         """Store a registration; returns the highest known sequence of the incarnation."""
@@ -127,7 +132,7 @@ class Sites:
         )
         tallies.look_soon(connection, registration.site)
         for forgotten in incarnations.note(connection, *key):
-            self._seen.pop((registration.site, forgotten), None)
+            self._seen.get(registration.site, {}).pop(forgotten, None)
         missing = incarnations.pass_over(connection, *key, lowest=registration.lowest_sequence)
         if missing:
             _LOG.warning(
@@ -165,14 +170,17 @@ class Sites:
 
         `holdings` gives held and away assignments by holder, `problems` the coordinator's own by site.
         """
-        rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
+        active = {site: {*own} for site, own in self._seen.copy().items()}
+        for site, incarnation in holdings:
+            active.setdefault(site, set()).add(incarnation)
+        rows = incarnations.shown(connection, active)
         quarantines = quarantine.read_reasons(connection)
         failures = quarantine.count_failures(connection, window_groups=window_groups)
         waiting = tallies.waiting_by_site(connection)
         statuses = []
         for row in rows:
             site, incarnation = row.site, row.incarnation
-            seen = self._seen.get((site, incarnation))
+            seen = self._of(site, incarnation)
             held, away = holdings.get((site, incarnation), (0, 0))
             statuses.append(
                 SiteStatus(

@@ -81,6 +81,9 @@ NUMBERS = "(SELECT CAST(value AS BIGINT) FROM json_each(?))"
 """The numbers of a list in JSON."""
 NAMES = "(SELECT CAST(value AS TEXT) FROM json_each(?))"
 """The texts of a list in JSON."""
+PAIRS = "(SELECT json_extract(value, '$[0]') AS one, json_extract(value, '$[1]') AS other FROM json_each(?))"
+"""The pairs of texts of a list in JSON, as a table."""
+PAIRS_IN_POSTGRES = "(SELECT value ->> 0 AS one, value ->> 1 AS other FROM jsonb_array_elements(CAST(? AS jsonb)))"
 SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 IN_POSTGRES = {
     SET_META: (

@@ -10,7 +10,7 @@ from heterorl.common.types.run import Command, Heartbeat
 from heterorl.coordinator import run_column as column
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites import incarnations
+from heterorl.coordinator.sites import incarnations, quarantine
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -98,3 +98,41 @@ async def test_site_whose_outbox_finds_no_room_ends_with_the_run(tmp_path):
 
     assert await beat(core, SITE, INCARNATION) == (Command.STOP,)
     await core.close()
+
+
+@pytest.mark.sqlite
+async def test_heartbeats_and_leases_cost_the_same_whatever_other_sites_do(core, tmp_path):
+    """Each pair of a site and an incarnation was looked up for each heartbeat, and each quarantine for each lease."""
+    steps = []
+
+    def count(connection, holders):
+        steps.clear()
+        connection.set_progress_handler(lambda: steps.append(1), 1)
+        found = incarnations.wide_gaps(connection, holders)
+        connection.set_progress_handler(None, 0)
+        assert found == dict.fromkeys(holders, False)
+        return len(steps)
+
+    def lease_steps(connection):
+        steps.clear()
+        connection.set_progress_handler(lambda: steps.append(1), 1)
+        quarantine.check_site(connection, SiteId("site-1"))
+        connection.set_progress_handler(None, 0)
+        return len(steps)
+
+    def others(connection):
+        connection.executemany(
+            "INSERT INTO quarantines VALUES (?, 0, 'off')", [(f"other-{number}",) for number in range(500)]
+        )
+        connection.executemany(
+            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, 'e', 'd')",
+            [(f"many-{number}", f"own-{number}") for number in range(400)],
+        )
+
+    before = await core.database.run(lease_steps)
+    await core.database.run(others)
+    few = await core.database.run(lambda c: count(c, [(f"many-{number}", f"own-{number}") for number in range(40)]))
+    many = await core.database.run(lambda c: count(c, [(f"many-{number}", f"own-{number}") for number in range(400)]))
+
+    assert await core.database.run(lease_steps) == before
+    assert many < 11 * few

@@ -25,7 +25,7 @@ from psycopg.adapt import Dumper
 from psycopg.types.numeric import NumericBinaryLoader
 
 from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, OperatorError, StoreHeld, StoreLost
-from heterorl.coordinator.store.database_engine import IN_POSTGRES, Cursor, Fault
+from heterorl.coordinator.store.database_engine import IN_POSTGRES, PAIRS, PAIRS_IN_POSTGRES, Cursor, Fault
 from heterorl.coordinator.store.postgres import postgres_tables
 from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, WRITER
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
@@ -175,6 +175,7 @@ def translated(statement: str) -> str:
     text = IN_POSTGRES.get(statement, statement)
     # The temporary tables of `tallies` are ordinary tables there.
     text = _TALLY.sub("", text)
+    text = text.replace(PAIRS, PAIRS_IN_POSTGRES)
     text = _LIST.sub("jsonb_array_elements_text(CAST(? AS jsonb)) AS each (value)", text)
     first, *rest = text.split("?")
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))

@@ -47,7 +47,7 @@ async def test_incarnations_that_never_pushed_are_forgotten_but_the_newest_few(r
     assert await _rows(run) == KEPT
     shown = [entry.incarnation for entry in (await run.api.get_status()).sites]
     assert sorted(shown) == sorted(f"i{number}" for number in range(100 - KEPT, 100))
-    assert len(run.api.context.sites._seen) == KEPT
+    assert len(run.api.context.sites._seen[SITE]) == KEPT
 
 
 async def test_incarnation_that_holds_work_or_pushed_a_group_stays(run):
@@ -103,7 +103,7 @@ async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(
 
     sites = (await run.api.get_status()).sites
 
-    assert len(run.api.context.sites._seen) == MAX_SEEN + 1
+    assert {site: len(own) for site, own in run.api.context.sites._seen.items()} == {SITE: MAX_SEEN, "us-1": 1}
     own = [entry for entry in sites if entry.site == SITE]
     assert len(own) <= 1 + KEPT + MAX_SEEN
     assert sum(entry.groups_accepted for entry in own) == count
@@ -119,7 +119,7 @@ async def test_incarnation_that_is_seen_most_recently_is_remembered(run):
         sites.see(SITE, "lives", clock.monotonic())
 
     assert sites.seen_at((SITE, "lives")) == clock.monotonic()
-    assert len(sites._seen) == MAX_SEEN
+    assert len(sites._seen[SITE]) == MAX_SEEN
 
 
 @pytest.mark.sqlite
@@ -130,6 +130,6 @@ async def test_many_that_hold_work_are_named_whatever_sqlite_takes_at_once(run):
             "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, '', '')",
             [(SITE, f"i{number}") for number in range(100)],
         )
-        return shown(connection, {(SITE, f"i{number}") for number in range(100)})
+        return shown(connection, {SITE: {f"i{number}" for number in range(100)}})
 
     assert len(await run.api.database.run(hold)) == 101

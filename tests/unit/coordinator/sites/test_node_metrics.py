@@ -1,6 +1,7 @@
 """Pushed metrics at the coordinator: the newest of each node, for a while, of so many nodes."""
 
 import threading
+from collections import OrderedDict
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,6 +52,33 @@ async def test_nodes_beyond_the_room_wait_until_another_is_gone():
     clock.advance(KEPT_S + 1.0)
     assert await reported.put("sampler", "b", counted(4.0))
     assert list(shown(reported).values()) == [4.0]
+
+
+async def test_push_of_a_known_node_looks_at_no_others():
+    class Counted(OrderedDict):
+        num_seen = 0
+
+        def values(self):
+            for node in super().values():
+                Counted.num_seen += 1
+                yield node
+
+        def items(self):
+            return zip(self, self.values(), strict=True)
+
+    clock = ManualClock()
+    reported = NodeMetrics(run_id="r", most_nodes=500, clock=clock)
+    for number in range(200):
+        await reported.put("sampler", f"s{number}", counted(1.0))
+    reported._nodes = Counted(reported._nodes)
+    clock.advance(BETWEEN_S)
+
+    assert await reported.put("sampler", "s7", counted(2.0))
+    assert Counted.num_seen == 1
+    clock.advance(VARIETY_S)
+    # All others are forgotten.
+    assert await reported.put("sampler", "s7", counted(3.0))
+    assert list(reported._nodes) == [("sampler", "s7")]
 
 
 async def test_refused_push_leaves_the_earlier_one():

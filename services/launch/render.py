@@ -85,8 +85,7 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
         for node in nodes
     }
     values |= {"title": _TITLES[launcher], "places": places, "hosts": hosts, "data_dirs": data_dirs(run)}
-    payloads: Any = run.coordinator.config.get("payloads", {}) if run.coordinator.has_bucket else {}
-    values["bucket_file"] = payloads.get("credentials_file", "")
+    values["bucket_file"] = _bucket_file(run)
     # Parts that the run lacks leave blank lines.
     words = re.sub(r"\n{3,}", "\n\n", _fill(f"{launcher}/README.md", values))
     return tree | {"README.md": words.strip() + "\n"}
@@ -121,17 +120,17 @@ POD_NAME = 52
 
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Places that services of systemd do not see: ProtectHome and PrivateTmp of their units."""
-_FILES_OF_LIBPQ = ("passfile", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslcrldir")
+_OF_LIBPQ = ("passfile", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslcrldir")
+
+
+def _bucket_file(run: RunFile) -> str:
+    return str(run.coordinator.config["payloads"].get("credentials_file", "")) if run.coordinator.has_bucket else ""
 
 
 def _paths_of_coordinator(run: RunFile) -> Iterator[tuple[str, str]]:
-    if run.coordinator.postgres:
-        for name, value in parse_qsl(split_url(run.coordinator.postgres.url).query):
-            if name in _FILES_OF_LIBPQ:
-                yield f"coordinator.postgres.url ({name})", value
-    payloads = run.coordinator.config.get("payloads")
-    if isinstance(payloads, dict):
-        yield "coordinator.config.payloads.credentials_file", str(payloads.get("credentials_file", ""))
+    query = split_url(run.coordinator.postgres.url).query if run.coordinator.postgres else ""
+    yield from ((f"coordinator.postgres.url ({key})", path) for key, path in parse_qsl(query) if key in _OF_LIBPQ)
+    yield "coordinator.config.payloads.credentials_file", _bucket_file(run)
 
 
 def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:

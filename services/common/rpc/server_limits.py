@@ -47,13 +47,12 @@ class Caller:
 class Reservation:
     """Memory taken for one message, bytes."""
 
-    __slots__ = ("_lane", "began", "caller", "num_bytes", "reading")
+    __slots__ = ("_lane", "caller", "num_bytes", "reading")
 
     def __init__(self, lane: MessagePool, caller: Caller, num_bytes: int) -> None:
         self._lane = lane
         self.caller = caller
         self.num_bytes = num_bytes
-        self.began = 0.0
         self.reading: asyncio.Timeout | None = None
 
     def shrink(self, num_bytes: int) -> None:
@@ -150,7 +149,7 @@ class MessagePool:
         # By number, which is the order of arrival.
         self._numbers = itertools.count()
         self._waiting: dict[Caller, dict[int, asyncio.Future[None]]] = {}
-        self._silent: dict[Caller, dict[int, Reservation]] = {}
+        self._silent: dict[Caller, dict[int, tuple[float, Reservation]]] = {}
         self._next = _Order()
         self._largest = _Order()
         # Callers that wait without any room.
@@ -194,15 +193,14 @@ class MessagePool:
         return room
 
     async def _arrival(self, room: Reservation, read: Callable[[], Awaitable[Any]]) -> Any:
-        room.began = asyncio.get_running_loop().time()
-        number = -1
+        began, number = asyncio.get_running_loop().time(), -1
         try:
             async with asyncio.timeout(self._limit_s) as room.reading:
-                number = self._enter(self._silent, room.caller, room)
+                number = self._enter(self._silent, room.caller, (began, room))
                 self._hurry()
                 return await read()
         except TimeoutError as error:
-            seconds = asyncio.get_running_loop().time() - room.began
+            seconds = asyncio.get_running_loop().time() - began
             raise QuotaExceeded(f"no message in {seconds:.1f} s", retry_after_s=RETRY_AFTER_S) from error
         finally:
             if self._ending is room:
@@ -245,9 +243,9 @@ class MessagePool:
         is_full = of_site + size > self._site_bytes
         (self._full.add if is_full else self._full.discard)(caller.owner)
         rank = (0, used, next(iter(turns))) if turns else None
-        is_able, is_bare = used + size <= self._own_bytes, used < size
-        self._next.place(caller, rank if is_able else None, of_site=None if is_full else of_site)
-        self._bare.place(caller, rank if is_bare else None, of_site=None if is_full else of_site)
+        open_site = None if is_full else of_site
+        self._next.place(caller, rank if used + size <= self._own_bytes else None, of_site=open_site)
+        self._bare.place(caller, rank if used < size else None, of_site=open_site)
         rank = (used < 2 * size, -used, next(iter(reads))) if reads else None
         self._largest.place(caller, rank, of_site=-of_site)
 
@@ -274,31 +272,21 @@ class MessagePool:
             caller = self._largest.first(site)
             if caller is None or self._bare.first(site) is None:
                 continue
-            due = self._due(caller)
-            if due <= now:
-                self._end_oldest(caller, now)
-                return
-            again = min(again, due)
+            number, (began, room) = next(iter(self._silent[caller].items()))
+            is_last = self._used[caller] < 2 * self._message_bytes
+            due = max(began + self._patience_s, self._last_ended_at + self._last_s if is_last else 0.0)
+            if due > now:
+                again = min(again, due)
+                continue
+            # Its own limit may have passed before it knows.
+            if room.reading is not None and not room.reading.expired():
+                room.reading.reschedule(now)
+                self._last_ended_at = now if is_last else self._last_ended_at
+            self._ending = room
+            self._leave(self._silent, caller, number)
+            return
         if again < math.inf:
             self._timer = loop.call_at(again, self._hurry)
-
-    def _due(self, caller: Caller) -> float:
-        """The time when a caller's longest silent read may end."""
-        due = next(iter(self._silent[caller].values())).began + self._patience_s
-        if self._used[caller] < 2 * self._message_bytes:
-            due = max(due, self._last_ended_at + self._last_s)
-        return due
-
-    def _end_oldest(self, caller: Caller, now: float) -> None:
-        number, room = next(iter(self._silent[caller].items()))
-        assert room.reading is not None
-        # Its own limit may have passed before it knows.
-        if not room.reading.expired():
-            room.reading.reschedule(now)
-            if self._used[caller] < 2 * self._message_bytes:
-                self._last_ended_at = now
-        self._ending = room
-        self._leave(self._silent, caller, number)
 
 
 SHORT = frozenset(

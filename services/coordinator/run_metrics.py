@@ -46,8 +46,8 @@ def _read_waiting(
     return tallies.waiting_by_site(connection), sample_ring.totals(connection), oldest, published
 
 
-async def observe_run(core: Coordinator) -> None:
-    """Set all gauges of the run."""
+async def observe_run(core: Coordinator) -> int:
+    """Set all gauges of the run; returns the number of incarnations that it read."""
     status = await core.run.get_status()
     bytes_by_site, samples, oldest, published = await core.context.database.run(_read_waiting)
     config, now = core.context.config, core.context.clock.wall()
@@ -76,6 +76,7 @@ async def observe_run(core: Coordinator) -> None:
     _observe_quotas(core, {entry.site for entry in status.sites}, bytes_by_site)
     await core.run.note_refusals()
     await core.evaluation.observe()
+    return len(status.sites)
 
 
 def _observe_quotas(core: Coordinator, sites: Collection[str], bytes_by_site: Mapping[str, int]) -> None:

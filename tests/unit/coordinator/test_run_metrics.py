@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +16,13 @@ from heterorl.common.types.run import Heartbeat
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import run_metrics
+from heterorl.coordinator.coordinator_app import GAUGE_INTERVAL_S, _gauges
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.node_metrics import MetricsPage, NodeMetrics
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from heterorl.coordinator.versions import published_variants
+from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 
@@ -204,6 +207,32 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
     assert shown("coordinator_policy_age_seconds_sum", site=SITE) == ages + 12.0
     assert shown("coordinator_queue_age_seconds_sum", site=SITE) == waits + 7.0
     assert shown("coordinator_superseded_seconds_sum", site=SITE) == superseded + 3.0
+
+
+@pytest.mark.parametrize(("num_sites", "num_rounds"), [(900, 10), (2500, 4)])
+async def test_gauges_of_many_sites_are_read_less_often(monkeypatch, num_sites, num_rounds):
+    rounds = []
+
+    async def observe(_):
+        rounds.append(clock.monotonic())
+        return num_sites
+
+    class TenSeconds(ManualClock):
+        async def sleep(self, seconds):
+            self.advance(seconds)
+            if self.monotonic() >= start + 10 * GAUGE_INTERVAL_S:
+                raise asyncio.CancelledError
+
+    monkeypatch.setattr(run_metrics, "observe_run", observe)
+    clock = TenSeconds()
+    start = clock.monotonic()
+    disk, sites = SimpleNamespace(look=lambda: False), SimpleNamespace()
+    core = SimpleNamespace(context=SimpleNamespace(disk=disk, sites=sites))
+    server = SimpleNamespace(revoked_serials=frozenset, authorizer=SimpleNamespace(revoked_sites=dict))
+    with pytest.raises(asyncio.CancelledError):
+        await _gauges(core, server, clock)
+
+    assert len(rounds) == num_rounds
 
 
 SECRETS = {

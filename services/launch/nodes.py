@@ -71,6 +71,12 @@ class Node:
         return str(self.config.get(STATE_KEY[self.kind]) or "")
 
     @property
+    def written(self) -> dict[str, str]:
+        """Directories that it writes and run.toml names, by key."""
+        keys = (STATE_KEY[self.kind], "backup_dir")
+        return {key: str(self.config[key]) for key in keys if self.config.get(key)}
+
+    @property
     def command(self) -> tuple[str, ...]:
         return (self.kind, *self.arguments)
 

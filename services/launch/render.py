@@ -182,14 +182,7 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if "tls" in node.config:
             raise ConfigError(key_in_run(node.kind, "tls"), "the launcher sets this table", action="remove it")
-        key = STATE_KEY[node.kind]
-        where = node.stated.get(key) or key_in_run(node.kind, key)
-        if node.directory and launcher == "k8s":
-            raise ConfigError(where, "Kubernetes stores it in a volume claim", action="remove it")
-        if launcher in ("compose", "systemd") and re.fullmatch(PLACE, node.directory) is None:
-            raise ConfigError(
-                where, f"{node.directory!r} is not {PATTERNS[PLACE]}", action="give an absolute directory"
-            )
+        _check_directory(launcher, node)
         if launcher == "k8s" and len(node.name) > POD_NAME:
             problem = f"the name {node.name} has {len(node.name)} characters, and Kubernetes allows {POD_NAME}"
             raise ConfigError(f"{node.kind}s.site", problem, action="shorten the site")
@@ -206,6 +199,17 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     if has_machines:
         problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
+
+
+def _check_directory(launcher: Launcher, node: Node) -> None:
+    for key, path in node.written.items():
+        where = node.stated.get(key) or key_in_run(node.kind, key)
+        if launcher == "k8s":
+            raise ConfigError(where, "Kubernetes stores it in a volume claim", action="remove it")
+        if launcher in ("compose", "systemd") and re.fullmatch(PLACE, path) is None:
+            raise ConfigError(where, f"{path!r} is not {PATTERNS[PLACE]}", action="give an absolute directory")
+        if launcher == "systemd":
+            _check_visible(where, os.path.normpath(path))
 
 
 def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
@@ -321,7 +325,8 @@ def _unit(run: RunFile, node: Node) -> str:
     if node.directory:
         key = STATE_KEY[node.kind]
         text = text.replace(f"--set {key}={STATE}/{node.name}", f"--set {key}={node.directory}")
-        text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={node.directory}\n")
+    for path in node.written.values():
+        text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={path}\n")
     if limit := memory_limit(node):
         text = re.sub(r"^MemoryMax=.*\n", "", text, flags=re.MULTILINE)
         text = text.replace("[Service]\n", f"[Service]\nMemoryMax={limit.upper()}\n")

@@ -347,6 +347,29 @@ def test_a_directory_of_state_is_made_for_its_node_before_the_start(launcher, ow
     assert "install -d" not in render(launcher, run_file())["README.md"]
 
 
+def test_directory_of_backups_is_the_coordinators_to_write():
+    run = run_file(coordinator={"host": "coord.example", "config": {"backup_dir": "/backups"}})
+    systemd, compose = render("systemd", run), render("compose", run)
+
+    unit = systemd["coord.example/etc/systemd/system/heterorl-coordinator.service"]
+    assert "\nReadWritePaths=/backups\n" in unit
+    assert "--set data_dir=/var/lib/heterorl/coordinator" in unit
+    assert "-m 0700 /backups    # on coord.example\n" in systemd["README.md"]
+    service = yaml.safe_load(compose["coord.example/compose.yaml"])["services"]["coordinator"]
+    assert {"type": "bind", "source": "/backups", "target": "/backups", "read_only": False} in service["volumes"]
+    assert "-m 0700 /backups    # on coord.example\n" in compose["README.md"]
+    with pytest.raises(ConfigError, match=r"coordinator\.config\.backup_dir: Kubernetes stores it"):
+        render("k8s", run)
+
+
+@pytest.mark.parametrize("place", ["/home/me/{}", "/tmp/{}", "/srv/../root/{}"])
+def test_a_directory_of_state_that_units_do_not_see_is_refused(place):
+    # PrivateTmp would delete it when the unit stops.
+    with pytest.raises(ConfigError, match=r"cache_dir: units of systemd cannot read"):
+        render("systemd", with_places(place))
+    assert render("slurm", with_places(place))
+
+
 def test_a_directory_of_state_that_no_launcher_can_give_is_refused():
     with pytest.raises(ConfigError, match=r"relays\.config\.cache_dir: Kubernetes stores it"):
         render("k8s", with_places())

@@ -148,15 +148,16 @@ def install(machine: Machine, steps: Steps, endpoint: str) -> None:
     machine.run("chmod -R a+rX /srv/model")
     with steps.step("certs.sh, and the secrets to their places"):
         machine.run("cd /srv/launched && HETERORL=/srv/operator/bin/heterorl ./certs.sh")
-        password = f"{FIRST}:5432:*:heterorl:{PASSWORD}"
         keys = f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
         (machine.root / "srv" / "keys").write_text(keys)
-        places = re.findall(rf"`({CREDENTIALS}/\S+/pgpass)`", readme)
+        (machine.root / "srv" / "pgpass").write_text(f"{FIRST}:5432:*:heterorl:{PASSWORD}\n")
+        secrets = "\n".join(re.findall(r"^sudo install .* (?:PGPASS|KEYS) .*$", readme, re.MULTILINE))
         machine.run(
             f"install -d -m 0700 {CREDENTIALS}; cp -rT /srv/launched/{FIRST}/credentials {CREDENTIALS};"
-            f" cp -rT /srv/launched/{SECOND}/credentials {CREDENTIALS}; touch /etc/heterorl/revoked;"
-            + "".join(f" install -m 0600 <(echo {password}) {place};" for place in places)
-            + block(readme, "Secrets of the stores").replace("KEYS", "/srv/keys")
+            f" cp -rT /srv/launched/{SECOND}/credentials {CREDENTIALS};"
+            f" cd {CREDENTIALS}; for node in *; do [[ ! -e $node/revoked ]] || install -m 0644 $node/revoked"
+            " /etc/heterorl/$node.revoked; done\n"
+            + secrets.replace("PGPASS", "/srv/pgpass").replace("KEYS", "/srv/keys")
         )
 
 

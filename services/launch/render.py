@@ -302,7 +302,7 @@ def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
             node,
             state_dir=f"{STATE}/{node.name}",
             tls_dir=f"/etc/heterorl/credentials/{node.name}",
-            revoked="/etc/heterorl/revoked",
+            revoked=f"/etc/heterorl/{node.name}.revoked",
             insecure=run.tls.insecure,
         )
         tree[f"{host}/etc/heterorl/{node.name}.toml"] = _toml(run, node, config)

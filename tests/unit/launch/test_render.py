@@ -208,7 +208,9 @@ def test_a_copy_to_a_host_leaves_its_list_of_revoked_certificates():
     tree = render("systemd", run_file())
 
     assert "cp -rT coord.example/etc /etc" in tree["README.md"]
-    assert 'revoked = "/etc/heterorl/revoked"' in tree["coord.example/etc/heterorl/coordinator.toml"]
+    # Another run's relay on this host has another list.
+    assert 'revoked = "/etc/heterorl/coordinator.revoked"' in tree["coord.example/etc/heterorl/coordinator.toml"]
+    assert 'revoked = "/etc/heterorl/relay-eu.revoked"' in tree["eu.example/etc/heterorl/relay-eu.toml"]
     assert [path for path in tree if path.endswith("revoked")] == []
 
 

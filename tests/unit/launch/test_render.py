@@ -445,6 +445,7 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
 
     assert "## Secrets of the stores" in text
     assert "PostgreSQL's password" in text or "PGPASSFILE" in text
+    assert ("`sslrootcert`" in text) == (launcher != "slurm")
     assert "`/etc/heterorl/bucket`" in text
     if launcher == "systemd":
         # install.sh writes heterorl-coordinator.service, which the run's own has to replace.

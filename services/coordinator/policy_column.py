@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -52,6 +53,7 @@ class PolicyColumn:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
+        self._head: asyncio.Future[lineage.Head | None] | None = None
 
     async def query_upload(self, *, digest: Digest) -> int:
         return self._context.blobs.query(digest)
@@ -160,7 +162,10 @@ class PolicyColumn:
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         while not self._context.closing.is_set():
             ticket = self._context.head_bell.ticket()
-            head = await self._context.database.run(lineage.read_head)
+            if self._head is None or self._head.done():
+                # One read for all: a publication wakes every sampler.
+                self._head = self._context.database.submit(lineage.read_head)
+            head = await asyncio.shield(self._head)
             if head is not None and head.version > after_version:
                 after_version = head.version
                 yield HeadUpdate(version=head.version, age_s=max(0.0, self._context.clock.wall() - head.published))

@@ -36,6 +36,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.coordinator.sites import audit
+from heterorl.coordinator.versions import lineage
 from heterorl.v1 import run_pb2
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, REPORT, SITE, Run, credits_of, frames, rollout
 
@@ -558,6 +559,23 @@ async def test_watch_skips_to_the_newest_head(core, run):
     later = asyncio.create_task(anext(watch))
     await run.publish()
     assert (await later).version == 3
+
+
+async def test_publication_is_read_once_for_all_who_watch(core, run, monkeypatch):
+    await run.publish()
+    watches = [core.watch_head(after_version=0) for _ in range(50)]
+    assert {(await anext(watch)).version for watch in watches} == {1}
+    later = [asyncio.create_task(anext(watch)) for watch in watches]
+    for _ in range(10):
+        await core.get_status()
+    reads = []
+    read_head = lineage.read_head
+    monkeypatch.setattr(lineage, "read_head", lambda connection: (reads.append(1), read_head(connection))[1])
+
+    await run.publish()
+
+    assert {update.version for update in await asyncio.gather(*later)} == {2}
+    assert len(reads) < 5
 
 
 async def test_uploads_resume_verify_and_respect_limits(core, run, tmp_path):

@@ -16,9 +16,8 @@ MAP = Path(__file__).parent / "map.md"
 PACKAGE = Path(__file__).parents[1] / "services"
 _MAP_HEAD = """# Map of the code
 
-For someone who reads or changes the code: which folder holds what, and which file to open first. The package `heterorl`
-is the folder `services`. `make docs` makes this page from the folders' docstrings. [A picture of
-imports](../ARCHITECTURE.md#the-map) has these folders on floors; a folder imports only folders of lower floors.
+For someone who reads or changes the code. The package `heterorl` is the folder `services`. `make docs` makes this page
+from the folders' docstrings. [A picture](../ARCHITECTURE.md#the-map) shows which folder may import which.
 
 ## Start here
 
@@ -49,19 +48,17 @@ _BESIDE = """
 | folder | what it holds |
 |---|---|
 | `protos/` | messages and services of the wire, the maker of stubs, the baseline for `buf` |
-| `tests/unit/` | the folders of `services/`; tests of a folder without its own are in the folder above |
+| `tests/unit/` | the folders of `services/` |
 | `tests/contract/` | rules of the repository: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/`, `tests/e2e/` | real servers in one process; whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
 | `tests/engines/`, `tests/trackers/`, `tests/verifiers/`, `tests/gpu/` | vLLM, DeepSpeed, trackers, verifiers; a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines, `fuzz` |
-| `benchmarks/` | programs and results of [measurements](../benchmarks/README.md) |
-| `research/` | [experiments](../research/README.md) about losses under delay: `heterorl_research` |
-| `deploy/` | installer, images, Compose files, dashboards, alerts, runbook |
-| `requirements/` | exact versions for each role |
+| `benchmarks/` | [measurements](../benchmarks/README.md) |
+| `research/` | [experiments](../research/README.md) about losses under delay |
+| `deploy/`, `requirements/` | installer, images, Compose files, dashboards, alerts; exact versions for each role |
 | `examples/` | whole runs, and the results that each must reach |
-| `docs/` | this site; `make site` builds it |
 """
 
 

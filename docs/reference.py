@@ -29,8 +29,7 @@ SERVICES: dict[str, type[Config]] = {
 }
 _HEAD = """# Configuration
 
-For someone who writes or checks a TOML file: every key of every service. To see the values that a file gives, and where
-each comes from:
+Every key of every service. To see the values that a file gives, and where each comes from:
 
 ```
 heterorl print-config sampler --config sampler.toml --set engine.device=cuda:0
@@ -40,8 +39,7 @@ heterorl print-config sampler --config sampler.toml --set engine.device=cuda:0
 - `[a]` is a table of the file, `[[a]]` a table that may occur several times. `a.b` is the key `b` of the table `[a]`.
 - The default shows the type: `1` is a whole number, `1.0` a number, `[]` a list of text unless *values* says otherwise.
 - The name ends with the unit: `_s` is seconds. *Values* are other units, bounds and choices: (0, 1] excludes 0.
-- The last column names the kinds or services that have a key; an empty cell: all. Names in brackets restrict a
-  default or bound.
+- The last column names the kinds or services that have a key; an empty cell: all.
 - `[[task.sources]]` and the sampler's `[[evaluation]]` contain tasks: `[evaluation.task.data]` has the keys of
   `[task.data]`.
 """

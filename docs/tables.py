@@ -13,15 +13,7 @@ from typing import Any
 from docs import plans
 from docs.markdown import SOURCES, table
 
-DOCUMENTS = (
-    "benchmarks/README.md",
-    "docs/gpu.md",
-    "docs/plan.md",
-    "docs/machines.md",
-    "docs/launch.md",
-    "docs/operate.md",
-    "docs/untrusted.md",
-)
+DOCUMENTS = ("benchmarks/README.md", "docs/gpu.md", "docs/plan.md", "docs/machines.md", "docs/untrusted.md")
 _OF_A_CARD = (
     "products in bf16",
     "copy from the host, pageable",

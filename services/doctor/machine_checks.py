@@ -126,7 +126,7 @@ def measure_versions(engine: str = "") -> Versions:
 
 
 def measure_devices(devices: Sequence[str]) -> Device | Failure:
-    """The first GPU that fails, else the one with the least free memory."""
+    """The first GPU that fails, else the one with least memory."""
     found = [measure_device(device) for device in devices]
     return min(found, key=lambda one: -1 if isinstance(one, Failure) else one.free_bytes)
 

@@ -223,7 +223,7 @@ def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
 
 
 def _escaped(text: str, *, keeps: str = "") -> str:
-    """The text, with escapes of TOML and YAML for what cannot be printed."""
+    """The text, with TOML and YAML's escapes for unprintable characters."""
     return "".join(each if each.isprintable() or each in keeps else f"\\U{ord(each):08x}" for each in text)
 
 

@@ -61,7 +61,7 @@ class EvaluationSetConfig(DrawsConfig):
 
 
 def ignored_draws(sets: Sequence[EvaluationSetConfig]) -> list[str]:
-    """Stated draws of a site, by key: in a run the coordinator's count."""
+    """A site's stated draws, by key; the coordinator's count in a run."""
     return [
         f"evaluation.{one.name}.{key}"
         for one in sets

@@ -64,7 +64,7 @@ class Reservation:
 
 
 class _Ranks(Generic[K]):
-    """Keys by rank, the lowest first. A change costs the logarithm of their number.
+    """Keys by rank, the lowest first; a change costs log n.
 
     A rank ends with a number that no other key has.
     """
@@ -103,8 +103,8 @@ class _Order:
         first = callers.first()
         if first is None:
             del self._callers[caller.owner]
-        is_out = first is None or of_site is None
-        self._sites.place(caller.owner, None if is_out else (first[0][0], of_site, *first[0][1:]))
+        of_owner = None if first is None or of_site is None else (first[0][0], of_site, *first[0][1:])
+        self._sites.place(caller.owner, of_owner)
 
     def first(self, site: str | None = None) -> Caller | None:
         """The first caller, of one site if given."""
@@ -259,7 +259,7 @@ class MessagePool:
         self._hurry()
 
     def _hurry(self) -> None:
-        """End a silent read for a caller without room, or later when it is due. One ends at a time."""
+        """End one silent read for a caller without room, when it is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

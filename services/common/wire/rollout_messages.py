@@ -44,7 +44,9 @@ def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
 
 def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
     """Leased group -> message, around its sealed bytes."""
-    return to_message(rollout_pb2.StreamGroupsResponse, value, without={"sealed"}, group=value.sealed.data)
+    return to_message(
+        rollout_pb2.StreamGroupsResponse, value, without={"sealed", "superseded_s"}, group=value.sealed.data
+    )
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:

@@ -126,7 +126,7 @@ def _is_option(answer: Option, given: Option) -> bool:
 
 
 def _is_rounded(answer: Any, given: Any) -> bool:
-    """Whether two numbers are equal to the decimals of one, such as 0.33 and 1/3."""
+    """Whether numbers are equal to the decimals of one (0.33, 1/3)."""
     (first, unit), (second, other_unit) = _measured(answer), _measured(given)
     if unit.differs_from(other_unit):
         return False
@@ -171,7 +171,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _is_bare(completion: str) -> bool:
-    """Whether a completion is a value alone, such as (3,4) or 5 km."""
+    """Whether a completion is a value alone: (3,4) or 5 km."""
     words = _SHORT_WORD.findall(COMMAND.sub(" ", completion).lower())
     return all(word in FUNCTIONS | {"am", "pm", "per", "sq", "square", "cubic"} or any(unit_of(word)) for word in words)
 
@@ -199,7 +199,7 @@ def _is_equal(answer: Any, given: Any) -> bool:
 
 
 def _unnumbered(answer: Any, given: Any) -> tuple[Any, Any]:
-    """Both as sets of values where only one numbers its names, as x_1 and x_2."""
+    """Both as sets of values where one alone numbers its names."""
     sides = [one.args if isinstance(one, sympy.FiniteSet) else (one,) for one in (answer, given)]
     if not all(isinstance(one, sympy.Eq) and one.lhs.is_Symbol for side in sides for one in side):
         return answer, given

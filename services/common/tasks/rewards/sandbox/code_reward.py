@@ -171,7 +171,7 @@ def _sampled(tests: list[Any]) -> list[Any]:
 
 
 def _are_wrapped(outputs: list[Any]) -> bool:
-    """Whether all outputs are lists of one; bare values are right then too.
+    """Whether all outputs are lists of one; bare values count then.
 
     APPS and TACO (tables with `fn_name`) and PrimeIntellect (`function_call`) wrap each result, also a single one: [5]
     is 5 there. LiveCodeBench (`functional`) writes a result as JSON text, never wrapped: "[5]" is a list.

@@ -47,7 +47,7 @@ def _read_waiting(
 
 
 async def observe_run(core: Coordinator) -> int:
-    """Set all gauges of the run; returns how many incarnations it read."""
+    """Set all gauges of the run; returns the number of incarnations."""
     status = await core.run.get_status()
     bytes_by_site, samples, oldest, published = await core.context.database.run(_read_waiting)
     config, now = core.context.config, core.context.clock.wall()

@@ -64,9 +64,9 @@ class Reservation:
 
 
 class _Ranks(Generic[K]):
-    """Keys by rank, the lowest first; a change costs log n.
+    """Keys by rank, the lowest first.
 
-    A rank ends with a number that no other key has.
+    A change costs the logarithm of their number. A rank ends with a number that no other key has.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,8 @@ class MessagePool:
         self._hurry()
 
     def _hurry(self) -> None:
-        """End one silent read for a caller without room, when it is due."""
+        """End a due silent read for a caller without room.
+        One ends at a time; if none is due, it looks again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -44,9 +44,8 @@ def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
 
 def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
     """Leased group -> message, around its sealed bytes."""
-    return to_message(
-        rollout_pb2.StreamGroupsResponse, value, without={"sealed", "superseded_s"}, group=value.sealed.data
-    )
+    without = {"sealed", "superseded_s"}
+    return to_message(rollout_pb2.StreamGroupsResponse, value, without=without, group=value.sealed.data)
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:

@@ -77,6 +77,7 @@ def run_status(
     snapshot = payload_index.newest_snapshot(connection)
     chain, contract = Chain(connection), lineage.read_contract(connection)
     sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
+    ordered = rollback_order.ordered(connection)
     is_held = get_meta(connection, "lease_released") == "0"
     epoch = int(get_meta(connection, "epoch") or 0)
     progress, age_s = context.standing.of(epoch, now) if is_held else (None, 0.0)
@@ -113,8 +114,8 @@ def run_status(
         snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         variants=published_variants.statuses(connection),
-        rollback_to=stated_version(rollback_order.ordered(connection)),
-        is_rollback_refused=rollback_order.is_refused(connection),
+        rollback_to=stated_version(ordered),
+        is_rollback_refused=ordered != rollback_order.open_order(connection)[0],
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
         store_problem=store_problem,
         progress=progress,

@@ -125,7 +125,6 @@ class Quotas:
         self.full: set[str] = set()
         """Sites whose newest group was refused, because theirs in the queue leave it no room."""
         self.refused: Counter[tuple[str, str]] = Counter()
-        self._refusals: Counter[str] = Counter()
         self._summed: Counter[tuple[str, str]] = Counter()
         self._summary_time = -math.inf
 
@@ -150,7 +149,6 @@ class Quotas:
 
     def _refuse(self, site: str, quota: str) -> None:
         self.refused[site, quota] += 1
-        self._refusals[site] += 1
         metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc()
 
     def used(self, site: str, now: float, *, pending_bytes: int) -> dict[str, float]:
@@ -161,7 +159,7 @@ class Quotas:
         return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
 
     def refusals_of(self, site: str) -> int:
-        return self._refusals[site]
+        return sum(self.refused[site, quota] for quota in ("pending_bytes", *self._rates))
 
     def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
         """New refusals by site and quota; empty if no summary is due."""

@@ -46,11 +46,6 @@ def open_order(connection: Connection) -> tuple[int | None, str]:
     return ordered(connection) if request_id else None, request_id
 
 
-def is_refused(connection: Connection) -> bool:
-    """Whether the learner refused the order."""
-    return ordered(connection) is not None and not get_meta(connection, _ID)
-
-
 def refuse(connection: Connection, *, request_id: str) -> int | None:
     """Note that the learner cannot carry out the order of this id.
     Returns its version. An order given since, also an equal one, stays open."""

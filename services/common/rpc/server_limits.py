@@ -103,8 +103,8 @@ class _Order:
         first = callers.first()
         if first is None:
             del self._callers[caller.owner]
-        of_owner = None if first is None or of_site is None else (first[0][0], of_site, *first[0][1:])
-        self._sites.place(caller.owner, of_owner)
+        of_first = None if first is None or of_site is None else (first[0][0], of_site, *first[0][1:])
+        self._sites.place(caller.owner, of_first)
 
     def first(self, site: str | None = None) -> Caller | None:
         """The first caller, of one site if given."""

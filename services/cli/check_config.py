@@ -131,10 +131,10 @@ def problems(
     """Yield problems that prevent a start; `say` gets a line about prompts."""
     yield from _problem(check_link, service, config)
     if service == "sampler":
-        from heterorl.common.evaluation.evaluation_sets import IGNORED, ignored_draws
+        from heterorl.common.evaluation.evaluation_sets import ignored_draws
 
         if ignored := ignored_draws(config.evaluation):
-            say(IGNORED % ", ".join(ignored))
+            say(ignored)
     if not is_loading or service in ("coordinator", "relay"):
         return
     for package, extra in _packages(service, config):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +79,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """Keys that the doctor reads from a configuration."""
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
+    from heterorl.doctor.machine_checks import measure_versions
 
     state_key = {"coordinator": "data_dir", "relay": "cache_dir"}.get(role, "state_dir")
     target = DoctorTarget(
@@ -96,10 +95,12 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         return target
     engine = config.engine if role == "sampler" else config.backend
     numbered = tuple(f"cuda:{number}" for number in getattr(engine, "devices", ()))
+    # A CPU's build of vLLM or torch is named so.
+    device = getattr(engine, "device", "cpu" if "+cpu" in str(measure_versions("vllm")) else "cuda")
     return dataclasses.replace(
         target,
         site=config.site if role == "sampler" else "",
-        devices=numbered or (getattr(engine, "device", None) or _device_of_vllm(),),
+        devices=numbered or (device,),
         copies=getattr(engine, "engines", int(engine.kind == "torch")) / getattr(engine, "tensor_parallel_size", 1),
         sized_as=Role.SAMPLER if config.lora.is_on else None,
         engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
@@ -108,15 +109,6 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         loss=config.loss if role == "learner" else None,
         max_new_tokens=config.drawn_semantics().max_new_tokens if role == "learner" else 0,
     )
-
-
-def _device_of_vllm() -> str:
-    """`cpu` for builds that are named so, else `cuda`."""
-    for package in ("vllm", "torch"):
-        with suppress(PackageNotFoundError):
-            if "cpu" in version(package):
-                return "cpu"
-    return "cuda"
 
 
 def _dialled(config: Any) -> str:

@@ -226,9 +226,12 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
         machine.judge_memory(facts.memory, role=sized, is_on_gpu=is_gpu, state_bytes=state),
     ]
     if target.role in {Role.LEARNER, Role.SAMPLER}:
-        held, times = int(target.copies * state), machine.DEVICE_TIMES[sized]
+        held = int(target.copies * state)
+        need = held * machine.DEVICE_TIMES[sized]
         names = ", ".join(target.devices)
-        checks.append(machine.judge_device(facts.device, device=names, role=target.role, state_bytes=held, times=times))
+        checks.append(
+            machine.judge_device(facts.device, device=names, role=target.role, state_bytes=held, need_bytes=need)
+        )
     checks.append(
         machine.judge_versions(machine.measure_versions(target.engine), role=target.role, diagnosis=diagnosis)
     )

@@ -172,9 +172,7 @@ async def ask(
     client: DiagnosisClient, *, count: int, timeout_s: float, wall_time: Callable[[], float] = time.time
 ) -> Reached | Failure:
     """Ask the coordinator `count` times; the quickest answer compares the clocks."""
-    trips: list[float] = []
-    best: tuple[float, float] | None = None
-    diagnosis: Diagnosis | None = None
+    answers: list[tuple[float, float, Diagnosis]] = []
     try:
         async with asyncio.timeout(timeout_s):
             # The first call also connects, so its time is not a round trip.
@@ -183,17 +181,15 @@ async def ask(
                 sent, started = wall_time(), time.perf_counter()
                 diagnosis = await client.diagnose(timeout_s=timeout_s)
                 took = time.perf_counter() - started
-                trips.append(took)
-                if best is None or took < best[0]:
-                    best = took, diagnosis.server_time - (sent + took / 2)
+                answers.append((took, diagnosis.server_time - (sent + took / 2), diagnosis))
     except TimeoutError:
         return Failure(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
     except HeterorlError as error:
         kind = "old" if "UNIMPLEMENTED" in str(error) else type(error).__name__
         return Failure(kind=kind, detail=str(error))
-    assert diagnosis is not None
-    assert best is not None
-    return Reached(round_trips=tuple(trips), diagnosis=diagnosis, ahead_s=best[1], uncertainty_s=best[0] / 2)
+    took, ahead_s, _ = min(answers, key=lambda one: one[0])
+    trips = tuple(one[0] for one in answers)
+    return Reached(round_trips=trips, diagnosis=answers[-1][2], ahead_s=ahead_s, uncertainty_s=took / 2)
 
 
 async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[MessageTrial, ...]:
@@ -237,11 +233,9 @@ _RENEW = "get a new one: `heterorl join` with a new token, or `heterorl certs re
 def judge_dns(host: str, fact: tuple[str, ...] | Failure) -> Check:
     """Whether the name has an address."""
     if isinstance(fact, Failure):
-        if fact.kind == TIMEOUT:
-            return fail("dns", f"{host}: {fact.detail}", "repair the DNS resolver of this machine (/etc/resolv.conf)")
-        return fail(
-            "dns", f"{host}: {fact.detail}", "correct the host in `coordinator`, or add it to DNS or /etc/hosts"
-        )
+        repair = "repair the DNS resolver of this machine (/etc/resolv.conf)"
+        remedy = "correct the host in `coordinator`, or add it to DNS or /etc/hosts"
+        return fail("dns", f"{host}: {fact.detail}", repair if fact.kind == TIMEOUT else remedy)
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -256,11 +250,9 @@ def judge_port(address: str, fact: Connected | Failure, *, is_own: bool = False)
     if fact.kind == TIMEOUT:
         remedy = "open the coordinator's port in firewalls and security groups on the path"
         return fail("port", f"{address}: {fact.detail}", remedy)
+    if fact.kind == "refused" and is_own:
+        return warn("port", f"{address} refuses", "start the coordinator, then run the doctor again to check its link")
     if fact.kind == "refused":
-        if is_own:
-            return warn(
-                "port", f"{address} refuses", "start the coordinator, then run the doctor again to check its link"
-            )
         return fail("port", f"{address} refuses", "start the coordinator, or set the port of its `listen`")
     return fail("port", f"{address}: {fact.detail}", "correct the address or the routes: the machine is unreachable")
 
@@ -295,9 +287,8 @@ def judge_certificate(fact: Identity | Failure, *, role: Role, site: str, server
     if fact.role is not role:
         return fail("certificate", found, f"set [tls] to a certificate with role {role}")
     if site and fact.site != site:
-        return fail(
-            "certificate", f"{found}, `site` is {site}", f"set `site` to {fact.site}, or get a certificate for {site}"
-        )
+        remedy = f"set `site` to {fact.site}, or get a certificate for {site}"
+        return fail("certificate", f"{found}, `site` is {site}", remedy)
     if server is not None and server.run != fact.run:
         return fail("certificate", f"{found}, the coordinator's run is {server.run}", f"join run {server.run}")
     return ok("certificate", found)
@@ -320,9 +311,7 @@ def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
 def judge_revoked(fact: int | Failure | None) -> Check:
     """Whether a coordinator reads a revocation list; `fact` is its length."""
     if fact is None:
-        remedy = (
-            "set `tls.revoked` to a copy of the list that `heterorl certs revoke` writes; an empty file revokes nothing"
-        )
+        remedy = "set `tls.revoked` to a copy of the list of `heterorl certs revoke`; an empty file revokes nothing"
         return warn("revoked", "tls.revoked is not set: a revoked certificate keeps working", remedy)
     if isinstance(fact, Failure):
         return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file revokes nothing")
@@ -379,9 +368,7 @@ def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_lim
             return fail("messages", found, "lower the interface's MTU to 1280: the path loses large packets")
         return warn("messages", found, "the link is slow: use a faster one, or smaller groups")
     if own_limit != server_limit:
-        remedy = (
-            f"set max_message_bytes to the coordinator's {server_limit} (this node's is {own_limit}), or the reverse"
-        )
+        remedy = f"set max_message_bytes to the coordinator's {server_limit}, or that to this node's {own_limit}"
         return warn("messages", found, remedy)
     return ok("messages", found)
 

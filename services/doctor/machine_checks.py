@@ -72,22 +72,16 @@ def measure_disk(directory: Path) -> Disk | Failure:
         while not place.exists() and place != place.parent:
             place = place.parent
         free = shutil.disk_usage(place).free
-        handle, name = tempfile.mkstemp(prefix=".heterorl-doctor-", dir=place)
-    except OSError as error:
-        return _disk_trouble(place, error)
-    try:
         times = []
-        for _ in range(NUM_SYNCS):
-            started = time.perf_counter()
-            os.write(handle, _BLOCK)
-            os.fsync(handle)
-            times.append(time.perf_counter() - started)
+        with tempfile.NamedTemporaryFile(prefix=".heterorl-doctor-", dir=place, buffering=0) as file:
+            for _ in range(NUM_SYNCS):
+                started = time.perf_counter()
+                file.write(_BLOCK)
+                os.fsync(file.fileno())
+                times.append(time.perf_counter() - started)
     except OSError as error:
-        return _disk_trouble(place, error)
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
+        kinds = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "readonly"}
+        return Failure(kind=kinds.get(error.errno or 0, "denied"), detail=f"{place}: {error.strerror}")
     return Disk(path=str(place), free_bytes=free, sync_s=statistics.median(times))
 
 
@@ -108,10 +102,9 @@ def measure_memory(root: Path = Path("/")) -> int | Failure:
 
 def measure_versions(engine: str = "") -> Versions:
     """Read installed versions, also of an engine's package, without importing them."""
-    try:
-        torch: str | None = version("torch")
-    except PackageNotFoundError:
-        torch = None
+    torch: str | None = None
+    with contextlib.suppress(PackageNotFoundError):
+        torch = version("torch")
     fit: str | Failure | None = None
     if engine:
         from heterorl.common.model.library_versions import check_package
@@ -126,27 +119,24 @@ def measure_versions(engine: str = "") -> Versions:
 
 
 def measure_devices(devices: Sequence[str]) -> Device | Failure:
-    """The first GPU that fails, else the one with least memory."""
-    found = [measure_device(device) for device in devices]
-    return min(found, key=lambda one: -1 if isinstance(one, Failure) else one.free_bytes)
-
-
-def measure_device(device: str) -> Device | Failure:
-    """Look at a GPU through torch."""
+    """Look at GPUs through torch; the one with the least free memory counts."""
     try:
         import torch
     except ImportError as error:
         return Failure(kind="no_torch", detail=str(error))
-    try:
-        if not torch.cuda.is_available():
-            return Failure(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
-        place, num_seen = torch.device(device), torch.cuda.device_count()
+    if not torch.cuda.is_available():
+        return Failure(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
+    found, num_seen = [], torch.cuda.device_count()
+    for device in devices:
+        place = torch.device(device)
         if (place.index or 0) >= num_seen:
             return Failure(kind="no_device", detail=f"no {device}: torch sees {amount(num_seen, 'GPU')}")
-        free, total = torch.cuda.mem_get_info(place)
-        return Device(name=torch.cuda.get_device_name(place), free_bytes=free, total_bytes=total)
-    except (RuntimeError, ValueError) as error:
-        return Failure(kind="unusable", detail=f"{str(error).splitlines()[0]} ({device})")
+        try:
+            free, total = torch.cuda.mem_get_info(place)
+            found.append(Device(name=torch.cuda.get_device_name(place), free_bytes=free, total_bytes=total))
+        except (RuntimeError, ValueError) as error:
+            return Failure(kind="unusable", detail=f"{str(error).splitlines()[0]} ({device})")
+    return min(found, key=lambda one: one.free_bytes)
 
 
 def model_bytes(model_dir: str) -> int:
@@ -214,11 +204,6 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
     return layout.layout_id, token_limits_of(model.config).vocab_size, routed_token_bytes
 
 
-def _disk_trouble(place: Path, error: OSError) -> Failure:
-    kinds = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "readonly"}
-    return Failure(kind=kinds.get(error.errno or 0, "denied"), detail=f"{place}: {error.strerror}")
-
-
 SYNC_WARN_S = 0.05
 """Each end acknowledges a group after one durable write."""
 LEAST_FREE_BYTES = 1 << 30
@@ -281,11 +266,8 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     return ok("memory", found)
 
 
-def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, times: int) -> Check:
-    """Whether the configured device is there; `fact` is None on a CPU.
-
-    A GPU holds `times` the published state's bytes, 0 if unknown.
-    """
+def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, need_bytes: int) -> Check:
+    """Whether the configured device is there; `fact` is None on a CPU."""
     if fact is None:
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
@@ -298,9 +280,8 @@ def judge_device(fact: Device | Failure | None, *, device: str, role: Role, stat
         }
         return fail("gpu", f"{device}: {fact.detail}", remedies[fact.kind])
     found = f"{device}: {fact.name}, {_gib(fact.free_bytes)} of {_gib(fact.total_bytes)} free"
-    need = times * state_bytes
-    if fact.free_bytes < need:
-        remedy = f"free GPU memory or use a larger GPU: about {_gib(need)} is needed"
+    if fact.free_bytes < need_bytes:
+        remedy = f"free GPU memory or use a larger GPU: about {_gib(need_bytes)} is needed"
         return (fail if fact.free_bytes < state_bytes else warn)("gpu", found, remedy)
     return ok("gpu", found)
 
@@ -319,9 +300,8 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     found = f"{own}; coordinator: heterorl {diagnosis.heterorl_version}, Python {diagnosis.python_version}"
     found += f", grpc {diagnosis.grpc_version}"
     if fact.heterorl != diagnosis.heterorl_version:
-        return warn(
-            "versions", found, f"install heterorl {diagnosis.heterorl_version} here, or the newer release at both ends"
-        )
+        remedy = f"install heterorl {diagnosis.heterorl_version} here, or the newer release at both ends"
+        return warn("versions", found, remedy)
     return ok("versions", found)
 
 
@@ -330,10 +310,9 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
     if fact is None:
         return skip("contract", "model_dir is not set")
     if isinstance(fact, Failure):
-        if fact.kind == "timeout":
-            remedy = "run it again when this machine is idle, or copy the model to a faster local disk"
-            return fail("contract", fact.detail, remedy)
-        return fail("contract", fact.detail, "correct model_dir or [task]: loading failed")
+        slow = "run it again when this machine is idle, or copy the model to a faster local disk"
+        remedy = slow if fact.kind == "timeout" else "correct model_dir or [task]: loading failed"
+        return fail("contract", fact.detail, remedy)
     if diagnosis is None:
         return skip("contract", "the model loads; the coordinator was not reached")
     if diagnosis.contract is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from heterorl.common.evaluation.evaluation_sets import IGNORED, ignored_draws
+from heterorl.common.evaluation.evaluation_sets import ignored_draws
 from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.model_directory import check_model_dir
@@ -66,7 +66,7 @@ def load_components(
     # Before the model is loaded and before the coordinator counts on this site.
     conversations = try_task(config, task, prompter)
     if ignored := ignored_draws(config.evaluation):
-        _LOG.warning(IGNORED, ", ".join(ignored))
+        _LOG.warning(ignored)
     opened = []
     for each in config.evaluation:
         with naming_set(each.name):

@@ -17,10 +17,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def check_limits(sampling: SamplingConfig, lora: LoraConfig, max_model_len: int) -> None:
-    """Raise ConfigError if vLLM cannot draw so, or takes no such adapters.
-
-    `max_model_len` is in tokens; 0 is no bound.
-    """
+    """Raise ConfigError if vLLM cannot draw so, or takes no such adapters."""
     if 0 < max_model_len <= sampling.max_new_tokens:
         raise ConfigError(
             "engine.max_model_len",

@@ -60,17 +60,12 @@ class EvaluationSetConfig(DrawsConfig):
     """Held-out prompts and their reward, equal at every site that evaluates the set."""
 
 
-def ignored_draws(sets: Sequence[EvaluationSetConfig]) -> list[str]:
-    """A site's stated draws, by key; the coordinator's count in a run."""
-    return [
-        f"evaluation.{one.name}.{key}"
-        for one in sets
-        for key in DrawsConfig.model_fields
-        if key != "name" and key in one.model_fields_set
-    ]
-
-
-IGNORED = "%s: a run draws as the coordinator's [[evaluation]] says; these keys count in `heterorl evaluate` alone"
+def ignored_draws(sets: Sequence[EvaluationSetConfig]) -> str:
+    """Words for keys of a site that no run takes; empty without any."""
+    drawn = DrawsConfig.model_fields.keys() - {"name"}
+    keys = ", ".join(f"evaluation.{one.name}.{key}" for one in sets for key in sorted(drawn & one.model_fields_set))
+    words = "a run draws as the coordinator's [[evaluation]] says; these keys count in `heterorl evaluate` alone"
+    return f"{keys}: {words}" if keys else ""
 
 
 def check_unique_names(sets: Sequence[DrawsConfig]) -> None:

@@ -61,7 +61,7 @@ def memory(fact, role=Role.SAMPLER):
 
 
 def device(fact):
-    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB, times=2)
+    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB, need_bytes=2 * GIB)
 
 
 def contract(**changes):
@@ -332,7 +332,7 @@ def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
     ],
 )
 def test_each_gpu_that_an_engine_takes_is_looked_at(engine, devices, copies, monkeypatch):
-    monkeypatch.setattr("heterorl.cli.doctor.version", lambda package: "2.9")
+    monkeypatch.setattr(machine_checks, "measure_versions", lambda engine: VERSIONS)
 
     target = target_of("sampler", SamplerConfig(engine=engine))
 
@@ -340,7 +340,8 @@ def test_each_gpu_that_an_engine_takes_is_looked_at(engine, devices, copies, mon
 
 
 def test_vllm_built_for_the_cpu_needs_no_gpu(monkeypatch):
-    monkeypatch.setattr("heterorl.cli.doctor.version", lambda package: "0.32.0+cpu")
+    built = dataclasses.replace(VERSIONS, engine="vllm 0.32.0+cpu")
+    monkeypatch.setattr(machine_checks, "measure_versions", lambda engine: built)
 
     assert target_of("sampler", SamplerConfig(engine={"kind": "vllm"})).devices == ("cpu",)
 

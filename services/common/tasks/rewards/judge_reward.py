@@ -200,24 +200,16 @@ def score_of(words: str, *, name: str, pattern: str) -> float:
 def _last_object(words: str, name: str) -> Any:
     # Models write line ends within texts.
     decoder = json.JSONDecoder(strict=False)
-    found: list[Any] = []
-    place = words.find("{")
-    while place >= 0:
+    found, last = None, -1
+    place = len(words)
+    while (place := words.rfind("{", 0, place)) >= 0:
         try:
             value, end = decoder.raw_decode(words, place)
-            found += _values_of(value, name)
         except (ValueError, RecursionError):
-            end = place + 1
-        place = words.find("{", end)
-    if not found:
+            continue
+        # Only an object around it counts more than the last one.
+        if name in value and end > last:
+            found, last = value[name], end
+    if last < 0:
         raise ValueError(f'no JSON object with "{name}"')
-    return found[-1]
-
-
-def _values_of(value: Any, name: str) -> list[Any]:
-    """Values of a field in the outermost objects that have it."""
-    if isinstance(value, dict):
-        if name in value:
-            return [value[name]]
-        value = list(value.values())
-    return [one for each in value for one in _values_of(each, name)] if isinstance(value, list) else []
+    return found

@@ -41,12 +41,13 @@ MAX_WORDED = 1000
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
-    r"(?i)(?:twice|half|double|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
+    r"(?i)(?:twice|half|double|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b"
+    r"|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
     r"|[$\\(]*[\d.,]+[)$\\]*\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
     r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b)"
 )
 _WORD = re.compile(r"\w+")
-_VERDICT = re.compile(r"(?i)\W*(yes|no|true|false)\**[,.;:!]")
+_VERDICT = re.compile(r"(?i)\A\W*(yes|no|true|false)\**[,.;:!]")
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -128,14 +129,11 @@ def _is_option(answer: Option, given: Option) -> bool:
 def _is_rounded(answer: Any, given: Any) -> bool:
     """Whether numbers are equal to the decimals of one (0.33, 1/3)."""
     (first, unit), (second, other_unit) = _measured(answer), _measured(given)
-    if unit.differs_from(other_unit):
+    short, full = (first, second) if isinstance(first, sympy.Float) else (second, first)
+    if not isinstance(short, sympy.Float) or not isinstance(full, sympy.Expr) or unit.differs_from(other_unit):
         return False
-    return any(
-        isinstance(short, sympy.Float)
-        and getattr(full, "is_real", False)
-        and full.is_number
-        and abs(short - full) <= sympy.Rational(1, 2) / 10 ** len(str(float(short)).partition(".")[2])
-        for short, full in ((first, second), (second, first))
+    return bool(
+        full.is_number and full.is_real and round(float(full), len(str(float(short)).partition(".")[2])) == float(short)
     )
 
 
@@ -145,8 +143,8 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     is_box = stated.is_marked and not stated.prose
     is_short = len(completion) <= (MAX_WORDED if wants_text else MAX_BARE)
     texts = stated.texts or (stated.prose,) * (is_short and (wants_text or _is_bare(stated.prose)))
-    if wants_text and not stated.texts and (verdict := _VERDICT.match(completion)) is not None:
-        texts = (*texts, verdict[1])
+    if wants_text and not stated.texts:
+        texts = (*texts, *_VERDICT.findall(completion))
     found: list[Any] = []
     if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
         return []

@@ -89,17 +89,14 @@ _SHORT_UNITS = frozenset(
 """Units of a few letters that `units` does not compare."""
 _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
 _NO_UNITS = frozenset(["and", "or", "mod"])
-_UNIT_FRACTION = re.compile(
-    rf"(?<=[\d}})]){GAP}\\[dt]?frac\s*\{{\s*\\(?:text|mathrm)\s*\{{([^{{}}]*)\}}\s*\}}"
-    r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*$"
-)
+_IN_TEXT = r"\s*\{\s*\\(?:text|mathrm)\{([a-z ]+)\}\s*\}"
+_UNIT_FRACTION = re.compile(rf"\\[dt]?frac{_IN_TEXT}{_IN_TEXT}$")
 _UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
 _SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
 _CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 _TURNS = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)\b")
 _ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm|textrm)\s*\{(?:st|nd|rd|th)\}\s*\}\s*$")
-_SYMBOLS = re.compile(r"[a-z]{1,2}|[A-Z]{1,2}")
 
 
 class Text(NamedTuple):
@@ -154,8 +151,7 @@ def unwrap(text: str) -> str:
     outside = _MATHS.sub(" ", text)
     if _LONG_WORD.search(re.sub(r"(?i)\b(?:and|or)\b", " ", _UNIT.sub("", f"0{outside.rstrip(' .')}"))) is None:
         # Formulas with what joins them, such as $x = 3$, $y = 4$: one expression.
-        joined = _MATHS.sub(lambda match: next(part for part in match.groups() if part is not None), text)
-        return joined
+        return _MATHS.sub(lambda match: next(part for part in match.groups() if part is not None), text)
     return inner[-1]
 
 
@@ -169,8 +165,6 @@ def words_of(text: str) -> Text | None:
         return Text(plain.casefold())
     if not _WORDS.fullmatch(plain) or len(plain.split()) > MAX_WORDS:
         return None
-    if _SYMBOLS.fullmatch(plain) and plain == text and plain.casefold() not in ("no", "yes"):
-        return None
     if any(word in FUNCTIONS for word in plain.split()):
         return None
     if plain == text and not _LONG_WORD.search(plain) and plain.casefold() not in ("no", "yes"):
@@ -182,7 +176,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     """LaTeX of an expression, and its unit; None for other words."""
     text = _JOINED.sub(r" \\text{ \1 } ", text)
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
-    text, price = _without_price(text)
+    text, price = _without_price(_UNIT_FRACTION.sub(r"\\text{\1/\2}", text))
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
         text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)
@@ -225,8 +219,6 @@ def _without_unit(text: str) -> tuple[str, Unit]:
     if (unit := _UNIT_IN_TEXT.search(text)) is not None and not set(unit["words"].split()) & _NO_UNITS:
         return text[: unit.start()], unit_of(_UNIT_SIGNS.sub("", _TEXT.sub(r"\1", unit[0])))
     unit = _UNIT.search(text)
-    if unit is None and (fraction := _UNIT_FRACTION.search(text)) is not None:
-        return text[: fraction.start()], unit_of(f"{fraction[1]}/{fraction[2]}".strip())
     if unit is None:
         return text, Unit()
     words, before = unit["words"].strip(), text[: unit.start()]

@@ -67,12 +67,11 @@ def _shortening(kind: Any) -> Callable[[Any], Any] | None:
     if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
         each = _shortening(kind.value_type)
         return None if each is None else lambda cell: [None if one is None else each(one) for one in cell]
-    if pyarrow.types.is_struct(kind):
-        fields = {field.name: each for field in kind if (each := _shortening(field.type)) is not None}
-        if fields:
-            return lambda cell: {
-                name: fields[name](one) if name in fields and one is not None else one for name, one in cell.items()
-            }
+    inner = kind if pyarrow.types.is_struct(kind) else ()
+    if fields := {field.name: each for field in inner if (each := _shortening(field.type)) is not None}:
+        return lambda cell: {
+            name: fields[name](one) if name in fields and one is not None else one for name, one in cell.items()
+        }
     return None
 
 

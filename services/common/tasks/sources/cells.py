@@ -25,9 +25,7 @@ def answer_text(value: Any) -> str:
         return value if value.strip() else ""
     if isinstance(value, list | dict):
         # Such as tests of code.
-        if not _is_written(value):
-            return ""
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str) if _is_written(value) else ""
     if isinstance(value, float | Decimal):
         return _number(value)
     return str(value)

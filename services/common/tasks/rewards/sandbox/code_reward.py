@@ -138,10 +138,8 @@ def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
 
 def _read(answer: str) -> Any:
     """Content of an answer: JSON, a literal of Python, or its text."""
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(answer)
-    except (ValueError, RecursionError):
-        pass
     if answer.lstrip().startswith(("[", "{")):
         with suppress(ValueError):
             return _value(answer)
@@ -246,10 +244,8 @@ def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Tes
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
     try:
         return json.loads(json.dumps(ast.literal_eval(text.strip())))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -290,10 +286,8 @@ def _function_of(columns: Mapping[str, Any]) -> str:
     facts: dict[str, Any] = {name: columns[name] for name in ("fn_name", "func_name") if name in columns}
     metadata = columns.get("metadata")
     if isinstance(metadata, str):
-        try:
+        with suppress(ValueError, RecursionError):
             metadata = json.loads(metadata)
-        except (ValueError, RecursionError):
-            metadata = None
     if isinstance(metadata, dict):
         facts = metadata | facts
     named = facts.get("fn_name") or facts.get("func_name")

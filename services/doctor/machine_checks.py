@@ -126,7 +126,8 @@ def measure_devices(devices: Sequence[str]) -> Device | Failure:
         return Failure(kind="no_torch", detail=str(error))
     if not torch.cuda.is_available():
         return Failure(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
-    found, num_seen = [], torch.cuda.device_count()
+    found: list[Device] = []
+    num_seen = torch.cuda.device_count()
     for device in devices:
         place = torch.device(device)
         if (place.index or 0) >= num_seen:

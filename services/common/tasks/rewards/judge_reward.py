@@ -190,7 +190,7 @@ def score_of(words: str, *, name: str, pattern: str) -> float:
         raise ValueError(f"{name} is not a number")
     try:
         score = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{value[:40]!r} is not a number" if isinstance(value, str) else "no number") from None
     if not math.isfinite(score):
         raise ValueError(f"{score} is not a finite number")

@@ -165,9 +165,11 @@ def words_of(text: str) -> Text | None:
         return Text(plain.casefold())
     if not _WORDS.fullmatch(plain) or len(plain.split()) > MAX_WORDS:
         return None
-    if any(word in FUNCTIONS for word in plain.split()):
+    # Such as salt and pepper, but not x and y.
+    joined = plain.replace(" and ", " ")
+    if any(word in FUNCTIONS for word in joined.split()):
         return None
-    if plain == text and not _LONG_WORD.search(plain) and plain.casefold() not in ("no", "yes"):
+    if (plain == text or joined != plain) and not _LONG_WORD.search(joined) and plain.casefold() not in ("no", "yes"):
         return None
     return Text(" ".join(plain.casefold().split()))
 

@@ -53,6 +53,8 @@ STYLES = [
         "The answer is Paris (or London).", "The answer is Paris, but it could be London.",
     ]) for one in ("B", "(B) Paris", "Paris")),
     ("Yes", ["Yes, because it is prime.", "**Yes**. It is.", 'The answer is "Yes".'], ["No, yes would be wrong.", "Yes or no", "Yes, it seems. The answer is no."]),
+    ("salt and pepper", [box(r"\text{salt and pepper}"), "The answer is salt and pepper."], ["salt", "The answer is salt or pepper."]),
+    ("Both A and B", ["The answer is both A and B."], ["The answer is A.", box("A and B")]),
     ("A, C", ["The answer is (A) and (C).", "The answer is (A), (C)."], ["The answer is (A) or (C).", "The answer is (A), (B)."]),
     ("B", ["The answer is (B) because (A), (C) and (D) are wrong.", "The answer is (B) since (A) or (C) is too large."], ["The answer is (B) and (C).", "The answer is (B), (C)."]),
     # Corrections, and bounds.

@@ -325,8 +325,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     is_service = sys.argv[1:2] in ([service] for service in get_args(Service))
     for number in () if is_service else (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup a command outlives its terminal.
-        if signal.getsignal(number) is signal.SIG_DFL:
+        # Under nohup a command outlives its terminal. Another handler, as of coverage, would leave incomplete files.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
         app(prog_name="heterorl")

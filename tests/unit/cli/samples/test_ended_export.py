@@ -7,8 +7,11 @@ import sys
 import pytest
 
 WAITS = """
-import asyncio
+import asyncio, os, signal
 from heterorl.common.rpc import client
+
+# As coverage does, which measures the processes of a whole run of all tests.
+signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
 
 class Waiting:
     def __init__(self, *_, **__): ...
@@ -34,7 +37,7 @@ def test_export_that_a_signal_ends_leaves_no_file(tmp_path, number, interrupt):
 
     # As in a shell; tests may run under nohup. A function that runs between fork and exec may meet gRPC's threads.
     command = [
-        "env", "--default-signal=HUP", f"--{interrupt}-signal=INT",
+        "env", "--default-signal=HUP,TERM", f"--{interrupt}-signal=INT",
         sys.executable, "-c", WAITS, "samples", "export", str(out), "127.0.0.1:1", "--insecure",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

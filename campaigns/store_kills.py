@@ -26,7 +26,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -234,6 +234,9 @@ class Trainer:
 class Campaign:
     """One store, two coordinators, one learner, two sites, and the kills."""
 
+    answer_s: float | None = ANSWER_S
+    """Limit of each wait; None where a test has a limit of its own."""
+
     def __init__(self, directory: Path, server: PostgresServer, bucket: BucketServer, *, seed: int) -> None:
         self._server = server
         self._bucket = bucket
@@ -258,7 +261,6 @@ class Campaign:
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Run, kill, finish, account."""
-        background: list[asyncio.Task[None]] = []
         async with contextlib.AsyncExitStack() as clients:
             operator, learner, *sites = [
                 await clients.enter_async_context(
@@ -272,44 +274,70 @@ class Campaign:
                 for client, site in zip(sites, SITES, strict=True)
             ]
             try:
-                background.append(asyncio.create_task(self._pair.keep()))
-                async with asyncio.timeout(ANSWER_S):
-                    await trainer.begin()
-                background += [asyncio.create_task(work) for work in (trainer.run(), *(one.run() for one in witnesses))]
-                bar = progress and progress.add_task("kills", total=kills)
-                for number in range(kills):
-                    # Everything once, then at random. Between two kills each site gets something acknowledged.
-                    kind = kinds[number] if number < len(kinds) else self._chooser.choice(kinds)
-                    await self._work(witnesses, trainer)
-                    await asyncio.sleep(self._chooser.uniform(*pause_s))
-                    began = await self._kill(kind)
-                    await self._answers(operator)
-                    if kind == "bucket":
-                        # A status needs no bucket, a version does.
-                        await self._work(witnesses, trainer)
-                    self._seconds[kind].append(time.monotonic() - began)
-                    if progress is not None and bar is not None:
-                        words = f"{sum(len(one.acknowledged) for one in witnesses)} groups acknowledged, last: {kind}"
-                        progress.update(bar, advance=1, description=words)
-                await self._work(witnesses, trainer)
-            except TimeoutError:
-                # A client whose acknowledged data is lost may be refused forever: the account tells.
-                refused = trainer.refused[-1:] + [error for one in witnesses for error in one.refused[-1:]]
-                self._stalled = f"no progress: {'; '.join(map(str, refused)) or 'without an error'}"
+                # What ends in the background, such as a client by an unknown error, ends the campaign.
+                async with asyncio.TaskGroup() as group:
+                    background = [group.create_task(self._pair.keep())]
+                    try:
+                        async with asyncio.timeout(self.answer_s):
+                            await trainer.begin()
+                        clients_work = (trainer.run(), *(one.run() for one in witnesses))
+                        background += [group.create_task(work) for work in clients_work]
+                        await self._kill_all(kills, pause_s, kinds, operator, witnesses, trainer, progress)
+                    except (TimeoutError, asyncio.CancelledError) as end:
+                        # A client whose acknowledged data is lost may be refused forever: the account tells.
+                        refused = trainer.refused[-1:] + [error for one in witnesses for error in one.refused[-1:]]
+                        words = [*map(str, refused), *(f"{name} stays down" for name in self._pair.stay_down)]
+                        self._stalled = f"no progress: {'; '.join(words) or 'without an error'}"
+                        if isinstance(end, asyncio.CancelledError):
+                            end.add_note(self._stalled)
+                            raise
+                    finally:
+                        for task in background:
+                            task.cancel()
             finally:
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
                 await asyncio.to_thread(self._pair.stop)
         return self._account(witnesses, trainer)
+
+    async def _kill_all(
+        self,
+        kills: int,
+        pause_s: tuple[float, float],
+        kinds: Sequence[str],
+        operator: CoordinatorClient,
+        witnesses: list[Witness],
+        trainer: Trainer,
+        progress: Progress | None,
+    ) -> None:
+        bar = progress and progress.add_task("kills", total=kills)
+        for number in range(kills):
+            # Everything once, then at random. Between two kills each site gets something acknowledged.
+            kind = kinds[number] if number < len(kinds) else self._chooser.choice(kinds)
+            await self._work(witnesses, trainer)
+            await asyncio.sleep(self._chooser.uniform(*pause_s))
+            began = await self._kill(kind)
+            await self._answers(operator)
+            if kind == "bucket":
+                # A status needs no bucket, a version does.
+                await self._work(witnesses, trainer)
+            self._seconds[kind].append(time.monotonic() - began)
+            if progress is not None and bar is not None:
+                words = f"{sum(len(one.acknowledged) for one in witnesses)} groups acknowledged, last: {kind}"
+                progress.update(bar, advance=1, description=words)
+        put = trainer.num_put
+        await self._work(witnesses, trainer)
+        # After an outage of the bucket, uploads use it again.
+        await self._until(lambda: trainer.num_put > put)
 
     async def _work(self, witnesses: list[Witness], trainer: Trainer) -> None:
         """Wait until each site had a group acknowledged and the learner a version."""
         versions = len(trainer.published)
         for witness in witnesses:
-            await witness.reaches(len(witness.acknowledged) + 1, timeout_s=ANSWER_S)
-        async with asyncio.timeout(ANSWER_S):
-            while len(trainer.published) == versions:  # noqa: ASYNC110 - counts, and says nothing
+            await witness.reaches(len(witness.acknowledged) + 1, timeout_s=self.answer_s)
+        await self._until(lambda: len(trainer.published) > versions)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(self.answer_s):
+            while not is_so():  # noqa: ASYNC110 - a trainer counts, and says nothing
                 await asyncio.sleep(0.02)
 
     async def _kill(self, kind: str) -> float:
@@ -343,7 +371,7 @@ class Campaign:
 
     async def _answers(self, client: CoordinatorClient) -> None:
         """Wait until a coordinator reports the run's status from the store."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(self.answer_s):
             while True:
                 with contextlib.suppress(HeterorlError):
                     await client.get_status()
@@ -413,8 +441,6 @@ def is_kept(summary: dict[str, Any]) -> bool:
         and summary["epochs_committing_at_once"] == 1
         and not summary["commits_of_an_older_epoch"]
         and not summary["stay_down"]
-        # After an outage of the bucket, uploads use it again.
-        and summary["put"] > summary["uploads"] / 2
         and summary["acknowledged"] >= sum(summary["kills"].values())
     )
 

@@ -77,7 +77,7 @@ class Witness:
         self.refused: list[HeterorlError] = []
         self._progress = asyncio.Event()
 
-    async def reaches(self, count: int, *, timeout_s: float = 3600.0) -> None:
+    async def reaches(self, count: int, *, timeout_s: float | None = 3600.0) -> None:
         """Wait until so many groups are acknowledged; a test has a shorter limit of its own."""
         async with asyncio.timeout(timeout_s):
             while len(self.acknowledged) < count:

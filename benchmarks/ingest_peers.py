@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.ingest_servers import CONNECT_S, Missing, on_core
 from heterorl.common.types.rollout import SealedGroup
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 
 class _Spawned:

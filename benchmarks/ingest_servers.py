@@ -25,7 +25,7 @@ from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.sealed_groups import group_message, read_sealed, seal
 from heterorl.demo.processes import start, stop
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 INCARNATION = "b1946ac9"
 LEASED_AT_ONCE = 4096

@@ -46,7 +46,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.sealed_groups import open_group, read_sealed
 from heterorl.coordinator.groups.schedule import seed_of
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 from tests.support.relay import Relay
 
 ROUND_TRIP_S, REWARD_S, GROUP_SIZE, GOAL = 0.15, 0.05, 8, 0.95

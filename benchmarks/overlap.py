@@ -55,7 +55,7 @@ from heterorl.learner.learner_app import join
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from heterorl.learner.publish.training_log import read_rows
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
 GROUPS, GROUP_SIZE, TOKENS = 4, 8, 64

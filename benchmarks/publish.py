@@ -41,7 +41,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.load_memory import forget_peak, resident_bytes, write_model
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 from tests.support.rank_processes import torchrun
 
 ROOT = Path(__file__).resolve().parents[1]

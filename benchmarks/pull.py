@@ -58,7 +58,7 @@ from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo, max_file_b
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.version_payloads import upload
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""

@@ -27,7 +27,7 @@ from heterorl.common.weights.payload import max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.demo.processes import Child, start, stop
 from tests.support.bucket import BucketServer
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 RANGES = 4
 """Streams from the bucket at once."""

@@ -34,8 +34,9 @@ from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.run import RunStatus
 from tests.support.certificates import DAY, Certificates, now
-from tests.support.cluster import Cluster, account, free_port
+from tests.support.cluster import Cluster, account
 from tests.support.nodes import Job, Network, joined_namespaces
+from tests.support.ports import free_port
 from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]

@@ -47,8 +47,8 @@ from heterorl.coordinator.store.postgres.postgres_engine import PostgresConnecti
 from heterorl.demo.processes import Child, start, stop_together
 from tests.support import commit_order
 from tests.support.bucket import BucketServer
-from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
+from tests.support.ports import free_port
 from tests.support.postgres import PostgresServer
 from tests.support.run import Run
 from tests.support.witness import Witness

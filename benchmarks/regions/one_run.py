@@ -35,7 +35,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.processes import stop_together
 from tests.support.certificates import DAY, Certificates, now
-from tests.support.cluster import Cluster, free_port
+from tests.support.cluster import Cluster
+from tests.support.ports import free_port
 from tests.support.prometheus import metrics_port
 from tests.support.wan_link import WanLink, inside
 

@@ -7,8 +7,9 @@ import pytest
 
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.rpc.client import CoordinatorClient
-from tests.support.cluster import Cluster, free_port
+from tests.support.cluster import Cluster
 from tests.support.machine import Machine, rendered, units
+from tests.support.ports import free_port
 
 HOST = "127.0.0.1"
 

@@ -14,8 +14,9 @@ pytest.importorskip("moto")
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.bucket import BucketServer
-from tests.support.cluster import Cluster, free_port
+from tests.support.cluster import Cluster
 from tests.support.machine import Machine, rendered, units
+from tests.support.ports import free_port
 from tests.support.postgres import PostgresServer, binaries
 
 pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")

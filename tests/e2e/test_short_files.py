@@ -4,7 +4,8 @@ import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.certificates import Certificates
-from tests.support.cluster import RUN, Cluster, free_port
+from tests.support.cluster import RUN, Cluster
+from tests.support.ports import free_port
 
 
 class ShortFiles(Cluster):

@@ -13,8 +13,8 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.demo.processes import start, stop
-from tests.support.cluster import free_port
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 from tests.support.run import Run
 
 ROOM = 24

@@ -43,9 +43,9 @@ from heterorl.sampler.components import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.v1 import diagnosis_pb2, run_pb2_grpc
 from tests.support.certificates import Certificates, paths
-from tests.support.cluster import free_port
 from tests.support.conversations import save_chat_model
 from tests.support.links import PLAINTEXT
+from tests.support.ports import free_port
 from tests.support.run import CONTRACT
 from tests.support.secure_run import SecureRun
 from tests.support.statements import stated

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import socket
 
 import blake3
 import grpc.aio
@@ -36,6 +35,7 @@ from heterorl.learner.publish.version_payloads import MAX_MISMATCHES, upload
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.groups import group_to_pb, push_of
 from tests.support.links import PLAINTEXT
+from tests.support.ports import free_port
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
 QUICK = RetryPolicy(budget_s=0.5, base_s=0.01, cap_s=0.05)
@@ -572,10 +572,7 @@ async def test_answer_that_is_no_message_is_worth_asking_again():
 
 
 async def test_client_gives_up_after_its_budget_and_names_the_call(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:
+    async with CoordinatorClient(f"127.0.0.1:{free_port()}", tls=PLAINTEXT, policy=QUICK) as client:
         with pytest.raises(errors.Unreachable, match="GetStatus: no answer"):
             await client.get_status()
         with pytest.raises(errors.Unreachable, match="WatchHead"):

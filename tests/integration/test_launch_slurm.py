@@ -12,9 +12,9 @@ import pytest
 
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.render import render, write_tree
-from tests.support.cluster import free_port
 from tests.support.launches import NODES, run_file, run_table
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 from tests.support.tools import check, tool
 
 _LOG = logging.getLogger(__name__)

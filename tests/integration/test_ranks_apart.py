@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from heterorl.learner.learner_config import LearnerConfig
-from tests.support.cluster import free_port
 from tests.support.limits import PATIENCE
 from tests.support.patched import patched_path
+from tests.support.ports import free_port
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 

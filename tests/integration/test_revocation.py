@@ -16,7 +16,7 @@ from heterorl.common.identity.spiffe import Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.demo.processes import start, stop
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 
 def certs(directory, *arguments):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,16 +17,11 @@ from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.demo.processes import Child, start, stop
 from tests.support.certificates import Certificates
+from tests.support.ports import free_port
 
 CAMPAIGN_S = 3600.0
 """Longest wait of a campaign, which has no other limit."""
 RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -112,6 +106,12 @@ class Cluster:
         child.process.send_signal(signal.SIGKILL)
         child.process.wait()
         child.file.close()
+
+    async def end(self, name: str) -> int:
+        """End a node by SIGTERM, however long that takes; its exit code."""
+        process = self.children[name].process
+        process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(process.wait)
 
     def stop(self) -> None:
         """End samplers, then learners, then the coordinator, by SIGTERM."""

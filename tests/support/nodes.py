@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.support.ports import free_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,7 @@ class Agents:
     def __init__(
         self, machines: list[Machine], config: Path, *, log: Path, max_restarts: int, num_processes: int = 1
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         self.log = log
         self.agents: list[subprocess.Popen[bytes]] = []
         for rank, machine in enumerate(machines):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster import free_port
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS, PROMTOOL, AMTOOL = (shutil.which(name) for name in ("prometheus", "promtool", "amtool"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.learner.learner_config import LearnerConfig
-from tests.support.cluster import free_port
+from tests.support.ports import free_port
 
 
 class Ranks:

@@ -21,8 +21,8 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import run_pb2_grpc
-from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
+from tests.support.ports import free_port
 from tests.support.run import REPORT
 from tests.support.secure_run import SecureRun
 

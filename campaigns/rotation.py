@@ -24,6 +24,7 @@ from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, account
+from tests.support.ports import serves
 from tests.support.prometheus import metrics_port
 from tests.support.witness import Witness, contract_of
 
@@ -67,7 +68,7 @@ class Rotation:
                         await self.end_coordinator(ending)
                         # New certificates are there before the new process is: links find both changed at once.
                         self.renew_all()
-                        self.cluster.start("coordinator")
+                        await serves(self.cluster.start("coordinator").process, self.cluster.address)
                         await self.progress(operator, witness)
                 status = await operator.get_status()
                 self.count_refusals()

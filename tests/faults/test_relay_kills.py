@@ -4,7 +4,8 @@ import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.certificates import Certificates
-from tests.support.cluster import Cluster, account, free_port
+from tests.support.cluster import Cluster, account
+from tests.support.ports import free_port
 
 FIRST, SECOND = "eu.gpu1", "eu.gpu2"
 
@@ -34,11 +35,11 @@ async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
                     and {entry.site for entry in status.sites if entry.groups_accepted} == {FIRST, SECOND}
                 ),
             )
+            assert [await cluster.end(site) for site in (FIRST, SECOND)] == [0, 0]
     finally:
         cluster.stop()
 
     assert 0 < num_kept < len(list(kept.iterdir()))
-    assert [cluster.children[site].process.returncode for site in (FIRST, SECOND)] == [0, 0]
     found = account(cluster, set(), [FIRST, SECOND])
     assert found["versions"] > after.head_version
     assert (found["lost"], found["duplicated"], found["ledger_balanced"], found["dense"]) == (0, 0, True, True)

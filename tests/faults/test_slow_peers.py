@@ -16,7 +16,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.demo.processes import start, stop
 from tests.support.certificates import Certificates
-from tests.support.cluster import free_port
+from tests.support.ports import free_port, serves
 from tests.support.slow_peers import Kind, SlowPeers
 
 NUM_PEERS = 900
@@ -39,6 +39,7 @@ async def test_900_slow_peers_delay_no_call_and_are_thrown_out(tmp_path, record_
     child = start("coordinator", name="coordinator", tables=tables, directory=tmp_path)
     operator = certificates.tls("operator", "desk")
     try:
+        await serves(child.process, address)
         await _seconds_of_a_call(address, operator)
         process = psutil.Process(child.process.pid)
         fds, rss = process.num_fds(), process.memory_info().rss

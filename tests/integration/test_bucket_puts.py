@@ -27,8 +27,9 @@ from heterorl.learner.publish.version_payloads import upload
 from heterorl.v1 import policy_pb2
 from tests.support.bucket import KEY, SECRET
 from tests.support.bucketed import incoming_of, payloads_of, received, run_at
-from tests.support.cluster import Cluster, free_port
+from tests.support.cluster import Cluster
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port, serves
 from tests.support.prometheus import metrics_port
 from tests.support.relay import Relay
 from tests.support.run import Run, frames
@@ -311,6 +312,7 @@ async def test_coordinator_killed_between_the_put_and_its_end_takes_it_when_it_i
         async with CoordinatorClient(
             address, tls=TlsConfig(insecure=True), policy=PATIENT, payload_urls="any"
         ) as client:
+            await serves(children[0].process, address)
             run = Run(client, tmp_path)
             await run.begin()
 

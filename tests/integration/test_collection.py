@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 
 import pytest
 
@@ -12,9 +13,9 @@ from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind
 from heterorl.demo.processes import start, stop
-from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
 from tests.support.merging import LARGER, Counted, RandomRun
+from tests.support.ports import free_port, serves
 
 PATIENT = RetryPolicy(budget_s=60.0, base_s=0.02, cap_s=0.2)
 NUM_SAMPLERS = 3
@@ -66,6 +67,7 @@ async def test_samplers_pull_while_payloads_are_deleted_and_the_coordinator_is_k
     client = CoordinatorClient(address, tls=PLAINTEXT, policy=PATIENT)
     outcome = dict.fromkeys(["pulls", "broken", "from snapshots"], 0)
     try:
+        await serves(child.process, address)
         run = RandomRun(client, tmp_path)
         await run.begin()
         await run.publish()
@@ -78,6 +80,7 @@ async def test_samplers_pull_while_payloads_are_deleted_and_the_coordinator_is_k
             child.process.wait()
             child.file.close()
             child = start("coordinator", name="coordinator", tables=tables, directory=tmp_path)
+            await serves(child.process, address)
             second = await reclaimed(client, run, more_than=first)
             stop_event.set()
         # Deltas of some 820 bytes, snapshots of 52 KB: a run without deletion holds several times more. What samplers
@@ -88,11 +91,12 @@ async def test_samplers_pull_while_payloads_are_deleted_and_the_coordinator_is_k
         last = await Puller(api=client, spool=tmp_path / "last", layout=LARGER, clock=SystemClock()).pull(
             held=None, want_version=-1
         )
+        child.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(child.process.wait) == 0
     finally:
         await client.close()
         stop([child])
 
-    assert child.exit_code == 0
     assert 0 < first < second
     assert last.arena.state_root() == run.roots[run.head]
     assert outcome["pulls"] > NUM_SAMPLERS

@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import signal
 import sqlite3
 
 import pytest
@@ -64,8 +63,7 @@ async def test_site_cut_off_works_on_from_its_reserve_and_delivers_everything_af
             relay.mend()
             made = next_sequence(cluster)
             await cluster.until(client, lambda status: status.ledger.acked >= made - 1)
-            cluster.children["site-a"].process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(cluster.children["site-a"].process.wait) == 0
+            assert await cluster.end("site-a") == 0
     finally:
         cluster.stop()
 
@@ -98,8 +96,7 @@ async def test_signal_in_the_middle_of_long_completions_gives_them_up_and_hands_
                     (site := site_of(status)) is not None and site.work_leased >= 32 and status.ledger.acked > 0
                 ),
             )
-            child.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(child.process.wait) == 0
+            assert await cluster.end("site-a") == 0
             spooled = cluster.outbox_sequences("site-a")[1]
             await cluster.until(client, lambda status: site_of(status).work_leased <= len(spooled))
     finally:

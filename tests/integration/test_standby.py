@@ -19,8 +19,8 @@ from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.demo.processes import start, stop
 from tests.support.clock import ManualClock
-from tests.support.cluster import free_port
 from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
@@ -404,7 +404,9 @@ async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledge
     for name in addresses:
         begin(name)
     patient = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=60.0)
+    announced = tmp_path / "data" / "address"
     try:
+        await shown(announced.exists)
         async with CoordinatorClient(
             ",".join(addresses.values()), tls=TlsConfig(insecure=True), policy=patient
         ) as client:
@@ -415,14 +417,14 @@ async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledge
             acknowledged, took = [], []
             for _ in range(2):
                 acknowledged += await run.push(5)
-                active = (tmp_path / "data" / "address").read_text().strip()
+                active = announced.read_text().strip()
                 name = next(name for name, address in addresses.items() if address == active)
                 os.kill(children[name].process.pid, signal.SIGKILL)
                 started = time.monotonic()
-                status = await client.get_status()
+                await changed(announced, active)
                 took.append(time.monotonic() - started)
+                status = await client.get_status()
                 assert status.ledger.acked == status.ledger.pending == len(acknowledged)
-                await changed(tmp_path / "data" / "address", active)
                 children[name].process.wait()
                 children[name].file.close()
                 begin(name)

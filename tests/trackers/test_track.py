@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
 from heterorl.track.tracker import Had, Mark, Place, TextTable, evaluation_row, row_of
 from tests.support.evaluations import evaluation
+from tests.support.ports import free_port, serves
 from tests.support.run import INCARNATION, REPORT, SITE, Run
 
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
@@ -53,13 +53,6 @@ def report(step, version=None):
         sources=(SourceReport(label="sums", num_groups=2, reward_mean=step / 7),),
         times=None if step == 1 else times, evaluation_accuracy=0.5 if step % 3 == 0 else None,
     )  # fmt: skip
-
-
-def free_port():
-    # tests.support.cluster needs what only a demo has.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class World:
@@ -157,6 +150,7 @@ async def evaluate(run):
 async def _tell(world):
     """The story of a run: the tracker is killed, the coordinator is killed, steps are taken back; what it listed."""
     coordinator = world.coordinator()
+    await serves(coordinator, world.address)
     async with CoordinatorClient(world.address, tls=TlsConfig(insecure=True), policy=PATIENT) as client:
         run = Run(client, world.directory)
         await run.begin()
@@ -175,13 +169,14 @@ async def _tell(world):
         await evaluate(run)
         world.kill(coordinator)
         coordinator = world.coordinator()
-        await client.get_status()
+        await serves(coordinator, world.address)
         tracker, log = world.track()
         await until(log, tracker, "up to step 5 of version 4")
         world.kill(coordinator)
         while "coordinator is asked again" not in log.read_text(errors="replace"):  # noqa: ASYNC110 - of a file
             await asyncio.sleep(0.05)
         coordinator = world.coordinator()
+        await serves(coordinator, world.address)
         # An upload is tried once: the coordinator must answer before.
         await client.get_status()
         evaluated = await client.list_evaluations()

@@ -163,7 +163,7 @@ def test_end_of_a_late_pytest_is_the_end_of_its_processes():
     with process.stdout:
         child = psutil.Process(int(process.stdout.readline()))
         end(process)
-    child.wait(timeout=10)
+    child.wait()
 
     assert process.returncode == -9
 
@@ -178,4 +178,4 @@ def test_end_of_a_pytest_that_is_over_is_the_end_of_what_it_left():
         child = psutil.Process(int(process.stdout.readline()))
         process.wait()
         end(process)
-    child.wait(timeout=10)
+    child.wait()

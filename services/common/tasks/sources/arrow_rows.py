@@ -65,8 +65,8 @@ def _shortening(kind: Any) -> Callable[[Any], Any] | None:
     if pyarrow.types.is_dictionary(kind):
         return _shortening(kind.value_type)
     if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
-        each = _shortening(kind.value_type)
-        return None if each is None else lambda cell: [None if one is None else each(one) for one in cell]
+        item = _shortening(kind.value_type)
+        return None if item is None else lambda cell: [None if one is None else item(one) for one in cell]
     inner = kind if pyarrow.types.is_struct(kind) else ()
     if fields := {field.name: each for field in inner if (each := _shortening(field.type)) is not None}:
         return lambda cell: {

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def pytest_collection_finish() -> None:
     """Leave the tests and their modules out of garbage collections: a fifteenth of a run's processor time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Drop the log handler of a command that the test ran: its stream ends with the test."""
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if type(each) is logging.StreamHandler]:
+        root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session", autouse=True)

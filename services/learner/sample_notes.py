@@ -31,7 +31,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Span, spread
-from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, SampleRollout, shown_answer
+from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
 from heterorl.learner.train.step_report import LogRatios
 
 _LOG = logging.getLogger(__name__)
@@ -233,8 +233,7 @@ def _size(entry: _Entry) -> int:
         arrays = [entry.group.prompt_token_ids, *entry.ratios.values()]
         arrays += [array for rollout in entry.group.rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]
         return sum(int(array.nbytes) for array in arrays)
-    return sum(sys.getsizeof(sample.prompt) + sum(map(_rollout_size, sample.rollouts)) for sample in entry)
-
-
-def _rollout_size(rollout: SampleRollout) -> int:
-    return sys.getsizeof(rollout.completion) + rollout.token_ids.nbytes + rollout.sampler_logprobs.nbytes
+    rollouts = [rollout for sample in entry for rollout in sample.rollouts]
+    texts = [*(sample.prompt for sample in entry), *(rollout.completion for rollout in rollouts)]
+    arrays = [array for rollout in rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]
+    return sum(map(sys.getsizeof, texts)) + sum(array.nbytes for array in arrays)

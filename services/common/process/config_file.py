@@ -277,13 +277,11 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
     sources: dict[str, str] = {}
     if path is not None:
         try:
-            table = tomllib.loads(_text_of(path))
+            # A pipe gives its text once, and a command reads its file several times.
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig") if path.is_file() else _piped(path))
         except OSError as error:
-            raise ConfigError(
-                "--config",
-                f"cannot read {path}: {error.strerror}",
-                action="check the path, and that this user can read the file",
-            ) from error
+            action = "check the path, and that this user can read the file"
+            raise ConfigError("--config", f"cannot read {path}: {error.strerror}", action=action) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "--config",
@@ -308,11 +306,6 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources.update(dict.fromkeys(flatten({key: value}), "--set"))
     return table, sources
-
-
-def _text_of(path: Path) -> str:
-    # A pipe gives its text once, and a command reads its file several times.
-    return path.read_text(encoding="utf-8-sig") if path.is_file() else _piped(path)
 
 
 @functools.cache

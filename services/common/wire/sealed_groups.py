@@ -355,17 +355,11 @@ def _parts_of(columns: Columns) -> tuple[RewardPart, ...]:
     signatures = columns.signatures
     return tuple(
         RewardPart(
-            name=columns.names[name],
-            value=value,
-            weight=weight,
-            signature=_signature(signatures[SIGNATURE_BYTES * at : SIGNATURE_BYTES * (at + 1)]),
+            name=columns.names[name], value=value, weight=weight, signature=b"" if data == _NO_SIGNATURE else data
         )
         for at, (name, value, weight) in enumerate(rows)
+        for data in [signatures[SIGNATURE_BYTES * at : SIGNATURE_BYTES * (at + 1)]]
     )
-
-
-def _signature(data: bytes) -> bytes:
-    return b"" if data == _NO_SIGNATURE else data
 
 
 def _write_ids(ids: Int32Array) -> tuple[int, bytes]:

@@ -46,14 +46,9 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         sites=_sites(groups),
         turns_mean=statistics.fmean(turns),
         turns_max=max(turns),
-        given_mean=statistics.fmean(_num_given(rollout) for rollout in rollouts),
+        given_mean=statistics.fmean(sum(s.end - s.start for s in each.spans if not s.is_drawn) for each in rollouts),
         endings=tuple(PartMean(name=name, mean=count / len(rollouts)) for name, count in endings.most_common()),
     )
-
-
-def _num_given(rollout: Rollout) -> int:
-    """Tokens of the environment; stale ones are the policy's."""
-    return rollout.token_ids.size - rollout.num_drawn - sum(s.end - s.start for s in rollout.spans if s.is_stale)
 
 
 def has_signal(group: Group) -> bool:

@@ -43,7 +43,9 @@ def check_custom_loss(config: LossConfig, *, has_reference: bool = True) -> None
         for sequence in batch.sequences
     ]
     if spec.needs_reference:
-        batch = _with_reference(batch, rng)
+        references = [each.sampler_logprobs.astype(np.float64) - 0.3 * rng.random() for each in batch.sequences]
+        pairs = zip(batch.sequences, references, strict=True)
+        batch = Batch(sequences=tuple(dataclasses.replace(one, reference_logprobs=given) for one, given in pairs))
     if spec.needs_first_pass:
         batch = with_first_pass(spec, batch, logprobs, max_new_tokens=max(map(max, _LENGTHS)))
     whole, pieces = (
@@ -135,14 +137,3 @@ def _spans(version: int, length: int) -> tuple[Span, ...]:
         return (Span(version=version, start=0, end=length),)
     first, given = Span(version=version, start=0, end=2), Span(version=GIVEN, start=2, end=3)
     return first, given, Span(version=version, start=3, end=length + 1)
-
-
-def _with_reference(batch: Batch, rng: random.Random) -> Batch:
-    return Batch(
-        sequences=tuple(
-            dataclasses.replace(
-                sequence, reference_logprobs=sequence.sampler_logprobs.astype(np.float64) - 0.3 * rng.random()
-            )
-            for sequence in batch.sequences
-        )
-    )

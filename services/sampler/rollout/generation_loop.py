@@ -96,7 +96,8 @@ class GenerationLoop:
             async with asyncio.TaskGroup() as tasks:
                 loops = self.collector.loops(tasks)
                 if self.config.work_ahead_s:
-                    loops.append(tasks.create_task(self.prefetch.keep(bell=self.bell, may_ask=self._version_to_ask)))
+                    may_ask = lambda: self.swap.version if self._may_begin else None  # noqa: E731
+                    loops.append(tasks.create_task(self.prefetch.keep(bell=self.bell, may_ask=may_ask)))
                 await self._resume(tasks)
                 await self._conduct(tasks)
                 for loop in loops:
@@ -172,9 +173,6 @@ class GenerationLoop:
             and not self.outbox_writer.problem
             and level.num_bytes < self.config.outbox_bytes
         )
-
-    def _version_to_ask(self) -> int | None:
-        return self.swap.version if self._may_begin else None
 
     async def _conduct(self, tasks: asyncio.TaskGroup) -> None:
         while True:

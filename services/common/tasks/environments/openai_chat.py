@@ -93,8 +93,10 @@ def read_request(body: Any) -> Request:
     """A request from parsed JSON; raises RequestRefused for unsupported settings or form."""
     if not isinstance(body, dict):
         raise RequestRefused("the body is not an object")
+    # The policy would call no tool anyway.
+    has_no_choice = body.get("tool_choice") == "none" and not body.get("tools")
     for name, values in _TAKEN.items():
-        if body.get(name) not in values and not (name == "tool_choice" and _has_no_choice(body)):
+        if body.get(name) not in values and not (name == "tool_choice" and has_no_choice):
             raise RequestRefused(f"{name} is not supported: the run's own settings decide what is drawn", param=name)
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
@@ -113,11 +115,6 @@ def read_request(body: Any) -> Request:
         is_streamed=body.get("stream") is True,
         has_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
-
-
-def _has_no_choice(body: Mapping[str, Any]) -> bool:
-    """Whether the policy would call no tool anyway."""
-    return body["tool_choice"] == "none" and not body.get("tools")
 
 
 @dataclass(slots=True)

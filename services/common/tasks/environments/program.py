@@ -81,12 +81,9 @@ def _read(file: Path, function: str) -> bool:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if function not in {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}:
         raise ValueError(f"{file} has no function {function}")
-    said = [each.value for each in body if isinstance(each, ast.Assign) and _names(each) == ["is_deterministic"]]
+    assigned = [(each.value, [*map(ast.unparse, each.targets)]) for each in body if isinstance(each, ast.Assign)]
+    said = [value for value, names in assigned if names == ["is_deterministic"]]
     return bool(said) and isinstance(said[-1], ast.Constant) and said[-1].value is True
-
-
-def _names(assign: ast.Assign) -> list[str]:
-    return [each.id for each in assign.targets if isinstance(each, ast.Name)]
 
 
 def _files_of(path: str, directory: str) -> str:

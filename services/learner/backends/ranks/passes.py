@@ -167,7 +167,8 @@ class Passes:
             else:
                 total = 0.0 * logprobs_N.double().sum()
             if is_last:
-                everyone = _exchange(self.ranks, samples if self.ranks.rank % self.sharing == 0 else [])
+                sent = _pack(samples if self.ranks.rank % self.sharing == 0 else [])
+                everyone = [sample for data in self.ranks.all_gather_bytes(sent) for sample in _unpack(data)]
                 # DeepSpeed looks at the gradient only, also on one rank.
                 if not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
@@ -251,10 +252,6 @@ def alone(
         note_pass=note_pass,
         replay=replay,
     )
-
-
-def _exchange(ranks: Collectives | Alone, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:
-    return [sample for data in ranks.all_gather_bytes(_pack(samples)) for sample in _unpack(data)]
 
 
 _SAMPLE_TENSORS = ("weights_M", "is_clipped_M", "kl_B", "entropies_N", "log_ratios_N", "places_B")

@@ -208,9 +208,11 @@ def run_stage(stage: Stage, *, stops: bool) -> Outcome:
     said = _pytest(stage, [*options, *(["-m", stage.marks] if stage.marks else []), *stage.arguments], environment)
     failed, healed = list(said.get("failed", ["pytest itself"])), []
     if 0 < len(failed) <= MAX_FLAKES and "failed" in said:
+        # Under coverage too: its handler of SIGTERM may be the cause.
+        covered = [*COVERED, "--cov-append"] if COVERED[0] in stage.arguments else []
         for test in failed:
             print(f"== once more, alone: {test}", flush=True)
-            again = _pytest(stage, [test], environment)
+            again = _pytest(stage, [*covered, test], environment)
             # What was skipped, or not found, did not pass.
             if not again.get("failed") and again.get("outcomes", {}).get("passed"):
                 healed.append(test)

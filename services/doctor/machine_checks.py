@@ -119,7 +119,7 @@ def measure_versions(engine: str = "") -> Versions:
 
 
 def measure_devices(devices: Sequence[str]) -> Device | Failure:
-    """Look at GPUs through torch; the one with the least free memory counts."""
+    """Look at GPUs through torch; the one with least memory counts."""
     try:
         import torch
     except ImportError as error:

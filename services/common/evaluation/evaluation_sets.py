@@ -61,7 +61,7 @@ class EvaluationSetConfig(DrawsConfig):
 
 
 def ignored_draws(sets: Sequence[EvaluationSetConfig]) -> str:
-    """Words for keys of a site that no run takes; empty without any."""
+    """Words for a site's keys that no run takes, or none."""
     drawn = DrawsConfig.model_fields.keys() - {"name"}
     keys = ", ".join(f"evaluation.{one.name}.{key}" for one in sets for key in sorted(drawn & one.model_fields_set))
     words = "a run draws as the coordinator's [[evaluation]] says; these keys count in `heterorl evaluate` alone"

@@ -34,6 +34,8 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
     turns = [max(turn_numbers(rollout.spans), default=-1) + 1 for rollout in rollouts]
     endings = Counter(rollout.finish_reason.value for rollout in rollouts)
     is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    # Stale spans are the policy's.
+    given = [span for each in rollouts for span in each.spans if not (span.is_drawn or span.is_stale)]
     return CompletionNumbers(
         length_mean=float(lengths_B.mean()),
         length_p95=float(np.percentile(lengths_B, 95)),
@@ -46,7 +48,7 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         sites=_sites(groups),
         turns_mean=statistics.fmean(turns),
         turns_max=max(turns),
-        given_mean=statistics.fmean(sum(s.end - s.start for s in each.spans if not s.is_drawn) for each in rollouts),
+        given_mean=sum(span.end - span.start for span in given) / len(rollouts),
         endings=tuple(PartMean(name=name, mean=count / len(rollouts)) for name, count in endings.most_common()),
     )
 

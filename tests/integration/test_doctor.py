@@ -309,7 +309,7 @@ async def test_directory_that_takes_nothing(tmp_path, monkeypatch, code, words):
 
     monkeypatch.setattr(
         machine_checks.os if code == errno.ENOSPC else machine_checks.tempfile,
-        {True: "fsync", False: "mkstemp"}[code == errno.ENOSPC],
+        {True: "fsync", False: "NamedTemporaryFile"}[code == errno.ENOSPC],
         refuse,
     )
     checks = await diagnose(f"127.0.0.1:{free_port()}", PLAINTEXT, tmp_path)

@@ -169,7 +169,7 @@ async def test_one_certificate_cannot_take_the_places_of_others(secure):
     ]
     reads = [asyncio.ensure_future(call.read()) for call in calls]
     while len([read for read in reads if read.done()]) < 156:
-        await asyncio.wait([read for read in reads if not read.done()], return_when=asyncio.FIRST_COMPLETED, timeout=9)
+        await asyncio.wait([read for read in reads if not read.done()], return_when=asyncio.FIRST_COMPLETED)
     counted, _ = _places(secure)
     grant = await secure.learner.renew_lease(epoch=secure.run.epoch)
     status = await secure.operator.get_status()

@@ -23,6 +23,7 @@ from heterorl.coordinator.sites.node_metrics import MetricsPage, NodeMetrics
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from heterorl.coordinator.versions import published_variants
 from tests.support.clock import ManualClock
+from tests.support.limits import WAIT_S
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 
@@ -246,7 +247,7 @@ SECRETS = {
 
 
 def read(url):
-    return urllib.request.urlopen(url, timeout=5).read().decode()
+    return urllib.request.urlopen(url, timeout=WAIT_S).read().decode()
 
 
 async def test_pages_of_metrics_hold_neither_secrets_nor_the_addresses_that_they_open(tmp_path, clock, monkeypatch):

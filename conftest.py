@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import functools
 import gc
 import json
 import logging
@@ -7,10 +8,14 @@ import os
 from pathlib import Path
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from tests.support import needs
 from tests.support.examples import examples
+
+# Each call of a command in a test would read the signatures of all commands again.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 pytest_plugins = ["tests.support.limits", "tests.support.processes", "tests.support.results"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,8 +47,9 @@ class Machine:
         self.credentials = tree / host / "credentials"
         self.logs = directory / host / "logs"
         self.logs.mkdir(parents=True)
-        # deploy/install.sh makes it, and copying a rendered `etc` leaves it as it is.
-        (self.etc / "heterorl" / "revoked").touch()
+        # As README.md says of coordinator and relays.
+        for path in self.credentials.glob("*/revoked"):
+            shutil.copy(path, self.etc / "heterorl" / f"{path.parent.name}.revoked")
         for path in (self.etc / "heterorl").glob("*.toml"):
             path.write_text(self._here(path.read_text(), path.stem))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +97,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     engine = config.engine if role == "sampler" else config.backend
     numbered = tuple(f"cuda:{number}" for number in getattr(engine, "devices", ()))
     # A CPU's build of vLLM or torch is named so.
-    device = getattr(engine, "device", "cpu" if "+cpu" in str(measure_versions("vllm")) else "cuda")
+    device = getattr(engine, "device", "cpu" if re.search(r"[+.]cpu\b", str(measure_versions("vllm"))) else "cuda")
     return dataclasses.replace(
         target,
         site=config.site if role == "sampler" else "",

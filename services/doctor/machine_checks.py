@@ -129,10 +129,10 @@ def measure_devices(devices: Sequence[str]) -> Device | Failure:
     found: list[Device] = []
     num_seen = torch.cuda.device_count()
     for device in devices:
-        place = torch.device(device)
-        if (place.index or 0) >= num_seen:
-            return Failure(kind="no_device", detail=f"no {device}: torch sees {amount(num_seen, 'GPU')}")
         try:
+            place = torch.device(device)
+            if (place.index or 0) >= num_seen:
+                return Failure(kind="no_device", detail=f"no {device}: torch sees {amount(num_seen, 'GPU')}")
             free, total = torch.cuda.mem_get_info(place)
             found.append(Device(name=torch.cuda.get_device_name(place), free_bytes=free, total_bytes=total))
         except (RuntimeError, ValueError) as error:

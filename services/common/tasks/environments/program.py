@@ -81,8 +81,12 @@ def _read(file: Path, function: str) -> bool:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if function not in {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}:
         raise ValueError(f"{file} has no function {function}")
-    assigned = [(each.value, [*map(ast.unparse, each.targets)]) for each in body if isinstance(each, ast.Assign)]
-    said = [value for value, names in assigned if names == ["is_deterministic"]]
+    said = [
+        each.value
+        for each in body
+        if isinstance(each, ast.Assign)
+        and [one.id for one in each.targets if isinstance(one, ast.Name)] == ["is_deterministic"]
+    ]
     return bool(said) and isinstance(said[-1], ast.Constant) and said[-1].value is True
 
 

@@ -129,11 +129,12 @@ def _is_option(answer: Option, given: Option) -> bool:
 def _is_rounded(answer: Any, given: Any) -> bool:
     """Whether numbers are equal to the decimals of one (0.33, 1/3)."""
     (first, unit), (second, other_unit) = _measured(answer), _measured(given)
-    short, full = (first, second) if isinstance(first, sympy.Float) else (second, first)
-    if not isinstance(short, sympy.Float) or not isinstance(full, sympy.Expr) or unit.differs_from(other_unit):
-        return False
-    return bool(
-        full.is_number and full.is_real and round(float(full), len(str(float(short)).partition(".")[2])) == float(short)
+    return not unit.differs_from(other_unit) and any(
+        isinstance(short, sympy.Float)
+        and getattr(full, "is_real", False)
+        and full.is_number
+        and abs(short - full) <= sympy.Rational(1, 2) / 10 ** len(str(float(short)).partition(".")[2])
+        for short, full in ((first, second), (second, first))
     )
 
 

@@ -89,8 +89,8 @@ _SHORT_UNITS = frozenset(
 """Units of a few letters that `units` does not compare."""
 _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
 _NO_UNITS = frozenset(["and", "or", "mod"])
-_IN_TEXT = r"\s*\{\s*\\(?:text|mathrm)\{([a-z ]+)\}\s*\}"
-_UNIT_FRACTION = re.compile(rf"\\[dt]?frac{_IN_TEXT}{_IN_TEXT}$")
+_IN_TEXT = r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}\d]*)\}\s*\}"
+_UNIT_FRACTION = re.compile(rf"(?<=[\d}})]){GAP}\\[dt]?frac{_IN_TEXT}{_IN_TEXT}\s*$")
 _UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
 _SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
 _CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")

@@ -40,6 +40,8 @@ STYLES = [
     ("(B) increase", [box("(B) increases"), "(B) increases", "The answer is (B) increases."], [box("(B) decreases"), box("(C) increases")]),
     ("(B) 0.33", [*map(box, ("(B) 1/3", r"(B)\ \frac13", "(B) 0.333")), "(B) 1/3"], [*map(box, ("(B) 0.4", "(B) 1/4", "(A) 1/3", "(B) 0.34"))]),
     ("(B) 1/3", [box("(B) 0.33"), "(B) 0.33"], [box("(B) 0.32")]),
+    ("(B) 3.14159", [box("(B) 3.14"), box("(B) 3.1")], [box("(B) 3.15"), box("(A) 3.14")]),
+    ("(B) 3.14", [box("(B) 3.14159")], [box("(B) 3.14999")]),
     # Hedges.
     *((one, [], [
         "either 3 or 4", "3 (or maybe 4)", "#### 3 (or maybe 4)", "<answer>3 (or maybe 4)</answer>", "The answer is 3 (or 4).",
@@ -72,6 +74,9 @@ STYLES = [
     ("x=3, y=4", [box("y=4, x=3"), box("(3,4)")], [box("x=4, y=3"), box("(4,3)")]),
     ("5 m", ["5 m", "5", "5 meters"], ["5 km", "5 m^2"]),
     ("5 m/s", [box(r"5\ \frac{\text{m}}{\text{s}}")], [box(r"5\ \frac{\text{km}}{\text{s}}")]),
+    ("12 kJ/mol", [box(r"12 \frac{\text{kJ}}{\text{mol}}"), box(r"12 \frac{\mathrm {kJ}}{\mathrm {mol}}")], [box("11 kJ/mol")]),
+    ("5", [box(r"5\ \frac{\text{N}}{\text{m}}"), box(r"5 \dfrac{\text{ft.}}{\text{s}}")], [box(r"\frac{\text{5}}{\text{2}}")]),
+    (r"3+\frac{\text{a}}{\text{b}}", [box(r"3+\frac{a}{b}")], [box("3")]),
     ("(3,4)", [box("\\{x=3,y=4\\}"), box("x=3,y=4")], [box("\\{3,4\\}"), box("\\{x=4,y=3\\}")]),
     ("AB", ["The answer is AB."], ["$A$" * 10_000]),
     # Several statements are no several tries.

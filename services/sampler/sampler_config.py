@@ -227,10 +227,7 @@ class SamplerConfig(ContractConfig):
             checked(self.sampling.members, self.group_size)
         if isinstance(self.engine, VllmEngineConfig):
             sampling = self.sampling
-            if self.join is not None:
-                # Values that no check refuses.
-                free = {"logprob_mode": LogprobMode.RAW, "max_new_tokens": 0}
-                left_out = {key: value for key, value in free.items() if key not in sampling.model_fields_set}
-                sampling = sampling.model_copy(update=left_out)
+            if self.join is not None and "logprob_mode" not in sampling.model_fields_set:
+                sampling = sampling.model_copy(update={"logprob_mode": LogprobMode.RAW})
             checked(check_limits, sampling, self.lora, self.engine.max_model_len)
         return self

@@ -18,7 +18,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def check_limits(sampling: SamplingConfig, lora: LoraConfig, max_model_len: int) -> None:
     """Raise ConfigError if vLLM cannot draw so, or takes no such adapters."""
-    if 0 < max_model_len <= sampling.max_new_tokens:
+    # Evaluations state their own number of new tokens.
+    if "max_new_tokens" in sampling.model_fields_set and 0 < max_model_len <= sampling.max_new_tokens:
         raise ConfigError(
             "engine.max_model_len",
             f"{max_model_len} tokens hold no prompt with sampling.max_new_tokens = {sampling.max_new_tokens}",

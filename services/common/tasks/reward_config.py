@@ -26,11 +26,7 @@ Directory = Annotated[str, AfterValidator(from_file)]
 """A path relative to the configuration file, made absolute; empty is the file's directory."""
 
 
-def _file(value: str, info: ValidationInfo) -> str:
-    return from_file(value, info) if value else value
-
-
-File = Annotated[str, AfterValidator(_file)]
+File = Annotated[str, AfterValidator(lambda value, info: from_file(value, info) if value else value)]
 """A path relative to the configuration file, made absolute; empty is none."""
 
 

@@ -45,7 +45,7 @@ SAMPLERS = {
     ),
     "low temperature": ({**VLLM, "sampling.temperature": 0.001}, "sampling.temperature", "set a higher temperature"),
     "no room for a prompt": (
-        {**VLLM, "engine.max_model_len": 512}, "engine.max_model_len", "512 tokens hold no prompt with sampling.max_new_tokens = 512",
+        {**VLLM, "engine.max_model_len": 512, "sampling.max_new_tokens": 512}, "engine.max_model_len", "512 tokens hold no prompt with sampling.max_new_tokens = 512",
     ),
     "large adapters": ({**VLLM, "lora.rank": 1024}, "lora.rank", "set a smaller rank"),
     "members above the group": (
@@ -84,7 +84,9 @@ def test_keys_that_no_start_accepts_are_a_problem_of_the_file(service, keys, key
         ("sampler", {**VLLM, "sampling.top_p": 0.9}),
         ("sampler", {**VLLM, "sampling.top_p": 0.9, "sampling.temperature": 0.7, "sampling.logprob_mode": "raw"}),
         ("sampler", {**VLLM, "lora.rank": 512}),
-        ("sampler", {**VLLM, "engine.max_model_len": 513}),
+        ("sampler", {**VLLM, "engine.max_model_len": 513, "sampling.max_new_tokens": 512}),
+        # As for `heterorl evaluate --max-new-tokens`.
+        ("sampler", {**VLLM, "engine.max_model_len": 64}),
         ("sampler", {"lora.rank": 1024, "sampling.temperature": 0.001, "sampling.router_replay": "rollout"}),
     ],
 )

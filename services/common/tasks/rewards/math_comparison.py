@@ -47,7 +47,11 @@ _CHANGED = re.compile(
     r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b)"
 )
 _WORD = re.compile(r"\w+")
-_VERDICT = re.compile(r"(?i)\A\W*(yes|no|true|false)\**[,.;:!]")
+_VERDICT = re.compile(
+    r"(?is)\A\W*((?:yes|true)(?=\**[,.;:!](?!.*(?:\b(?:no|not|false)\b|n['\u2019]t)))"
+    r"|(?:no|false)(?=\**[,.;:!](?!.*\b(?:yes|true)\b)))"
+)
+"""The first word, unless its opposite follows."""
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -203,7 +207,9 @@ def _unnumbered(answer: Any, given: Any) -> tuple[Any, Any]:
     if not all(isinstance(one, sympy.Eq) and one.lhs.is_Symbol for side in sides for one in side):
         return answer, given
     first, second = ({one.lhs.name for one in side} for side in sides)
-    if first == second or len({name.partition("_")[0] for name in first | second}) > 1:
+    plain = {name.partition("_")[0] for name in first | second}
+    numbered = [names for names in (first, second) if names != plain]
+    if len(plain) > 1 or len(numbered) != 1 or not all(re.fullmatch(r"\w+?_\{?\d+\}?", name) for name in numbered[0]):
         return answer, given
     return sympy.FiniteSet(*(one.rhs for one in sides[0])), sympy.FiniteSet(*(one.rhs for one in sides[1]))
 

@@ -26,8 +26,8 @@ _VERB = (
     r"|(?:can|could|do|does|did|must|should|would|may|might)\s(?:not|never))\b"
 )
 _COMPARED = (
-    r"(?<!\bno\s)(?<!\bnot\s)(?<!\d\s)"
-    r"\b(?:rather|other|more|less|greater|fewer|larger|bigger|smaller|higher|lower)\sthan\b"
+    r"(?<!\bno\s)(?<!\bnot\s)(?:\b(?:rather|other)"
+    rf"|(?:{_NUMBER}\s)?\b(?:more|less|greater|fewer|larger|bigger|smaller|higher|lower))\sthan\b"
 )
 _DENIED = re.compile(
     rf"(?i)(?:(?P<verb>{_VERB})|\bnot\b|\bnever\b|\bneither\b|\bnor\b|{_COMPARED}|\binstead\sof\b"

@@ -42,6 +42,18 @@ STYLES = [
     ("(B) 1/3", [box("(B) 0.33"), "(B) 0.33"], [box("(B) 0.32")]),
     ("(B) 3.14159", [box("(B) 3.14"), box("(B) 3.1")], [box("(B) 3.15"), box("(A) 3.14")]),
     ("(B) 3.14", [box("(B) 3.14159")], [box("(B) 3.14999")]),
+    # What a number is compared with is another number.
+    ("12", ["So we need 7 more, not 9; the answer is 12.", "So x = 12 rather than 7."], ["So we need 7 rather than 12.", "3 less than 12", "It is 5 more than 12."]),
+    ("7", ["So we need 7 rather than 12.", "So x = 7 other than 12"], ["12 rather than 7."]),
+    # Numbers of names differ, unless one side has none.
+    *((f"{name}=3", [box(f"{name}=3")], [box(f"{other}=3")]) for name, other in (
+        ("a_5", "a_4"), ("x_1", "x_2"), ("a_n", "a_1"), ("P_A", "P_B"), ("v_0", "v_f"), ("x_{min}", "x_{max}"), ("x_1", "x_A"),
+    )),
+    ("S_1=1, S_2=3", [box("S_2=3, S_1=1")], [box("S_2=1, S_3=3")]),
+    # A verdict, unless its opposite follows.
+    ("Yes", [], ["Yes... no", "yes,no", "Yes. Wait, no.", "Yes, let me check. 91 = 7 * 13, hence it isn't prime."]),
+    ("No", ["No, it is odd."], ["No, wait. Yes.", "No: yes"]),
+    ("True", ["True."], ["True. Or rather false."]),
     # Hedges.
     *((one, [], [
         "either 3 or 4", "3 (or maybe 4)", "#### 3 (or maybe 4)", "<answer>3 (or maybe 4)</answer>", "The answer is 3 (or 4).",

@@ -126,7 +126,7 @@ def _is_option(answer: Option, given: Option) -> bool:
     if len(texts) == 2:
         # One increases, two increase.
         few, many = sorted(({word.removesuffix("s") for word in _WORD.findall(text)} for text in texts), key=len)
-        return few <= many
+        return few <= many and not {"no", "not", "never", "or"} & (many - few)
     return _is_equal(answer.value, given.value) or _is_rounded(answer.value, given.value)
 
 

@@ -54,7 +54,7 @@ def doctor(
     target = target_of(chosen, loaded, num_calls=calls)
 
     async def look() -> list[Check]:
-        # Of several coordinators one serves; the others stand by and listen on no port.
+        # One of several coordinators serves; the others stand by and listen on no port.
         address = target.address if chosen == "coordinator" else await listening_one(loaded.coordinator)
         return await examine(dataclasses.replace(target, address=address))
 

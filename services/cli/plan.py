@@ -52,8 +52,8 @@ def plan(
 ) -> None:
     """Estimate the cost of a run.
 
-    It states the time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link. It loads nothing
-    and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option is wrong.
+    It states the time of a step, memory, sampler GPUs, bytes over the WAN, and a verdict on the link. It loads no
+    model and needs no GPU or network. Exit code 0: answered, even if memory does not suffice. 2: an option is wrong.
 
     Example: `heterorl plan --params 8e9 --gpus 8 --link 1Gbit`
     """

@@ -76,7 +76,7 @@ class MessageTrial:
 async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Failure:
     """Run a blocking function; if it hangs, neither caller nor exit waits."""
     future: Future[ResultT] = Future()
-    # From here on a waiter that leaves cancels nothing, and the thread may still set its result.
+    # From here on a waiter that leaves cancels no call, and the thread may still set its result.
     future.set_running_or_notify_cancel()
 
     def work() -> None:

@@ -161,7 +161,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
 
     try:
         for path in Path(config.model_dir).glob("*.safetensors"):
-            # A link may lead nowhere.
+            # A link may lack its file.
             path.stat()
         prompter = Prompter.of(config)
         layout_id, vocab_size, routed_token_bytes = _shape(

@@ -399,7 +399,7 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype) -> N
     network.config.dtype = str(dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
     for config in (network.config, network.config.get_text_config()):
-        # Of the start model, which transformers dequantised.
+        # It is from the start model, which transformers dequantised.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     network.config.save_pretrained(directory)

@@ -210,7 +210,7 @@ class Head:
 
     async def watch(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield every head that passes the cursor, until the relay stops.
-        Yields nothing while the coordinator is away.
+        Yields no head while the coordinator is away.
         Raises Unreachable: the head went back below one that was yielded, so the caller must watch from the start."""
         yielded = NO_VERSION
         while not self._is_closing:

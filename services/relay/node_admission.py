@@ -43,7 +43,7 @@ class Node:
 
     @property
     def holder(self) -> Caller:
-        """Whose bytes a message's are."""
+        """The caller that a message's bytes count for."""
         return Caller(self.name, is_privileged=False, is_proven=self.identity is not None)
 
 

@@ -165,7 +165,7 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
     return dataclasses.replace(
         run,
         sources=(*run.sources, journal),
-        # Of two rows of a step the newer version's stays. A learner that adopted the run lacks the steps before.
+        # If a step has two rows, the newer version's stays. A learner that adopted the run lacks the steps before.
         reports=_newest(sorted([*run.reports, *own.reports], key=lambda report: report.version)),
         versions=own.versions if run.is_live else run.versions,
         evaluations=own.evaluations,

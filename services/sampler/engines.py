@@ -6,8 +6,8 @@
 
 An engine that is out gets no request until a `load` succeeds on it; its requests become `Lost`. EngineError is raised
 only if no engine is left. Except during `load`, `version` is the version of every engine that is not out. Another
-`load` of the same version loads the engines that are out; the others run on. What takes minutes, a new process, starts
-in a thread, and the first `load` after it takes the engine back.
+`load` of the same version loads the engines that are out; the others run on. A new process takes minutes; it starts in
+a thread, and the first `load` after it takes the engine back.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def health(
         return await asyncio.gather(*(check_health(e, tls=tls, timeout_s=timeout) for e in addresses(address)))
 
     answers = asyncio.run(ask_all())
-    # Of two coordinators one stands by.
+    # One of two coordinators stands by.
     good = [answer.reason for answer in answers if answer.is_serving]
     known = None if good else asyncio.run(explain_link(address, tls=tls))
     words = good[0] if good else " -> ".join(known or ["; ".join(answer.reason for answer in answers)])

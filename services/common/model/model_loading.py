@@ -200,7 +200,7 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
 
 
 def _check_quantised(model_dir: str, model: Any, found: Mapping[str, Any]) -> None:
-    """Refuse quantised weights, whose numbers mean nothing without their scales.
+    """Refuse quantised weights, whose numbers have no meaning without their scales.
 
     transformers removes `quantization_config` where it dequantises. It reads over scales of a form that it does not
     know.

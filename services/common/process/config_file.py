@@ -254,7 +254,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 def quoted(text: str) -> str:
     """A text as TOML has it."""
-    # JSON's escapes are TOML's, but for halves of pairs and this character.
+    # JSON's escapes are TOML's, except halves of pairs and this character.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -339,7 +339,7 @@ class ManifestChain:
         """
         found = await self._api.list_manifests(first_version=first, last_version=last, variant=self._variant)
         for data in found if self._wanted else ():
-            # Of a malformed one `manifests` reports that it is missing.
+            # `manifests` reports a malformed one as missing.
             with contextlib.suppress(MalformedPayload):
                 version = manifest_from_bytes(data).version
                 if version in self._wanted:

@@ -39,7 +39,7 @@ _ANSWER = "Yes"
 def source_of(tokenizer: Any, *, with_tools: bool = False) -> str:
     """The tokenizer's template, or empty without one.
 
-    Of several it is `default`, and `tool_use` where tools are shown.
+    If it has several: `default`, or `tool_use` where tools are shown.
     """
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):

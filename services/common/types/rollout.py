@@ -392,7 +392,7 @@ class Part:
 
     @property
     def writer(self) -> str:
-        """Who wrote it, for people.
+        """Its writer, for people.
 
         Example: "version 7", "versions 7, 8", "environment"
         """

@@ -213,7 +213,7 @@ class PayloadInfo:
 
 
 def write_snapshot(path: Path, arena: Arena, *, threads: int = 1) -> PayloadInfo:
-    """Write a payload that rebuilds `arena` from nothing; durable when it returns."""
+    """Write a payload with the whole `arena`; durable when it returns."""
     return _write(path, None, arena, threads=threads)
 
 

@@ -44,7 +44,7 @@ def decide_grant(
     A group behind k outstanding ones (with samplers, queued, or with the learner) is trained k // groups_per_version
     versions from now. It may be granted while head + k // groups_per_version - policy_version <=
     max_staleness_versions. After one version's groups, the versions `coming` from others count; a site that holds
-    nothing still gets one assignment, because only its groups can show that it has become faster. `held` are the site's
+    none still gets one assignment, because only its groups can show that it has become faster. `held` are the site's
     assignments, `held_limit` is how many it may hold (0: no bound), `held_by` the bound's name for messages.
     """
     bound, limit, as_wanted = config.max_staleness_versions, config.outstanding_limit, "as wanted"

@@ -97,7 +97,7 @@ class GarbageCollector(BackgroundWorker, Stores):
 
     async def work(self) -> None:
         """Verify, write and delete what is due.
-        On a full disk it writes nothing, and deletes all that may go."""
+        On a full disk it writes no payload, and deletes all that may go."""
         is_pressed = not self.may_write()
         for variant in await self.database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):

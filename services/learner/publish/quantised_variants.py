@@ -209,5 +209,5 @@ class Variants:
                 _LOG.error(
                     "variant %s: version %d is gone, the next one is a snapshot%s: %s", name, version, new, error
                 )
-        # Where versions are abandoned, no delta may start from the state, but the scales stay.
+        # If versions are abandoned, no delta may start from the state, but the scales stay.
         return Form(version=version, digest=digest, shadow=None if shadow is None else pulled, scales=scales)

@@ -148,7 +148,7 @@ class EpisodeRunner:
     async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
         member = self._members[draft.key, number]
         if member.episode is None:
-            # Of an earlier process, whose engine had more room.
+            # It began in an earlier process, whose engine had more room.
             return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
         try:
             parts = await self._call(member.episode.score)
@@ -169,7 +169,7 @@ class EpisodeRunner:
             self._forget(*name)
 
     def close(self) -> None:
-        """Begin nothing more; episodes that end still give their places back."""
+        """Begin no more episodes; those that end still give their places back."""
         self._is_closed = True
         self._threads.shutdown(wait=False)
 

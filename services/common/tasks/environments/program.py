@@ -171,7 +171,7 @@ class ProgramEnvironment(EndpointEpisode):
         os.close(self._reward)
         if self._process is not None:
             self._process.wait()
-        # What lost its parent became a child of this process.
+        # A process that lost its parent became a child of this one.
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -199,7 +199,7 @@ class ProgramEnvironment(EndpointEpisode):
         return None
 
     def _start(self, row: Mapping[str, Any], seed: int) -> None:
-        # What leaves the program's session and loses its parent stays below this process, which can end it.
+        # A child that leaves the program's session and loses its parent stays below this process, which can end it.
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # A file in memory: the program need not read it.
         task = os.memfd_create("task")

@@ -67,7 +67,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                 except BadRequestError as error:
                     if OVER not in str(error):
                         raise
-                    # What was reached is scored.
+                    # The turns up to here are scored.
                     trace.stop(OVER)
                     break
                 said = reply.choices[0].message

@@ -1,7 +1,7 @@
 """Answers of completions compared with a row's, as mathematics.
 
-Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it. What a completion
-states (`stated_answers`) is read in the same way; if it cannot be read, math-verify searches the prose.
+Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it. A completion's
+stated answer (`stated_answers`) is read in the same way; if it cannot be read, math-verify searches the prose.
 
 Two known units must agree. An equation of one unknown gives its right side only to a name or a function, so `x^2=3`
 is not 3.
@@ -35,7 +35,7 @@ from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_BARE = 200
-"""Most characters of a completion that is read as a value alone."""
+"""Most characters of a completion that is read as one value."""
 MAX_WORDED = 1000
 """The same, where the row's answer is words."""
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
@@ -112,7 +112,7 @@ def is_right(answers: Sequence[Any], completion: str) -> bool:
 
 
 def _without_words(option: Option) -> Option:
-    """The option's letter alone, where words follow that may end the sentence."""
+    """Only the option's letter, where words behind may end the sentence."""
     return Option(option.letter, None) if isinstance(option.value, Text) else option
 
 
@@ -174,7 +174,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _is_bare(completion: str) -> bool:
-    """Whether a completion is a value alone: (3,4) or 5 km."""
+    """Whether a completion is only a value: (3,4) or 5 km."""
     words = _SHORT_WORD.findall(COMMAND.sub(" ", completion).lower())
     return all(word in FUNCTIONS | {"am", "pm", "per", "sq", "square", "cubic"} or any(unit_of(word)) for word in words)
 
@@ -202,7 +202,7 @@ def _is_equal(answer: Any, given: Any) -> bool:
 
 
 def _unnumbered(answer: Any, given: Any) -> tuple[Any, Any]:
-    """Both as sets of values where one alone numbers its names."""
+    """Both as sets of values if only one numbers its names."""
     sides = [one.args if isinstance(one, sympy.FiniteSet) else (one,) for one in (answer, given)]
     if not all(isinstance(one, sympy.Eq) and one.lhs.is_Symbol for side in sides for one in side):
         return answer, given

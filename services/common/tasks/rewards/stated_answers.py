@@ -135,7 +135,7 @@ def _said_in(completion: str) -> Statement:
     said = _BUT_NOT.sub("", last["said"])
     sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
     bare = sentence[head.end() :] if (head := _HEAD.match(sentence)) else sentence
-    # What is said ends all that stands before it; a mere mention does not.
+    # A statement ends all that stands before it; a mere mention does not.
     prose = completion[last.start() :] if _says(last) else completion
     return Statement(texts=(said, sentence, bare, _CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
 
@@ -143,7 +143,7 @@ def _said_in(completion: str) -> Statement:
 def boxed(text: str) -> tuple[str, ...] | None:
     """Content of the last box; None without one.
 
-    Boxes with a comma or a word such as "and" between them are one answer. After a blank, the last counts alone too.
+    Boxes with a comma or a word such as "and" between them are one answer. After a blank, the last also counts apart.
     """
     starts = [one.start() for one in _BOXES.finditer(text)]
     if not starts:

@@ -255,7 +255,7 @@ def _signal(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         # No other process has its number before it is waited for.
         if process.returncode is None:
-            # What it started may have a session of its own. Without descriptors only its group can be ended.
+            # Its children may have a session of their own. Without descriptors only its group can be ended.
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGSTOP)
                 kill_started(process.pid)

@@ -119,7 +119,7 @@ def _noted(problems: list[Exception]) -> Iterator[None]:
 
 def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Collectives) -> CheckpointFiles:
     """Open a checkpoint on all ranks; each reads its pieces.
-    Where not all see the same files, rank 0 sends.
+    If ranks see different files, rank 0 sends.
 
     Raises CorruptStore: on all ranks: rank 0 cannot read it, or it is of another model.
     """

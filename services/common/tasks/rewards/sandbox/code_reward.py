@@ -397,7 +397,7 @@ def _is_word(got: str, want: str) -> bool:
         return False
     if not set(want) & set(".eE"):
         return bool(set(got) & set(".eE")) and Decimal(got) == Decimal(want)
-    # An infinity is near to itself alone.
+    # An infinity is near only to itself.
     return math.isfinite(float(want)) and math.isclose(float(got), float(want), rel_tol=1e-6, abs_tol=1e-9)
 
 

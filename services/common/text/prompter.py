@@ -339,7 +339,7 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the templates, their arguments and date; without one, of no bytes."""
+    """Digest of templates, their arguments and date; without one, of no bytes."""
     if not use_chat_template:
         return bytes_digest(b"")
     source, arguments = "\0".join(sources_of(tokenizer)), dict(template_arguments)

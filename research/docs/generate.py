@@ -34,10 +34,10 @@ TABLES = {**LAB, **FAST, **ONE_PAGE}
 _ORDER = ("shown", "contradicted", "suggested", "doubted", "not shown", "not tested")
 _CLAIMS_HEAD = f"""# Claims
 
-What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
-about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
-[claims.json](../results/claims.json) from the results next to it, `make docs` this page from that. The
-claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
+This page compares claims about algorithms under delay with the lab's results. The claims are of the paper ([arXiv
+2508.17850](https://arxiv.org/abs/2508.17850)), of this project's README, and the project's own proposals. `heterorl lab
+claims` computes [claims.json](../results/claims.json) from the results next to it, and `make docs` makes this page of
+claims.json. The claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
 
 - *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
   claim about a share of the seeds has Wilson's interval instead.

@@ -44,6 +44,8 @@ CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
 UNIT = re.compile(r"(?<=\d) (?=(?:%|m?s|min|[kMG]B(?:/s)?)[,<])")
 """The space between a number and its unit, which end a cell or stand before a comma."""
+TOGETHER = re.compile(r"(?<=\d) \+- (?=\d)|(?<=\d) (?:of|to) (?=[-+]?\d)|(?<=\bworst) (?=[-+]?\d)|(?<=&lt;) (?=\d)")
+"""Spaces inside a result: an interval, a share, the worst seed, a bound."""
 PICTURE = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 JOINT = re.compile(r"(?<=\w[._/+])(?=\w)")
 """A place in a key or a path where a narrow column may break it."""
@@ -81,11 +83,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Show a bar in code of a table without the backslash that GitHub needs.
 
-    Long keys in a table may break, a number keeps its unit on its line, and a picture leads to its full size.
+    Long keys in a table may break; a number keeps its unit and its interval; a picture leads to its full size.
     """
 
     def shown(cell: re.Match[str]) -> str:
         text = UNIT.sub("&nbsp;", cell[0].replace("\\|", "|"))
+        text = TOGETHER.sub(lambda spaces: spaces[0].replace(" ", "&nbsp;"), text)
         return CODE.sub(lambda code: JOINT.sub("<wbr>", code[0]), text)
 
     return PICTURE.sub(r'<p><a class="picture" href="\2">\1</a></p>', CELL.sub(shown, html))

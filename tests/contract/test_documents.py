@@ -291,6 +291,11 @@ def test_site_builds_without_a_broken_link(tmp_path):
         ("<td><code>a.b_c</code></td>", "<td><code>a.<wbr>b_<wbr>c</code></td>"),
         (r"<td><code>a \| b</code></td>", "<td><code>a | b</code></td>"),
         ("<td>0.75 GB/s, 12 %</td>", "<td>0.75&nbsp;GB/s, 12&nbsp;%</td>"),
+        (
+            "<td>+0.21 +- 0.06, worst -0.1, 3 of 16 (-0.1 to +0.2)</td><td>&lt; 0.001</td><p>3 of 16</p>",
+            "<td>+0.21&nbsp;+-&nbsp;0.06, worst&nbsp;-0.1, 3&nbsp;of&nbsp;16 (-0.1&nbsp;to&nbsp;+0.2)</td>"
+            "<td>&lt;&nbsp;0.001</td><p>3 of 16</p>",
+        ),
         ("<td>3 sites</td><p><code>a.b</code></p>", "<td>3 sites</td><p><code>a.b</code></p>"),
         (
             '<p><img alt="b" src="a.png" /></p>',
@@ -298,7 +303,7 @@ def test_site_builds_without_a_broken_link(tmp_path):
         ),
     ],
 )
-def test_the_site_breaks_keys_keeps_units_and_links_pictures(written, shown):
+def test_the_site_breaks_keys_keeps_numbers_and_links_pictures(written, shown):
     assert on_page_content(written, page=None, config=None, files=None) == shown
 
 

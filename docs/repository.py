@@ -44,8 +44,11 @@ CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
 UNIT = re.compile(r"(?<=\d) (?=(?:%|m?s|min|[kMG]B(?:/s)?)[,<])")
 """The space between a number and its unit, which end a cell or stand before a comma."""
-TOGETHER = re.compile(r"(?<=\d) \+- (?=\d)|(?<=\d) (?:of|to) (?=[-+]?\d)|(?<=\bworst) (?=[-+]?\d)|(?<=&lt;) (?=\d)")
-"""Spaces inside a result: an interval, a share, the worst seed, a bound."""
+NUMBER = re.compile(r"[-+]?\d*\.?\d+ \+- \d*\.?\d+|\d[\d.]*e-\d+")
+"""An interval or a number with an exponent: browsers break a line after a hyphen."""
+CODE_OR_TAG = re.compile(r"<(pre|code)\b.*?</\1>|<[^>]*>", re.DOTALL)
+TOGETHER = re.compile(r"(?<=\d) (?:of|to) (?=[-+]?\d)|(?<=\bworst) (?=[-+]?\d)|(?<=&lt;) (?=\d)")
+"""Spaces inside a result in a table: a share, the worst seed, a bound."""
 PICTURE = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 JOINT = re.compile(r"(?<=\w[._/+])(?=\w)")
 """A place in a key or a path where a narrow column may break it."""
@@ -83,7 +86,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Show a bar in code of a table without the backslash that GitHub needs.
 
-    Long keys in a table may break; a number keeps its unit and its interval; a picture leads to its full size.
+    Long keys in a table may break, a number keeps its unit and its interval, and a picture leads to its full size.
     """
 
     def shown(cell: re.Match[str]) -> str:
@@ -91,7 +94,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         text = TOGETHER.sub(lambda spaces: spaces[0].replace(" ", "&nbsp;"), text)
         return CODE.sub(lambda code: JOINT.sub("<wbr>", code[0]), text)
 
-    return PICTURE.sub(r'<p><a class="picture" href="\2">\1</a></p>', CELL.sub(shown, html))
+    return PICTURE.sub(r'<p><a class="picture" href="\2">\1</a></p>', _with_whole_numbers(CELL.sub(shown, html)))
+
+
+def _with_whole_numbers(html: str) -> str:
+    """Mark numbers of the text that no line may break."""
+    parts, end = [], 0
+    for mark in CODE_OR_TAG.finditer(html):
+        parts += [NUMBER.sub(r'<span class="number">\g<0></span>', html[end : mark.start()]), mark[0]]
+        end = mark.end()
+    return "".join([*parts, html[end:]])
 
 
 def _name(page: str, target: str) -> str | None:

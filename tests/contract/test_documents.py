@@ -292,9 +292,13 @@ def test_site_builds_without_a_broken_link(tmp_path):
         (r"<td><code>a \| b</code></td>", "<td><code>a | b</code></td>"),
         ("<td>0.75 GB/s, 12 %</td>", "<td>0.75&nbsp;GB/s, 12&nbsp;%</td>"),
         (
-            "<td>+0.21 +- 0.06, worst -0.1, 3 of 16 (-0.1 to +0.2)</td><td>&lt; 0.001</td><p>3 of 16</p>",
-            "<td>+0.21&nbsp;+-&nbsp;0.06, worst&nbsp;-0.1, 3&nbsp;of&nbsp;16 (-0.1&nbsp;to&nbsp;+0.2)</td>"
-            "<td>&lt;&nbsp;0.001</td><p>3 of 16</p>",
+            "<td>worst -0.1, 3 of 16 (-0.1 to +0.2)</td><td>&lt; 0.001</td><p>3 of 16</p>",
+            "<td>worst&nbsp;-0.1, 3&nbsp;of&nbsp;16 (-0.1&nbsp;to&nbsp;+0.2)</td><td>&lt;&nbsp;0.001</td><p>3 of 16</p>",
+        ),
+        (
+            '<p>by +0.21 +- 0.06, <a href="#1e-6">1e-06</a>, <code>1e-4</code></p>',
+            '<p>by <span class="number">+0.21 +- 0.06</span>, <a href="#1e-6"><span class="number">1e-06</span></a>, '
+            "<code>1e-4</code></p>",
         ),
         ("<td>3 sites</td><p><code>a.b</code></p>", "<td>3 sites</td><p><code>a.b</code></p>"),
         (

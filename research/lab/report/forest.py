@@ -39,7 +39,7 @@ def forest(settings: Mapping[str, Sequence[Run]], baseline: str) -> Picture:
             )  # fmt: skip
         axes.set_yticks(range(len(settings)), list(settings))
         axes.set_ylim(len(settings) - 0.5, -0.5)
-        axes.set_xlabel(f"last accuracy minus that of {baseline}: left of the line {baseline} is ahead")
+        axes.set_xlabel(f"last accuracy minus {baseline}'s: left of the line {baseline} is ahead")
         axes.grid(visible=False, axis="y")
 
     return Picture(

@@ -123,7 +123,7 @@ def by_tokens(results: Results, looks: dict[Arm, Look], tokens: Mapping[str, int
     return Picture(
         name="ladder_tokens",
         title="Gain and difference to GEPO by tokens",
-        caption=f"Left: last accuracy minus that of the warm start. Right: minus GEPO's, paired by seed. {_BARS}",
+        caption=f"Left: last accuracy minus the warm start's. Right: minus GEPO's, paired by seed. {_BARS}",
         panels=["gain on the warm start", "difference to GEPO"],
         draw=draw,
         panel_height=4.4,

@@ -97,7 +97,7 @@ def differences(results: Results) -> list[Picture]:
 
 
 def paired(results: Results, how: Paired) -> Picture:
-    """Last accuracy minus the baseline's at the same value, or minus that of the regime, on equal seeds.
+    """Last accuracy minus the baseline's at the same value, or minus the regime's, on equal seeds.
 
     A panel per key that runs change by itself. Runs of a single task and delay are meant.
     """

@@ -44,7 +44,7 @@ CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
 UNIT = re.compile(r"(?<=\d) (?=(?:%|m?s|min|[kMG]B(?:/s)?)[,<])")
 """The space between a number and its unit, which end a cell or stand before a comma."""
-NUMBER = re.compile(r"[-+]?\d*\.?\d+ \+- \d*\.?\d+|\d[\d.]*e-\d+")
+NUMBER = re.compile(r"[-+]?\d*\.?\d+\s\+-\s\d*\.?\d+|\d[\d.]*e-\d+")
 """An interval or a number with an exponent: browsers break a line after a hyphen."""
 CODE_OR_TAG = re.compile(r"<(pre|code)\b.*?</\1>|<[^>]*>", re.DOTALL)
 TOGETHER = re.compile(r"(?<=\d) (?:of|to) (?=[-+]?\d)|(?<=\bworst) (?=[-+]?\d)|(?<=&lt;) (?=\d)")

@@ -296,8 +296,8 @@ def test_site_builds_without_a_broken_link(tmp_path):
             "<td>worst&nbsp;-0.1, 3&nbsp;of&nbsp;16 (-0.1&nbsp;to&nbsp;+0.2)</td><td>&lt;&nbsp;0.001</td><p>3 of 16</p>",
         ),
         (
-            '<p>by +0.21 +- 0.06, <a href="#1e-6">1e-06</a>, <code>1e-4</code></p>',
-            '<p>by <span class="number">+0.21 +- 0.06</span>, <a href="#1e-6"><span class="number">1e-06</span></a>, '
+            '<p>by +0.21\n+- 0.06, <a href="#1e-6">1e-06</a>, <code>1e-4</code></p>',
+            '<p>by <span class="number">+0.21\n+- 0.06</span>, <a href="#1e-6"><span class="number">1e-06</span></a>, '
             "<code>1e-4</code></p>",
         ),
         ("<td>3 sites</td><p><code>a.b</code></p>", "<td>3 sites</td><p><code>a.b</code></p>"),

@@ -32,7 +32,7 @@ def check_address(key: str, address: str, *, is_listening: bool = False) -> None
 
 
 def _check(address: str, *, least: int) -> str:
-    match = re.fullmatch(r"[!-~]+:([0-9]{1,5})", address)
+    match = re.fullmatch(r"[!-.0-~]+:([0-9]{1,5})", address)
     if match is None:
         raise ValueError(f"{address[:100]!r} is not host:port, for example coord.example:50051")
     if not least <= int(match[1]) <= MAX_PORT:

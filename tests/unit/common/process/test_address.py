@@ -70,8 +70,9 @@ def test_every_address_of_a_configuration_has_a_port_that_can_be(schema, key, te
 
 
 @pytest.mark.parametrize(
-    "address", ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n", "a,b:1", "a:1,"]
-)
+    "address",
+    ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n", "a,b:1", "a:1,", "http://a:1"],
+)  # fmt: skip
 def test_anything_else_is_refused_by_its_option(address):
     with pytest.raises(ConfigError, match="--coordinator"):
         check_address("--coordinator", address)

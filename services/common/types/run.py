@@ -297,6 +297,7 @@ _FACTS = (
     ("model", "config.model_dir"),
     ("task", "config.task.name"),
     ("reward", "config.task.reward"),
+    ("environment", "config.task.environment"),
     ("loss", "config.loss.kind"),
     ("own loss", "config.loss.function"),
     ("learning rate", "config.backend.lr"),

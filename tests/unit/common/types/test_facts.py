@@ -20,6 +20,7 @@ def test_facts_are_what_people_ask_for_and_are_taken_as_they_are():
     assert facts["model"] == "m" * 300
     assert facts["learner's heterorl"] == "9.9"
     assert "reward" not in facts
+    assert facts_of({"config": {"task": {"environment": "tools.py"}}})["environment"] == "tools.py"
     assert parse_facts(facts) == facts
     assert steps_wanted(facts) == 12
     assert facts_of({}) == {}

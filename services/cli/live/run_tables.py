@@ -199,7 +199,7 @@ def _work(site: Folded, head_version: int) -> tuple[str, ...]:
     return (
         status.site,
         "none yet" if has_none else str(status.policy_version),
-        "-" if has_none else str(head_version - status.policy_version),
+        "-" if not 0 <= status.policy_version <= head_version else str(head_version - status.policy_version),
         str(status.groups_accepted),
         str(status.groups_dropped),
         f"{status.tokens_per_s:.0f}",

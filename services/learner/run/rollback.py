@@ -113,7 +113,7 @@ class Rollback:
         try:
             return await self._undo(target, await in_thread(whole_of, shadow))
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
-            _LOG.info("version %d is rebuilt: %s", target.version, error)
+            _LOG.info("version %d is rebuilt from payloads: %s", target.version, error.args[0])
             return await parts.published.rebuild(data)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
@@ -134,7 +134,7 @@ class Rollback:
             )
         )
         if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
-            raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
+            raise NotReversible(f"the way back to it, {plan.kind.value}, is no short chain of deltas")
         fetcher.check_sizes(plan.payloads)
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]

@@ -116,6 +116,19 @@ def test_every_sample_is_reached_by_pages(pages, index):
     assert seen == list(range(2 * PAGE + 10, 0, -1))
 
 
+@pytest.mark.parametrize(
+    ("num", "reward", "words"), [(4, 0.5, "all equal"), (1, 0.5, "one"), (4, None, "none"), (0, None, "none")]
+)
+def test_equal_rewards_are_not_told_by_a_number(pages, index, num, reward, words):
+    sample = make_sample(1)
+    summary = dataclasses.replace(
+        sample.summary, num_rollouts=4, num_lost=4 - num, reward_min=reward, reward_mean=reward, reward_max=reward
+    )
+    index.add_samples([dataclasses.replace(sample, summary=summary)])
+
+    assert f"<small>{words}</small>" in text(pages, "/")
+
+
 def test_a_sample_has_its_neighbours_of_the_same_query(pages, index):
     index.add_samples([make_sample(n) for n in range(1, 31)])
 

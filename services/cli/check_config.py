@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -194,13 +195,23 @@ def counted(task: Any, prompter: Any) -> str:
 
     num = NUM_RESET if environments_of(task) else NUM_COUNTED
     indices = sorted({number * task.num_prompts // num for number in range(num)})
-    lengths = lengths_of([task.prompt(index) for index in indices], prompter.num_tokens)
+    lengths = lengths_of([task.prompt(index) for index in indices], functools.partial(_num_tokens, task, prompter))
     longest = int(lengths.argmax())
     of = f"the longest of {len(indices)}" if len(indices) < task.num_prompts else "the longest"
     return (
         f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
         f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
     )
+
+
+def _num_tokens(task: Any, prompter: Any, prompts: Sequence[Any]) -> list[int | None]:
+    """Tokens of each prompt with the tools of its environment."""
+    from heterorl.common.tasks.environments.environment_task import environment_of
+
+    tools = [getattr(environment_of(task, prompt), "tools", ()) for prompt in prompts]
+    if not any(tools):
+        return list(prompter.num_tokens(prompts))
+    return [prompter.num_tokens([prompt], tools=each)[0] for prompt, each in zip(prompts, tools, strict=True)]
 
 
 def _try_set(config: Any, prompter: Any) -> None:

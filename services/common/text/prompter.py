@@ -206,12 +206,12 @@ class Prompter:
         problem = "the model's template ends an answer by no special token, so turns cannot be told apart"
         raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
 
-    def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
+    def num_tokens(self, prompts: Sequence[Prompt], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int | None]:
         """Tokens of each prompt, None where refused; one batch is faster."""
         texts: dict[int, str] = {}
         for number, prompt in enumerate(prompts):
             with suppress(PromptRefused):
-                texts[number] = self._written(prompt)
+                texts[number] = self._written(prompt, tools=tools)
         if not texts:
             return [None] * len(prompts)
         found = self.tokenizer(list(texts.values()), add_special_tokens=False, return_attention_mask=False)

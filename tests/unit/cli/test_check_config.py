@@ -293,6 +293,18 @@ def test_the_longest_prompt_is_counted(tmp_path):
     assert words == "4 prompts to train on, 1 held out; the longest has 40 tokens with its template (prompt 2)"
 
 
+def test_the_tools_of_an_environment_are_counted_with_the_prompt():
+    def num_tokens(prompts, *, tools=()):
+        return [len(prompt) + 100 * len(tools) for prompt in prompts]
+
+    task = SimpleNamespace(
+        num_prompts=2, num_evaluation_prompts=1, environments=("played",), prompt=lambda index: "ab" * (index + 1),
+        environment_of=lambda prompt: SimpleNamespace(tools=("add",)) if prompt == "ab" else None,
+    )  # fmt: skip
+
+    assert "the longest has 102 tokens" in counted(task, SimpleNamespace(num_tokens=num_tokens))
+
+
 def held_out(directory):
     path = directory / "held_out.jsonl"
     path.write_text('{"prompt": "held out", "answer": "1"}\n')

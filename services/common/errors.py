@@ -175,7 +175,7 @@ class DigestMismatch(RemoteError):
 class StaleEpoch(RemoteError):
     """A newer epoch replaced the caller's lease; its effects are refused."""
 
-    action = "stop, discard unpublished work, and acquire a new lease"
+    action = "start this learner again, unless another one is to go on"
     is_transient = False
 
 

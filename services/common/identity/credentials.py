@@ -110,28 +110,19 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
     try:
         private = load_pem_private_key(key, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(
-            "tls.key",
-            f"is not an unencrypted PEM private key: {error}",
-            action="name node.key of `heterorl certs issue`, without a password",
-        ) from error
+        action = "name node.key of `heterorl certs issue`, without a password"
+        raise ConfigError("tls.key", f"is not an unencrypted PEM private key: {error}", action=action) from error
     public = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     try:
         certified = chain[0].public_key().public_bytes(*public)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError("tls.cert", f"has a public key that cannot be read: {error}", action=_CERTIFICATE) from error
     if private.public_key().public_bytes(*public) != certified:
-        raise ConfigError(
-            "tls.key",
-            "is not the key of tls.cert",
-            action="take key and certificate from the same `heterorl certs issue`",
-        )
+        action = "take key and certificate from the same `heterorl certs issue`"
+        raise ConfigError("tls.key", "is not the key of tls.cert", action=action)
     if len(chain) == 1 and not any(is_issued(chain[0], authority) for authority in authorities):
-        raise ConfigError(
-            "tls.cert",
-            "was issued by no authority in tls.ca",
-            action="copy ca.crt of the authority that issued it, or issue another certificate: `heterorl certs issue`",
-        )
+        action = "copy ca.crt of the authority that issued it, or issue another certificate: `heterorl certs issue`"
+        raise ConfigError("tls.cert", "was issued by no authority in tls.ca", action=action)
     identity = read_identity(cert)
     refusal = identity if isinstance(identity, Refusal) else identity.refuse_at(now)
     if isinstance(identity, Refusal) or refusal is not None:
@@ -205,11 +196,8 @@ def _read(key: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            key,
-            f"cannot read {path}: {error.strerror}",
-            action="check the path, and that the service's user can read the file",
-        ) from error
+        action = "check the path, and that the service's user can read the file"
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}", action=action) from error
 
 
 def _certificates(key: str, pem: bytes) -> list[x509.Certificate]:

@@ -97,11 +97,8 @@ def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
                 raise ValueError
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.removeprefix(PREFIX)))
         except ValueError as error:
-            raise ConfigError(
-                "trusted_keys",
-                f"{text!r} is not {PREFIX} and 64 hex digits",
-                action="copy the line that `heterorl keys show` prints",
-            ) from error
+            action = "copy the line that `heterorl keys show` prints"
+            raise ConfigError("trusted_keys", f"{text!r} is not {PREFIX} and 64 hex digits", action=action) from error
         try:
             key.verify(signature, data)
         except InvalidSignature:

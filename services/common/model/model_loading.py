@@ -188,11 +188,8 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
             loader: Any = AutoModelForCausalLM
             model, found = loader.from_pretrained(model_dir, dtype=dtype, **options)
     except Exception as error:
-        raise ConfigError(
-            "model_dir",
-            f"cannot load {model_dir}: {first_line(error)}",
-            action="name a directory with config.json and safetensors of a causal language model, or copy it again",
-        ) from error
+        action = "name a directory with config.json and safetensors of a causal language model, or copy it again"
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}", action=action) from error
     _check_quantised(model_dir, model, found)
     _check_found(model_dir, found)
     hold_positions(model)

@@ -283,11 +283,8 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
             action = "check the path, and that this user can read the file"
             raise ConfigError("--config", f"cannot read {path}: {error.strerror}", action=action) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "--config",
-                f"{path} is not TOML: {error}",
-                action="correct this line; text needs quotes, and a [table] comes after the keys above it",
-            ) from error
+            action = "correct this line; text needs quotes, and a [table] comes after the keys above it"
+            raise ConfigError("--config", f"{path} is not TOML: {error}", action=action) from error
         sources.update({key: str(path) for key in flatten(table)})
     for text in overrides:
         keys, value = parse_override(text)
@@ -295,11 +292,8 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         for key in keys[:-1]:
             section = section.setdefault(key, {})
             if not isinstance(section, dict):
-                raise ConfigError(
-                    ".".join(keys),
-                    f"{key} is a value, not a section",
-                    action="write the keys below it in a [table] of this name, or remove the dot",
-                )
+                action = "write the keys below it in a [table] of this name, or remove the dot"
+                raise ConfigError(".".join(keys), f"{key} is a value, not a section", action=action)
         section[keys[-1]] = value
         key = ".".join(keys)
         # A table takes the place of all that was below it.

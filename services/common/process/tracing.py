@@ -111,11 +111,8 @@ def start(config: TracingConfig, *, service: str, name: str) -> None:
         return
     scheme, _, address = config.otlp_endpoint.partition("://")
     if scheme == "http" and not is_loopback(address):
-        raise ConfigError(
-            "tracing.otlp_endpoint",
-            "plaintext is for loopback only",
-            action="use https, or a collector on this machine",
-        )
+        action = "use https, or a collector on this machine"
+        raise ConfigError("tracing.otlp_endpoint", "plaintext is for loopback only", action=action)
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

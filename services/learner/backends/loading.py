@@ -46,11 +46,8 @@ def empty_model(model_dir: str) -> nn.Module:
         with BUILDING, _parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
-        raise ConfigError(
-            "model_dir",
-            f"cannot load {model_dir}: {first_line(error)}",
-            action="name a directory with config.json of a transformers model",
-        ) from error
+        action = "name a directory with config.json of a transformers model"
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}", action=action) from error
     hold_positions(model)
     return model
 
@@ -129,11 +126,8 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
             nothing: dict[str, torch.Tensor] = {}
             opened = OpenedModel(model=empty_model(str(model_dir)), flat=nothing.__getitem__, is_held=True)
     except CorruptStore as error:
-        raise ConfigError(
-            "model_dir",
-            f"cannot load {model_dir}: {first_line(error)}",
-            action="copy the safetensors files and their index again",
-        ) from error
+        action = "copy the safetensors files and their index again"
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}", action=action) from error
     prepare(opened.model, gradient_checkpointing=gradient_checkpointing)
     return opened
 

@@ -164,6 +164,7 @@ bench-relay: $(SETUP)  ## Count bytes on a long line when 8 samplers pull a vers
 bench-regions: $(SETUP)  ## Measure the throughput that is left at four far regions, with snapshots, sparse deltas, heterorl, an outage, a slow region: MINUTES=30; needs `unshare -rnpf`
 bench-serve: $(SETUP)  ## Measure a coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 bench-loop: $(ENGINES_SETUP)  ## Compare a sampler's engine 150 ms from its coordinator with the same engine in a bare loop: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
+bench-loop-tools: $(SETUP)  ## Measure how busy tools that wait keep a sampler's engine, through an outage too; 17 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Measure tokens per second and the pause of a swap, for transformers and vLLM
 bench-routing: $(ENGINES_SETUP)  ## Measure the share of routing in the bf16 difference between engines, for mixtures of experts, with and without replay; 8 minutes
 bench-slices: $(SETUP)  ## Measure a rank's peak memory for rollouts of 8,192 tokens, whole and in slices of two ranks; 3 minutes
@@ -181,6 +182,8 @@ bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
+bench-loop-tools: MODULE = loop_tools
+bench-loop-tools: RESULTS = loop_tools
 bench-verify-turns: MODULE = verify_turns
 bench-verify-turns: RESULTS = verify_turns
 bench-forward: OPTIONS = --model $(MODEL) --resume

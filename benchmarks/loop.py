@@ -43,6 +43,7 @@ from benchmarks.loop_engine import Span, span_of
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types.rollout import Group
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.sealed_groups import open_group, read_sealed
 from heterorl.coordinator.groups.schedule import seed_of
@@ -76,6 +77,10 @@ class Case:
         if self.engine == "vllm":
             table |= {"kv_cache_bytes": 1 << 30, "max_model_len": self.max_new_tokens + 256, "enforce_eager": True}
         return table
+
+    def write(self, directory: Path) -> None:
+        """Write the files that the configuration names."""
+        (directory / "slow.py").write_text(REWARD)
 
     def shared(self, directory: Path) -> dict[str, Any]:
         """What every node of the run has."""
@@ -115,8 +120,8 @@ class Node:
 async def sample(
     case: Case, directory: Path, *, seconds: float, outage_s: float, source: Path | None
 ) -> dict[str, Any]:
-    """One sampler over the line for so many seconds after its first fill; its counters, and its groups' requests."""
-    (directory / "slow.py").write_text(REWARD)
+    """One sampler over the line for so many seconds after its first fill; its counters."""
+    case.write(directory)
     address, metrics_port = f"127.0.0.1:{free_port()}", free_port()
     run = {"run_id": "loop", "tls": INSECURE, "metrics_port": 0}
     limits = {"groups_per_version": 64, "max_outstanding_groups": 100_000, "max_staleness_versions": 10_000,
@@ -149,7 +154,7 @@ async def sample(
                 await asyncio.to_thread(sampler.end)
             counts = (await client.get_status()).ledger
     spooled, left = spool_of(directory / "site")
-    return {"ends": ends, "lost": spooled - left - counts.acked, "requests": requests_of(directory)}
+    return {"ends": ends, "lost": spooled - left - counts.acked}
 
 
 async def watched(
@@ -191,19 +196,22 @@ def spool_of(state_dir: Path) -> tuple[int, int]:
     return int(following) - 1, int(left)
 
 
-def requests_of(directory: Path) -> list[dict[str, Any]]:
-    """What was asked of the engine for the groups that the coordinator has, in their order."""
+def groups_of(directory: Path) -> list[Group]:
+    """The groups that the coordinator has, in the order of their assignments."""
     with contextlib.closing(sqlite3.connect(directory / "coordinator" / "coordinator.sqlite")) as connection:
-        rows = connection.execute("SELECT payload FROM groups ORDER BY arrival").fetchall()
-    groups = [open_group(read_sealed(payload)) for (payload,) in rows]
-    groups.sort(key=lambda group: group.assignment)
+        rows = connection.execute("SELECT payload FROM groups").fetchall()
+    return sorted((open_group(read_sealed(payload)) for (payload,) in rows), key=lambda group: group.assignment)
+
+
+def requests_of(directory: Path) -> list[dict[str, Any]]:
+    """What was asked of the engine for these groups."""
     return [
         {
             "prompt": group.prompt_token_ids.tolist(),
             "seed": seed_of(group.assignment, seed=0),
             "lengths": [int(rollout.token_ids.size) for rollout in group.rollouts],
         }
-        for group in groups
+        for group in groups_of(directory)
     ]
 
 
@@ -240,8 +248,9 @@ def measure(
         directory.mkdir(parents=True)
         span_s = max(seconds, 2 * cut_s)
         found = asyncio.run(sample(case, directory, seconds=span_s, outage_s=cut_s, source=source))
-        sampler, engine = span_of(found["ends"]), alone(case, directory, found["requests"])
-        lengths = sorted(length for request in found["requests"] for length in request["lengths"])
+        requests = requests_of(directory)
+        sampler, engine = span_of(found["ends"]), alone(case, directory, requests)
+        lengths = sorted(length for request in requests for length in request["lengths"])
         yield {
             "engine": case.engine, "model": Path(case.model_dir).name, "lengths": case.lengths,
             "release": release, "rows": case.rows,
@@ -249,7 +258,7 @@ def measure(
             "sampler_tokens_per_s": round(sampler.tokens_per_s, 1),
             "utilisation": round(sampler.tokens_per_s / engine.tokens_per_s, 3),
             "rtt_ms": round(1e3 * ROUND_TRIP_S), "reward_ms": round(1e3 * REWARD_S), "outage_s": cut_s,
-            "groups": len(found["requests"]), "groups_lost": found["lost"], "span_s": round(sampler.seconds, 1),
+            "groups": len(requests), "groups_lost": found["lost"], "span_s": round(sampler.seconds, 1),
             "length_p50": lengths[len(lengths) // 2], "length_p95": lengths[len(lengths) * 95 // 100],
             "length_max": lengths[-1],
         }  # fmt: skip

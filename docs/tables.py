@@ -107,6 +107,24 @@ def _loop() -> str:
     )  # fmt: skip
 
 
+def _loop_tools() -> str:
+    return table(
+        ["a turn", "a tool", "outage", "alone, tokens/s", "in the loop", "share", "lost"],
+        [
+            [
+                f"{r['turn_s']:.1f} s",
+                f"{r['tool_s']:.1f} s",
+                f"{r['outage_s']:.0f} s",
+                f"{r['engine_alone_tokens_per_s']:.0f}",
+                f"{r['sampler_tokens_per_s']:.0f}",
+                f"{r['busy']:.2f}",
+                str(r["groups_lost"]),
+            ]
+            for r in _benchmark("loop_tools")["rows"]
+        ],
+    )
+
+
 def _regions() -> str:
     def dropped(found: dict[str, int]) -> str:
         return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in found.items()) or "0"
@@ -330,6 +348,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap": _overlap,
     "parity": _parity,
     "loop": _loop,
+    "loop-tools": _loop_tools,
     "publish": _publish,
     "regions": _regions,
     "sites": _sites,

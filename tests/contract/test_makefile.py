@@ -20,7 +20,7 @@ TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)
 BENCHES = {
     "hf-rows": "hf_rows", "group-rows": "group_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
     "merge": "weights_merge", "weights": "weights",
-    "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
+    "ingest": "ingest", "load": "load_memory", "loop": "loop", "loop-tools": "loop_tools", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
     "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
     "regions": "regions", "verify-turns": "verify_turns",
@@ -28,6 +28,7 @@ BENCHES = {
 """What is measured to the module that measures it."""
 RESULTS = {
     "merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows", "verify-turns": "verify_turns",
+    "loop-tools": "loop_tools",
 }  # fmt: skip
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 

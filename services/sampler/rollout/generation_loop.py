@@ -18,6 +18,7 @@ from heterorl.common.generation.inference_engine import Engine, Request, ScoredT
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
+from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.outbox.outbox import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -312,14 +313,17 @@ class GenerationLoop:
         conversations = self.builder.conversations
         if conversations is None or not self.config.work_ahead_s:
             return work
-        playing = Counter(draft.conversation.spec.episodes for draft in self._drafts if draft.conversation is not None)
+        playing: Counter[Episodes] = Counter()
+        for draft in self._drafts:
+            if draft.conversation is not None:
+                playing[draft.conversation.spec.episodes] += self.builder.group_size - len(draft.completions)
         for place, assignment in enumerate(work):
             episodes = conversations.at(assignment.prompt_index)
             if episodes is None:
                 continue
-            if playing[episodes] >= max(1, episodes.max_live // self.builder.group_size):
+            if playing[episodes] and playing[episodes] + self.builder.group_size > episodes.max_live:
                 return work[:place]
-            playing[episodes] += 1
+            playing[episodes] += self.builder.group_size
         return work
 
     def _ask_wait_s(self) -> float | None:

@@ -240,6 +240,27 @@ async def test_no_more_groups_begin_than_can_play(play):
     await world.until_acknowledged(6)
 
 
+async def test_group_begins_when_the_members_that_go_on_leave_room(play):
+    games = Games(length=2, held_at=9)
+    real = games.step
+
+    def step(episode, turn):
+        if episode.number == 0:
+            games.go.wait()
+        return real(episode, turn)
+
+    games.step = step
+    games.go.clear()
+    world = await play(games, max_live=SIZE + 1, work_ahead_s=10.0)
+    # The first group still waits for its last member.
+    await world.until_acknowledged(3)
+
+    assert world.sampler.generation.num_in_flight >= 1
+    assert len(games.opened) - games.closed <= SIZE + 1
+    games.go.set()
+    await world.until_acknowledged(6)
+
+
 async def test_group_waits_for_room_in_its_own_environment(play):
     narrow, wide = Games(length=2), Games(length=2)
     narrow.max_live, wide.max_live = SIZE, 64

@@ -5,6 +5,7 @@ Each label has a closed set of values, or is the bounded label of a site.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -90,10 +91,16 @@ def _observe_quotas(core: Coordinator, sites: Collection[str], bytes_by_site: Ma
     for label, most in shares.items():
         for quota, share in most.items():
             metrics.SITE_QUOTA_RATIO.labels(label, quota).set(share)
-            # A counter must exist before its first increase, or rate() misses it.
-            metrics.QUOTA_REFUSALS.labels(label, quota)
-        for reason in _PUSH_DROPS:
-            metrics.PUSHED_GROUPS.labels(label, PushStatus.DROPPED.value, reason.value)
+        _begin_counters(label, tuple(most))
+
+
+@functools.cache
+def _begin_counters(label: str, quotas: Sequence[str]) -> None:
+    """Make a site's counters: before its first increase, or rate() misses it."""
+    for quota in quotas:
+        metrics.QUOTA_REFUSALS.labels(label, quota)
+    for reason in _PUSH_DROPS:
+        metrics.PUSHED_GROUPS.labels(label, PushStatus.DROPPED.value, reason.value)
 
 
 def _observe_variants(status: RunStatus) -> None:

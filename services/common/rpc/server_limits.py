@@ -98,6 +98,8 @@ class _Order:
 
     def place(self, caller: Caller, rank: tuple[float, ...] | None, *, of_site: float | None) -> None:
         """Without a rank a caller has no place, without `of_site` its site."""
+        if rank is None and caller.owner not in self._callers:
+            return
         callers = self._callers.setdefault(caller.owner, _Ranks())
         callers.place(caller, rank)
         first = callers.first()
@@ -177,10 +179,19 @@ class MessagePool:
         return room, data
 
     async def room(self, caller: Caller) -> Reservation:
+        size = self._message_bytes
+        if (
+            not self._waiting
+            and size <= self._free
+            and self._used[caller] + size <= self._own_bytes
+            and self._of_site[caller.owner] + size <= self._site_bytes
+        ):
+            self._add(caller, size)
+            return Reservation(self, caller, size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = self._enter(self._waiting, caller, turn)
         self._wake()
-        room = Reservation(self, caller, self._message_bytes)
+        room = Reservation(self, caller, size)
         try:
             await turn
         except BaseException:

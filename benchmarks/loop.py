@@ -71,6 +71,11 @@ class Case:
     max_new_tokens: int
     use_chat_template: bool
 
+    @property
+    def warm_tokens(self) -> int:
+        """Tokens before the span: those of a fill."""
+        return 16 * self.rows
+
     def engine_table(self) -> dict[str, Any]:
         """Section `engine` of a sampler's configuration."""
         table: dict[str, Any] = {"kind": self.engine, "batch_rows": self.rows, "compute_dtype": "fp32"}
@@ -162,12 +167,12 @@ async def watched(
 ) -> list[tuple[float, int]]:
     """The sampler's counter of tokens, four times a second, over a span that begins when the engine is full."""
     seen: list[tuple[float, int]] = []
-    began, fill = 0.0, case.rows * 4
+    began = 0.0
     while not began or time.monotonic() < began + seconds:
         assert sampler.process.poll() is None, sampler.log.read_text()[-2000:]
         now, tokens = time.monotonic(), await asyncio.to_thread(tokens_of, port)
         seen.append((now, tokens))
-        if not began and tokens > fill * 4:
+        if not began and tokens > case.warm_tokens:
             began = now
         if began and outage_s:
             is_away = began + seconds / 4 < now < began + seconds / 4 + outage_s

@@ -55,6 +55,16 @@ class ToolCase(Case):
 
     wait_s: float
 
+    @property
+    def workers(self) -> int:
+        """Processes of episodes: those that play while the engine's rows draw, and a group's room."""
+        return round(self.rows * (1 + WAITS)) + GROUP_SIZE
+
+    @property
+    def warm_tokens(self) -> int:
+        """Tokens before the span: those of an episode in each worker, whose start takes a second of a core."""
+        return self.workers * TURNS * self.max_new_tokens // 2
+
     def write(self, directory: Path) -> None:
         text = ENVIRONMENT.format(mean=self.wait_s, mu=-(SIGMA**2) / 2, sigma=SIGMA)
         (directory / "waiting.py").write_text(text)
@@ -65,7 +75,7 @@ class ToolCase(Case):
             "model_dir": self.model_dir, "group_size": GROUP_SIZE, "use_chat_template": True, "sampling": draws,
             "task": {"name": "seeds", "size": 100_000, "environment": "waiting:Waits", "max_turns": TURNS,
                      "environment_path": str(directory), "step_timeout_s": 60.0,
-                     "environment_workers": round(self.rows * (1 + WAITS)) + GROUP_SIZE},
+                     "environment_workers": self.workers},
         }  # fmt: skip
 
 
@@ -124,6 +134,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of the two runs without an outage")
     parser.add_argument("--outage-s", type=float, default=200.0, help="half of the third run")
     arguments = parser.parse_args()
+    # A card computes aside from the episodes' cores: here one thread does.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # An end from outside ends the processes of the run too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[dict[str, Any]] = []

@@ -31,7 +31,6 @@ from tests.support.bucket import BUCKET, KEY, SECRET, BucketServer
 ROOT = Path(__file__).parents[1]
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 KEYS = "/etc/heterorl/bucket"
-CREDENTIALS = "/etc/heterorl/credentials"
 PASSWORD = "of-the-tests"
 DATABASE = f"create role heterorl login password '{PASSWORD}'; create database heterorl owner heterorl"
 VERSION = 2
@@ -140,25 +139,20 @@ def install(machine: Machine, steps: Steps, endpoint: str) -> None:
     with steps.step("heterorl launch systemd run.toml"):
         machine.run("cd /srv && operator/bin/heterorl launch systemd run.toml --out launched")
     readme = (machine.root / "srv" / "launched" / "README.md").read_text()
+    with steps.step("certs.sh"):
+        machine.run("cd /srv/launched && HETERORL=/srv/operator/bin/heterorl ./certs.sh")
     with steps.step("deploy/install.sh: users, units, environments of all roles"):
         # Both hosts are this machine: the second one's installation must not undo what the first one's has put there.
         commands = reversed(block(readme, "Install").splitlines())
         script = "\n".join(commands).replace("deploy/install.sh", "/srv/heterorl/deploy/install.sh")
         machine.run(f"cd /srv/launched\n{script}")
     machine.run("chmod -R a+rX /srv/model")
-    with steps.step("certs.sh, and the secrets to their places"):
-        machine.run("cd /srv/launched && HETERORL=/srv/operator/bin/heterorl ./certs.sh")
+    with steps.step("the secrets to their places"):
         keys = f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
         (machine.root / "srv" / "keys").write_text(keys)
         (machine.root / "srv" / "pgpass").write_text(f"{FIRST}:5432:*:heterorl:{PASSWORD}\n")
         secrets = "\n".join(re.findall(r"^sudo install .* (?:PGPASS|KEYS) .*$", readme, re.MULTILINE))
-        machine.run(
-            f"install -d -m 0700 {CREDENTIALS}; cp -rT /srv/launched/{FIRST}/credentials {CREDENTIALS};"
-            f" cp -rT /srv/launched/{SECOND}/credentials {CREDENTIALS};"
-            f" cd {CREDENTIALS}; for node in *; do [[ ! -e $node/revoked ]] || install -m 0644 $node/revoked"
-            " /etc/heterorl/$node.revoked; done\n"
-            + secrets.replace("PGPASS", "/srv/pgpass").replace("KEYS", "/srv/keys")
-        )
+        machine.run(secrets.replace("PGPASS", "/srv/pgpass").replace("KEYS", "/srv/keys"))
 
 
 def status(machine: Machine) -> dict[str, Any] | None:

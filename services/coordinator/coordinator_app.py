@@ -155,18 +155,17 @@ def _take_descriptors(wanted: int) -> int:
 
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
-    revoked: frozenset[int] = frozenset()
+    revoked: tuple[frozenset[int], dict[str, int]] = (frozenset(), {})
     due = 0.0
 
     async def look() -> None:
         nonlocal revoked, due
         if await asyncio.to_thread(core.context.disk.look):
             core.context.collector.poke()
-        core.context.sites.revoked = server.authorizer.revoked_sites()
         if clock.monotonic() >= due:
             due = clock.monotonic() + await run_metrics.observe_run(core) / SITES_PER_S
-        if revoked != (now := server.revoked_serials()):
-            await core.run.note_revoked(now)
+        if revoked != (now := (server.revoked_serials(), dict(server.authorizer.serials))):
+            await core.run.note_revoked(*now)
             revoked = now
 
     # `main` notices the end of the store.

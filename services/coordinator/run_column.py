@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest, RunFinished
 from heterorl.common.process import metrics
@@ -35,7 +36,7 @@ from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, incarnations, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.sites.sites import Holder, note_revoked_sites
 from heterorl.coordinator.store.database import Database, answer_to_order, get_meta, remember_order, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage, published_variants, rollback_order
@@ -202,9 +203,15 @@ class RunColumn:
                 level, "%s", describe_standstill(sites) or "the run goes on: a site that answers is not in quarantine"
             )
 
-    async def note_revoked(self, serials: frozenset[int]) -> None:
+    async def note_revoked(self, serials: frozenset[int], by_site: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Note revoked certificates; `by_site` are the newest ones of sites."""
         now = self._context.clock.wall()
-        await self._context.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+        def operation(connection: Connection) -> None:
+            audit.note_revoked(connection, serials, now=now)
+            note_revoked_sites(connection, serials, by_site)
+
+        await self._context.database.run(operation)
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
         """Store the learner's facts about the run, and log changes."""

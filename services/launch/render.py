@@ -46,10 +46,15 @@ METRICS_PORT = 9101
 _HERE = Path(__file__).parent
 _TITLES = {"compose": "Docker Compose", "systemd": "systemd", "slurm": "Slurm", "k8s": "Kubernetes"}
 _CERTIFICATES = {
-    "compose": "{host}/secrets/{name}", "systemd": "{host}/credentials/{name}",
+    "compose": "{host}/secrets/{name}", "systemd": "{host}/etc/heterorl/credentials/{name}",
     "slurm": "credentials/{name}", "k8s": "credentials/{name}",
 }  # fmt: skip
 """Directory into which certs.sh puts a node's files; the launcher takes them from there."""
+# systemd copies credentials at a start only, and the list changes during a run.
+_LISTS = {name: f"{place}/revoked" for name, place in _CERTIFICATES.items()} | {
+    "systemd": "{host}/etc/heterorl/{name}.revoked"
+}
+"""List of revoked certificates of a coordinator or relay."""
 _NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.key=%d/tls_node.key "
 _UNITS = {
     "coordinator": "heterorl-coordinator.service", "learner": "heterorl-learner@.service",
@@ -69,9 +74,8 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
     values["project"] = project(run.run.id)
-    values["certificates"] = {
-        name: _CERTIFICATES[launcher].format(host=host, name=name) for name, host in homes.items()
-    }
+    for what, places in {"certificates": _CERTIFICATES, "lists": _LISTS}.items():
+        values[what] = {name: places[launcher].format(host=host, name=name) for name, host in homes.items()}
     values["coordinators"] = [node.name for node in nodes if node.kind == "coordinator"]
     serving = [f"{node.host}:{node.port}" for node in nodes if node.kind == "coordinator"]
     values["coordinator_addresses"] = ",".join(serving)

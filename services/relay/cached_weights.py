@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from heterorl.common.api import WeightsApi
 from heterorl.common.errors import Draining, HeterorlError, Unreachable
-from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.types.policy import NO_VERSION, HeadUpdate, PullPlan, SignedManifest
 from heterorl.relay.cache import CacheDirectory
@@ -191,7 +191,7 @@ class Head:
             # A sampler that saw newer versions elsewhere would take an older head for a run that went back.
             self._is_heard = False
             wait_s = backoff.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
-            _LOG.debug("the head is watched again in %.1f s: %s", wait_s, error)
+            _LOG.log(log_level(error), "the head is watched again in %.1f s: %s", wait_s, error)
             await self._clock.sleep(wait_s)
 
     def _note(self, update: HeadUpdate) -> None:

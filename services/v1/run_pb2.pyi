@@ -359,6 +359,7 @@ class SiteStatus(google.protobuf.message.Message):
     WORK_AWAY_FIELD_NUMBER: builtins.int
     WORK_AHEAD_S_FIELD_NUMBER: builtins.int
     IS_STOPPED_FIELD_NUMBER: builtins.int
+    IS_REVOKED_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -399,6 +400,8 @@ class SiteStatus(google.protobuf.message.Message):
     """How far ahead it holds assignments, seconds."""
     is_stopped: builtins.bool
     """True if its sampler stopped in order."""
+    is_revoked: builtins.bool
+    """True if its newest certificate is revoked."""
     def __init__(
         self,
         *,
@@ -422,9 +425,10 @@ class SiteStatus(google.protobuf.message.Message):
         work_away: builtins.int = ...,
         work_ahead_s: builtins.float = ...,
         is_stopped: builtins.bool = ...,
+        is_revoked: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "is_stopped", b"is_stopped", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "variant", b"variant", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "is_revoked", b"is_revoked", "is_stopped", b"is_stopped", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "variant", b"variant", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus

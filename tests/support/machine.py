@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,12 +43,9 @@ class Machine:
     def __init__(self, tree: Path, directory: Path, host: str = "127.0.0.1") -> None:
         self.etc = tree / host / "etc"
         self.state = directory / host / "state"
-        self.credentials = tree / host / "credentials"
+        self.credentials = self.etc / "heterorl" / "credentials"
         self.logs = directory / host / "logs"
         self.logs.mkdir(parents=True)
-        # As README.md says of coordinator and relays.
-        for path in self.credentials.glob("*/revoked"):
-            shutil.copy(path, self.etc / "heterorl" / f"{path.parent.name}.revoked")
         for path in (self.etc / "heterorl").glob("*.toml"):
             path.write_text(self._here(path.read_text(), path.stem))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -196,6 +196,8 @@ def _work(site: Folded, head_version: int) -> tuple[str, ...]:
     seen = "never" if status.last_seen_s <= NEVER_S else f"{max(status.last_seen_s, 0.0):.0f} s ago"
     if status.is_stopped:
         seen = f"stopped {seen}"
+    if status.is_revoked:
+        seen = "revoked"
     return (
         status.site,
         "none yet" if has_none else str(status.policy_version),

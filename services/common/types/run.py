@@ -65,6 +65,8 @@ class SiteStatus:
     """Seconds of work that it holds ahead, as declared and bounded by the coordinator."""
     is_stopped: bool = False
     """Its sampler stopped in order."""
+    is_revoked: bool = False
+    """Its newest certificate is revoked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from heterorl.common.identity.spiffe import (
     carried,
     identify,
     refused,
+    refused_relay,
 )
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
@@ -146,7 +147,8 @@ class CallAuthorizer:
     authorities: Callable[[], bytes] = bytes
 
     def __post_init__(self) -> None:
-        self._serials: dict[str, int] = {}
+        self.serials: dict[str, int] = {}
+        """Newest certificate of each sampler site that called, by serial."""
         # A counter must exist before its first increase, or rate() misses it.
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
@@ -174,17 +176,14 @@ class CallAuthorizer:
         Raises Unauthenticated: the certificate was revoked or has expired."""
         if isinstance(peer, LocalPeer):
             return
-        for each in (peer, peer.through):
-            if each is not None:
-                _raise(each.refuse_at(self.wall_time(), revoked=self.revoked))
-
-    def revoked_sites(self) -> dict[str, int]:
-        """Sampler sites whose newest certificate is revoked, with its serial."""
-        return {site: serial for site, serial in self._serials.items() if serial in self.revoked}
+        relay, now = peer.through, self.wall_time()
+        _raise(peer.refuse_at(now, revoked=self.revoked))
+        if relay is not None and (refusal := relay.refuse_at(now, revoked=self.revoked)) is not None:
+            raise refused_relay(relay, refusal)
 
     def _note(self, peer: Peer, *, is_admitted: bool) -> None:
-        if isinstance(peer, Identity) and peer.role is Role.SAMPLER and (is_admitted or peer.site not in self._serials):
-            self._serials[peer.site] = peer.serial
+        if isinstance(peer, Identity) and peer.role is Role.SAMPLER and (is_admitted or peer.site not in self.serials):
+            self.serials[peer.site] = peer.serial
 
     def check_request(self, method: str, peer: Peer, request: object) -> None:
         """Check one message. Raises PermissionDenied: it speaks for another site."""

@@ -5,8 +5,9 @@ Sites are durable; the time is in memory, by the monotonic clock.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from heterorl.common.errors import NotRegistered
@@ -15,6 +16,7 @@ from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, Sit
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +58,6 @@ class Sites:
         """By site, then by incarnation."""
         self._max_work_ahead_s = max_work_ahead_s
         self._generation_s: dict[str, float] = {}
-        self.revoked: Mapping[str, int] = {}
 
     def seen_at(self, holder: Holder) -> float | None:
         """Instant of a holder's last sign of life; None without one."""
@@ -177,6 +178,7 @@ class Sites:
         quarantines = quarantine.read_reasons(connection)
         failures = quarantine.count_failures(connection, window_groups=window_groups)
         waiting = tallies.waiting_by_site(connection)
+        revoked = revoked_sites(connection)
         statuses = []
         for row in rows:
             site, incarnation = row.site, row.incarnation
@@ -198,7 +200,8 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
-                    problem=self._problem(site, seen) or problems.get(site, ""),
+                    problem=_problem(revoked.get(site), seen) or problems.get(site, ""),
+                    is_revoked=site in revoked,
                     variant=row.variant,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
@@ -208,11 +211,24 @@ class Sites:
             )
         return tuple(statuses)
 
-    def _problem(self, site: str, seen: _Seen | None) -> str:
-        serial = self.revoked.get(site)
-        if serial is not None:
-            return f"its certificate {serial:x} is revoked, and its calls are refused"
-        return seen.problem if seen else ""
+
+def _problem(serial: int | None, seen: _Seen | None) -> str:
+    if serial is not None:
+        return f"its certificate {serial:x} is revoked, and its calls are refused"
+    return seen.problem if seen else ""
+
+
+def revoked_sites(connection: Connection) -> dict[str, int]:
+    """Sites whose newest certificate is revoked, with its serial."""
+    return dict(json.loads(get_meta(connection, "revoked_sites") or "{}"))
+
+
+def note_revoked_sites(connection: Connection, serials: Container[int], by_site: Mapping[str, int]) -> None:
+    """Keep which sites' newest certificates are revoked.
+    A site that does not call any more is still known after a restart."""
+    newest = {**revoked_sites(connection), **by_site}
+    revoked = {site: serial for site, serial in newest.items() if serial in serials}
+    set_meta(connection, "revoked_sites", json.dumps(revoked))
 
 
 def declared(connection: Connection, holder: Holder) -> Declared:

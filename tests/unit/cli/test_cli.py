@@ -456,6 +456,10 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
     assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
     assert "none yet" in text
     assert "stopped 2 s ago" in text
+    # After a restart nobody has seen a site whose calls are refused.
+    console.print(*site_tables([dataclasses.replace(never, is_revoked=True)], head_version=8, width=200))
+    assert "revoked" in (text := console.export_text())
+    assert "never" not in text
     # After a restore a site may be ahead of the head.
     console.print(*site_tables([newest], head_version=6, width=200))
     assert "-1" not in console.export_text().replace("us-1", "")

@@ -227,9 +227,8 @@ async def test_gauges_of_many_sites_are_read_less_often(monkeypatch, num_sites, 
     monkeypatch.setattr(run_metrics, "observe_run", observe)
     clock = TenSeconds()
     start = clock.monotonic()
-    disk, sites = SimpleNamespace(look=lambda: False), SimpleNamespace()
-    core = SimpleNamespace(context=SimpleNamespace(disk=disk, sites=sites))
-    server = SimpleNamespace(revoked_serials=frozenset, authorizer=SimpleNamespace(revoked_sites=dict))
+    core = SimpleNamespace(context=SimpleNamespace(disk=SimpleNamespace(look=lambda: False)))
+    server = SimpleNamespace(revoked_serials=frozenset, authorizer=SimpleNamespace(serials={}))
     with pytest.raises(asyncio.CancelledError):
         await _gauges(core, server, clock)
 

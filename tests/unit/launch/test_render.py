@@ -204,14 +204,34 @@ def test_units_are_the_installed_ones_with_the_names_of_nodes(tmp_path):
             check(tool("systemd-analyze"), "verify", "--man=no", str(copy))
 
 
-def test_a_copy_to_a_host_leaves_its_list_of_revoked_certificates():
-    tree = render("systemd", run_file())
+@pytest.mark.process
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_revocation_reaches_coordinator_and_relays_by_the_commands_of_the_readme(launcher, tmp_path):
+    tree = render(launcher, run_file())
+    write_tree(tree, tmp_path)
+    # Instead of the authority's program: no key, no wait.
+    program = tmp_path / "heterorl"
+    program.write_text(
+        '#!/bin/bash\nfor last; do :; done\nmkdir -p certs "$last"; touch certs/revoked "$last/node.crt"\n'
+    )
+    program.chmod(0o755)
+    issue = ["env", "-C", str(tmp_path), f"HETERORL={program}", "./certs.sh"]
+    check(*issue)
+    (tmp_path / "certs" / "revoked").write_text("2a  # sampler us\n")
+    check(*issue)
 
+    lists = [path for path in tmp_path.rglob("*revoked") if path.parent.name != "certs"]
+    assert [(path.read_text(), stat.S_IMODE(path.stat().st_mode)) for path in lists] == [
+        ("2a  # sampler us\n", 0o644)
+    ] * 2
+    if launcher != "systemd":
+        assert {path.parent.name for path in lists} == {"coordinator", "relay-eu"}
+        return
+    # Install and the one command after a revocation copy it to where the configuration has it.
     assert "cp -rT coord.example/etc /etc" in tree["README.md"]
-    # Another run's relay on this host has another list.
-    assert 'revoked = "/etc/heterorl/coordinator.revoked"' in tree["coord.example/etc/heterorl/coordinator.toml"]
-    assert 'revoked = "/etc/heterorl/relay-eu.revoked"' in tree["eu.example/etc/heterorl/relay-eu.toml"]
-    assert [path for path in tree if path.endswith("revoked")] == []
+    assert "sudo cp HOST/etc/heterorl/*.revoked /etc/heterorl/\n" in tree["README.md"]
+    for path in lists:
+        assert f'revoked = "/etc/heterorl/{path.name}"' in path.with_suffix(".toml").read_text()
 
 
 @pytest.mark.process

@@ -6,10 +6,10 @@ import pytest
 from google.protobuf import descriptor as descriptors
 
 from heterorl.common import api
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, Unauthenticated
 from heterorl.common.identity.spiffe import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
-from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
+from heterorl.coordinator.rpc.access import RULES, CallAuthorizer, refuse_call, refuse_request
 from heterorl.v1 import common_pb2, rollout_pb2, run_pb2
 from tests.support.protos import METHODS
 
@@ -145,6 +145,22 @@ def test_lifetime_has_both_ends():
     assert one.refuse_at(-0.1).reason is one.refuse_at(10.1).reason is RefusalReason.EXPIRED
     assert one.uri == spiffe_uri(run="run", site="a", role=Role.SAMPLER) == "spiffe://run/site/a/role/sampler"
     assert dataclasses.replace(one, site="b") != one
+
+
+@pytest.mark.parametrize(("serial", "now", "why"), [(2, 5.0, "2 is revoked"), (3, 11.0, "has expired")])
+def test_refusal_of_a_relay_is_not_its_samplers_end(serial, now, why):
+    relay = identity(Role.RELAY, serial=2, site="eu")
+    node = identity(Role.SAMPLER, site="eu.1", through=relay, not_after=20.0)
+    authorizer = CallAuthorizer(run_id="run", is_plaintext=False, revoked={serial}, wall_time=lambda: now)
+
+    with pytest.raises(Unauthenticated, match=f"the relay of eu: .*{why}") as caught:
+        authorizer.recheck(node)
+    assert caught.value.is_transient
+    # Its own revocation is final, also where its relay is refused too.
+    authorizer.revoked = {1, serial}
+    with pytest.raises(Unauthenticated, match="certificate 1 is revoked") as caught:
+        authorizer.recheck(node)
+    assert not caught.value.is_transient
 
 
 FILES = {"ca": "a", "cert": "b", "key": "c"}

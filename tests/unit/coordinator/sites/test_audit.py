@@ -13,7 +13,7 @@ from heterorl.common.identity.credentials import Revocations
 from heterorl.coordinator.coordinator_app import _gauges
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites import audit, sites
 from heterorl.coordinator.sites.audit import AuditKind
 from tests.support.clock import ManualClock
 from tests.support.stores import open_database
@@ -173,7 +173,7 @@ async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path
     loop = asyncio.create_task(
         _gauges(
             core,
-            SimpleNamespace(revoked_serials=serials.current, authorizer=SimpleNamespace(revoked_sites=dict)),
+            SimpleNamespace(revoked_serials=serials.current, authorizer=SimpleNamespace(serials={"site": 0xAB})),
             clock,
         )
     )
@@ -183,4 +183,5 @@ async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path
     (row,) = await core.database.run(audit.read)
     assert (row.kind, row.subject) == ("revocation", "ab")
     assert (0xAB in serials, 0xAC in serials) == (True, False)
+    assert await core.database.run(sites.revoked_sites) == {"site": 0xAB}
     await core.close()

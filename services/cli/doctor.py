@@ -103,12 +103,14 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         site=config.site if role == "sampler" else "",
         devices=numbered or (device,),
         copies=getattr(engine, "engines", int(engine.kind == "torch")) / getattr(engine, "tensor_parallel_size", 1),
+        memory_share=getattr(engine, "memory_share", 0.0) * getattr(engine, "engines", 1),
         sized_as=Role.SAMPLER if config.lora.is_on else None,
         engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
         model_config=config if config.model_dir else None,
         loss=config.loss if role == "learner" else None,
         max_new_tokens=config.drawn_semantics().max_new_tokens if role == "learner" else 0,
+        groups_per_version=config.groups_per_step * config.steps_per_version if role == "learner" else 0,
     )
 
 

@@ -93,6 +93,12 @@ class LearnerLease:
 
         epoch, head, reason, other = await self._context.change(operation)
         _LOG.info("learner %s has the lease: %s", holder, reason)
+        counted = self._context.config.groups_per_version
+        if groups_per_version not in (0, counted):
+            _LOG.warning(
+                "a version of learner %s takes %d groups, and groups_per_version is %d: set it to %d, or work is paced"
+                " for versions of another size", holder, groups_per_version, counted, groups_per_version,
+            )  # fmt: skip
         if other:
             _LOG.warning("learner %s states another configuration; sites with [join] get the first: %s", holder, other)
         return self._grant(epoch, holder, head)

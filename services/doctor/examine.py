@@ -60,6 +60,8 @@ class DoctorTarget:
     devices: tuple[str, ...] = ("cpu",)
     copies: float = 1.0
     """Copies of the model on one device; 0 if the number of ranks decides."""
+    memory_share: float = 0.0
+    """Share of a device's memory that vLLM's engines must find free; 0 for others."""
     sized_as: Role | None = None
     """Role whose memory the model needs, if another: a learner of adapters needs a sampler's."""
     engine: str = ""
@@ -71,6 +73,8 @@ class DoctorTarget:
     loss: Any = None
     """A learner's [loss], else None."""
     max_new_tokens: int = 0
+    groups_per_version: int = 0
+    """Groups of a learner's version."""
     num_calls: int = 10
     limits: Limits = field(default_factory=Limits)
 
@@ -228,10 +232,11 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
     if target.role in {Role.LEARNER, Role.SAMPLER}:
         held = int(target.copies * state)
         need = held * machine.DEVICE_TIMES[sized]
-        names = ", ".join(target.devices)
-        checks.append(
-            machine.judge_device(facts.device, device=names, role=target.role, state_bytes=held, need_bytes=need)
-        )
+        found = machine.judge_device(
+            facts.device, device=", ".join(target.devices), role=target.role, state_bytes=held, need_bytes=need,
+            share=target.memory_share,
+        )  # fmt: skip
+        checks.append(found)
     checks.append(
         machine.judge_versions(machine.measure_versions(target.engine), role=target.role, diagnosis=diagnosis)
     )
@@ -239,6 +244,8 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
         checks.append(machine.judge_contract(facts.contract, diagnosis=diagnosis))
     if target.loss is not None:
         checks.append(machine.judge_loss(target.loss, max_new_tokens=target.max_new_tokens))
+    if target.groups_per_version and diagnosis is not None and diagnosis.groups_per_version:
+        checks.append(machine.judge_groups(target.groups_per_version, counted=diagnosis.groups_per_version))
     return checks
 
 

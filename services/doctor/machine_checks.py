@@ -267,8 +267,11 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     return ok("memory", found)
 
 
-def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, need_bytes: int) -> Check:
-    """Whether the configured device is there; `fact` is None on a CPU."""
+def judge_device(
+    fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, need_bytes: int, share: float = 0.0
+) -> Check:
+    """Whether the configured device is there; `fact` is None on a CPU.
+    `share` is the share of its memory that must be free."""
     if fact is None:
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
@@ -284,6 +287,10 @@ def judge_device(fact: Device | Failure | None, *, device: str, role: Role, stat
     if fact.free_bytes < need_bytes:
         remedy = f"free GPU memory or use a larger GPU: about {_gib(need_bytes)} is needed"
         return (fail if fact.free_bytes < state_bytes else warn)("gpu", found, remedy)
+    if fact.free_bytes < share * fact.total_bytes:
+        free = int(100 * fact.free_bytes / fact.total_bytes) / 100
+        remedy = f"stop what holds this GPU, or lower engine.memory_share: its engines may take {free:g} together"
+        return warn("gpu", f"{found}; vLLM does not start unless {share:g} of it is free", remedy)
     return ok("gpu", found)
 
 
@@ -343,6 +350,18 @@ def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:
     )
     remedies = [remedy for _, remedy in length_caveats(spec, max_new_tokens=max_new_tokens)]
     return warn("loss", found, "; ".join(remedies)) if remedies else ok("loss", found)
+
+
+def judge_groups(own: int, *, counted: int) -> Check:
+    """Whether the coordinator's pacing counts a version as the learner makes it."""
+    if own == counted:
+        return ok("groups", f"a version takes {amount(own, 'group')}, as the coordinator counts")
+    found = (
+        f"a version takes {amount(own, 'group')} (groups_per_step x steps_per_version), and the coordinator counts"
+        f" {counted} (groups_per_version): it hands out too {'little' if counted < own else 'much'} work ahead"
+    )
+    effect = "samplers idle" if counted < own else "groups grow staler than it expects"
+    return warn("groups", f"{found}, so that {effect}", f"set the coordinator's groups_per_version to {own}")
 
 
 def _gib(num_bytes: int) -> str:

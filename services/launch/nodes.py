@@ -284,7 +284,8 @@ def _samplers(
         devices = table.devices[number * share : (number + 1) * share]
         engine: dict[str, Any] = dict(table.engine)
         if devices:
-            engine |= {"devices": list(devices)}
+            # Other ones that [engine] names are refused by `check_nodes`.
+            engine = {"devices": list(devices), **engine}
         config = {
             "site": site,
             "coordinator": _addresses(coordinators, address) if through is None else address(through),

@@ -43,6 +43,8 @@ Hosts = dict[str, list[Node]]
 STATE = "/var/lib/heterorl"
 METRICS_PORT = 9101
 """Metrics port of a coordinator that configures none."""
+MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that vLLM takes where run.toml says nothing."""
 _HERE = Path(__file__).parent
 _TITLES = {"compose": "Docker Compose", "systemd": "systemd", "slurm": "Slurm", "k8s": "Kubernetes"}
 _CERTIFICATES = {
@@ -71,6 +73,8 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
     _check(launcher, run, nodes)
     hosts = _hosts(run, nodes)
+    if launcher in ("compose", "systemd"):
+        _check_gpus(hosts)
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
     values["project"] = project(run.run.id)
@@ -203,6 +207,20 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     if has_machines:
         problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
+
+
+def _check_gpus(hosts: Hosts) -> None:
+    """Refuse engines of vLLM that leave a GPU's other nodes no memory."""
+    for host, own in hosts.items():
+        for gpu in sorted({gpu for node in own for gpu in node.devices}):
+            nodes = [node for node in own if gpu in node.devices]
+            engines = [node.config["engine"] for node in nodes if node.config.get("engine", {}).get("kind") == "vllm"]
+            total = sum(float(engine.get("memory_share", MEMORY_SHARE)) for engine in engines)
+            if total > 1 or (total >= MEMORY_SHARE and len(nodes) > len(engines)):
+                names = ", ".join(node.name for node in nodes)
+                problem = f"vLLM takes {total:g} of GPU {gpu} of {host}, which {names} share"
+                action = "set smaller shares, or name other `devices`"
+                raise ConfigError("samplers.engine.memory_share", problem, action=action)
 
 
 def _check_directory(launcher: Launcher, node: Node) -> None:

@@ -85,6 +85,8 @@ class _EngineConfig(Config):
     def _check_engines(self) -> Self:
         if self.devices and self.engines > 1:
             raise ValueError("devices says how many engines there are: remove engines")
+        if self.devices and "device" in self.model_fields_set:
+            raise ValueError("devices and device both name GPUs: remove device")
         return self
 
 
@@ -139,6 +141,11 @@ class VllmEngineConfig(_EngineConfig):
         if len(self.devices) % self.tensor_parallel_size:
             raise ValueError(
                 f"devices: {len(self.devices)} are no multiple of tensor_parallel_size = {self.tensor_parallel_size}"
+            )
+        if self.engines * self.memory_share > 1 and not self.kv_cache_bytes:
+            raise ValueError(
+                f"memory_share: engines = {self.engines} take {self.memory_share:g} of one device each, together above"
+                f" 1; set it to {0.9 / self.engines:.2g} or less"
             )
         return self
 

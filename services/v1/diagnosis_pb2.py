@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheterorl/v1/diagnosis.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\"8\n\x0f\x44iagnoseRequest\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x02 \x01(\x04\"\xa5\x02\n\x10\x44iagnoseResponse\x12\x15\n\rserver_time_s\x18\x01 \x01(\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x18\n\x10heterorl_version\x18\x03 \x01(\t\x12\x16\n\x0epython_version\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_version\x18\x05 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\x04\x12\x14\n\x0chead_version\x18\x07 \x01(\x03\x12\x12\n\nbytes_full\x18\x08 \x01(\x04\x12,\n\x08\x63ontract\x18\t \x01(\x0b\x32\x15.heterorl.v1.ContractH\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\n \x01(\x0c\x12\x11\n\tstatement\x18\x0b \x01(\x0c\x42\x0b\n\t_contract2[\n\x10\x44iagnosisService\x12G\n\x08\x44iagnose\x12\x1c.heterorl.v1.DiagnoseRequest\x1a\x1d.heterorl.v1.DiagnoseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheterorl/v1/diagnosis.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\"8\n\x0f\x44iagnoseRequest\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61nswer_bytes\x18\x02 \x01(\x04\"\xc1\x02\n\x10\x44iagnoseResponse\x12\x15\n\rserver_time_s\x18\x01 \x01(\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x18\n\x10heterorl_version\x18\x03 \x01(\t\x12\x16\n\x0epython_version\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_version\x18\x05 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\x04\x12\x14\n\x0chead_version\x18\x07 \x01(\x03\x12\x12\n\nbytes_full\x18\x08 \x01(\x04\x12,\n\x08\x63ontract\x18\t \x01(\x0b\x32\x15.heterorl.v1.ContractH\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\n \x01(\x0c\x12\x11\n\tstatement\x18\x0b \x01(\x0c\x12\x1a\n\x12groups_per_version\x18\x0c \x01(\x04\x42\x0b\n\t_contract2[\n\x10\x44iagnosisService\x12G\n\x08\x44iagnose\x12\x1c.heterorl.v1.DiagnoseRequest\x1a\x1d.heterorl.v1.DiagnoseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIAGNOSEREQUEST']._serialized_start=70
   _globals['_DIAGNOSEREQUEST']._serialized_end=126
   _globals['_DIAGNOSERESPONSE']._serialized_start=129
-  _globals['_DIAGNOSERESPONSE']._serialized_end=422
-  _globals['_DIAGNOSISSERVICE']._serialized_start=424
-  _globals['_DIAGNOSISSERVICE']._serialized_end=515
+  _globals['_DIAGNOSERESPONSE']._serialized_end=450
+  _globals['_DIAGNOSISSERVICE']._serialized_start=452
+  _globals['_DIAGNOSISSERVICE']._serialized_end=543
 # @@protoc_insertion_point(module_scope)

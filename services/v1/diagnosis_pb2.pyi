@@ -56,6 +56,7 @@ class DiagnoseResponse(google.protobuf.message.Message):
     CONTRACT_FIELD_NUMBER: builtins.int
     PADDING_FIELD_NUMBER: builtins.int
     STATEMENT_FIELD_NUMBER: builtins.int
+    GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     server_time_s: builtins.float
     """The coordinator's clock, seconds since the Unix epoch."""
     run_id: builtins.str
@@ -76,6 +77,8 @@ class DiagnoseResponse(google.protobuf.message.Message):
     """As many bytes as asked for."""
     statement: builtins.bytes
     """What the learner stated of the configuration behind the contract; empty where none did."""
+    groups_per_version: builtins.int
+    """Groups of one version as the coordinator's pacing counts them; 0 where it does not say."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What every node must agree on; unset until a learner has stated it."""
@@ -94,9 +97,10 @@ class DiagnoseResponse(google.protobuf.message.Message):
         contract: heterorl.v1.common_pb2.Contract | None = ...,
         padding: builtins.bytes = ...,
         statement: builtins.bytes = ...,
+        groups_per_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_contract", b"_contract", "contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_contract", b"_contract", "bytes_full", b"bytes_full", "contract", b"contract", "grpc_version", b"grpc_version", "head_version", b"head_version", "heterorl_version", b"heterorl_version", "max_message_bytes", b"max_message_bytes", "padding", b"padding", "python_version", b"python_version", "run_id", b"run_id", "server_time_s", b"server_time_s", "statement", b"statement"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_contract", b"_contract", "bytes_full", b"bytes_full", "contract", b"contract", "groups_per_version", b"groups_per_version", "grpc_version", b"grpc_version", "head_version", b"head_version", "heterorl_version", b"heterorl_version", "max_message_bytes", b"max_message_bytes", "padding", b"padding", "python_version", b"python_version", "run_id", b"run_id", "server_time_s", b"server_time_s", "statement", b"statement"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_contract", b"_contract"]) -> typing.Literal["contract"] | None: ...
 
 Global___DiagnoseResponse: typing_extensions.TypeAlias = DiagnoseResponse

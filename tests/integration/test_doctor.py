@@ -115,6 +115,14 @@ async def test_every_role_may_ask(secure, tmp_path, role):
     assert ("contract" in checks) == (role == "learner")
 
 
+async def test_learner_hears_how_many_groups_the_coordinator_counts_for_a_version(secure, tmp_path):
+    tls, counted = secure.certificates.tls("learner"), secure.core.context.config.groups_per_version
+    checks = await diagnose(secure.address, tls, tmp_path, role=Role.LEARNER, groups_per_version=2 * counted)
+
+    assert checks["groups"].level is Level.WARN
+    assert f"the coordinator counts {counted} (groups_per_version)" in checks["groups"].finding
+
+
 async def test_closed_port_and_its_remedy(tmp_path):
     checks = await diagnose(f"127.0.0.1:{free_port()}", PLAINTEXT, tmp_path)
 

@@ -31,6 +31,8 @@ class Diagnosis:
     contract: Contract | None
     statement: bytes = b""
     """Configuration behind the contract (heterorl.common.wire.statement); empty if none was stated."""
+    groups_per_version: int = 0
+    """Groups of one version as pacing counts them; 0 from an earlier coordinator."""
 
 
 class DiagnosisClient(Calls):

@@ -179,5 +179,6 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             bytes_full=0 if head is None else head.full_bytes,
             contract=contract,
             statement=statement,
+            groups_per_version=self._context.config.groups_per_version,
         )
         return to_message(diagnosis_pb2.DiagnoseResponse, diagnosis, padding=bytes(request.answer_bytes))

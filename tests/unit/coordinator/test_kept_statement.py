@@ -52,6 +52,17 @@ async def test_run_of_an_earlier_learner_gets_its_statement_from_the_next_one(op
     assert await kept(core) == stated(CONTRACT)
 
 
+async def test_versions_of_another_size_than_pacing_counts_are_named_in_the_log(opened, caplog):
+    core = await opened()
+    for holder, groups in (("a", 0), ("a", 2), ("a", 4)):
+        assert "groups_per_version" not in caplog.text
+        await core.acquire_lease(
+            holder=holder, contract=CONTRACT, request_id=str(groups), groups_per_version=groups, incarnation="one"
+        )
+
+    assert "a version of learner a takes 4 groups, and groups_per_version is 2: set it to 4" in caplog.text
+
+
 async def test_second_learner_does_not_change_what_was_stated_and_the_log_says_so(opened, caplog):
     core = await opened()
     first = stated(CONTRACT, task={"name": "jsonl:/data/a.jsonl"})

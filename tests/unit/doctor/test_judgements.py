@@ -60,8 +60,10 @@ def memory(fact, role=Role.SAMPLER):
     return machine_checks.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
 
 
-def device(fact):
-    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB, need_bytes=2 * GIB)
+def device(fact, share=0.0):
+    return machine_checks.judge_device(
+        fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB, need_bytes=2 * GIB, share=share
+    )
 
 
 def contract(**changes):
@@ -129,6 +131,9 @@ CASES = [
     (memory(SLOW), Level.SKIP, "no answer"),
     (device(None), Level.OK, "not configured"),
     (device(gpu(2 * GIB)), Level.OK, "2 GiB of 80 GiB free"),
+    (device(gpu(72 * GIB), 0.9), Level.OK, "72 GiB of 80 GiB free"),
+    # A learner has half of it.
+    (device(gpu(40 * GIB), 0.9), Level.WARN, "lower engine.memory_share: its engines may take 0.5 together"),
     (device(gpu(GIB)), Level.WARN, "about 2 GiB"),
     (device(gpu(GIB - 1)), Level.FAIL, "larger GPU"),
     (device(Failure(kind="no_torch")), Level.FAIL, "install torch, in a clone of heterorl: pip install '.[sampler]'"),
@@ -187,6 +192,9 @@ CASES = [
     (contract(group_size=3), Level.FAIL, "group_size"),
     (contract(sampling=dataclasses.replace(CONTRACT.sampling, top_k=3)), Level.FAIL, "learner's [sampling]"),
     (contract(lora=LoraSettings(rank=4, alpha=8.0, target_modules=("q",))), Level.FAIL, "learner's [lora]"),
+    (machine_checks.judge_groups(16, counted=16), Level.OK, "a version takes 16 groups, as the coordinator counts"),
+    (machine_checks.judge_groups(16, counted=8), Level.WARN, "too little work ahead, so that samplers idle"),
+    (machine_checks.judge_groups(8, counted=16), Level.WARN, "set the coordinator's groups_per_version to 8"),
     (machine_checks.judge_contract(None, diagnosis=FACTS), Level.SKIP, "model_dir is not set"),
     (machine_checks.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "the model loads"),
     (machine_checks.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local disk"),
@@ -321,22 +329,23 @@ def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "devices", "copies"),
+    ("engine", "devices", "copies", "share"),
     [
-        ({}, ("cpu",), 1),
-        ({"device": "cuda:1"}, ("cuda:1",), 1),
-        ({"device": "cuda", "engines": 3}, ("cuda",), 3),
-        ({"devices": [0, 5]}, ("cuda:0", "cuda:5"), 1),
-        ({"kind": "vllm"}, ("cuda",), 1),
-        ({"kind": "vllm", "devices": [2, 3], "tensor_parallel_size": 2}, ("cuda:2", "cuda:3"), 0.5),
+        ({}, ("cpu",), 1, 0),
+        ({"device": "cuda:1"}, ("cuda:1",), 1, 0),
+        ({"device": "cuda", "engines": 3}, ("cuda",), 3, 0),
+        ({"devices": [0, 5]}, ("cuda:0", "cuda:5"), 1, 0),
+        ({"kind": "vllm"}, ("cuda",), 1, 0.9),
+        ({"kind": "vllm", "engines": 2, "memory_share": 0.4}, ("cuda",), 2, 0.8),
+        ({"kind": "vllm", "devices": [2, 3], "tensor_parallel_size": 2}, ("cuda:2", "cuda:3"), 0.5, 0.9),
     ],
 )
-def test_each_gpu_that_an_engine_takes_is_looked_at(engine, devices, copies, monkeypatch):
+def test_each_gpu_that_an_engine_takes_is_looked_at(engine, devices, copies, share, monkeypatch):
     monkeypatch.setattr(machine_checks, "measure_versions", lambda engine: VERSIONS)
 
     target = target_of("sampler", SamplerConfig(engine=engine))
 
-    assert (target.devices, target.copies) == (devices, copies)
+    assert (target.devices, target.copies, target.memory_share) == (devices, copies, share)
 
 
 def test_vllm_built_for_the_cpu_needs_no_gpu(monkeypatch):
@@ -352,6 +361,10 @@ def test_a_learners_memory_is_of_its_ranks_and_trained_weights():
 
     assert (of_ranks.devices, of_ranks.copies, of_ranks.sized_as) == (("cuda",), 0, None)
     assert (of_adapters.copies, of_adapters.sized_as) == (1, Role.SAMPLER)
+
+
+def test_a_learners_groups_are_those_of_a_version_and_not_of_a_step():
+    assert target_of("learner", LearnerConfig(groups_per_step=8, steps_per_version=2)).groups_per_version == 16
 
 
 def test_a_gpu_is_absent_or_cannot_be_used(monkeypatch):

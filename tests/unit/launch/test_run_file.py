@@ -166,6 +166,7 @@ CONTRADICT = {
     "config = {max_staleness_versions = 32}": ('config = {listen = "0.0.0.0:7"}', "coordinator.config.listen: the port"),
     "engine = {threads = 2}": ("engine = {devices = [1]}", "change `samplers.devices`"),
     'engine = {kind = "vllm"}': ("config = {engine = {devices = [5]}}", "change `samplers.devices`"),
+    'relay = "eu"\nengine = {kind = "vllm"}': ('engine = {kind = "vllm", devices = [0]}', "change `samplers.devices`"),
     'host = "us.example"': ('host = "us.example"\nconfig = {site = "asia"}', "change `samplers.site`"),
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ def test_each_engine_has_its_own_devices():
 
     assert [one["device_ids"] for one in four] == [[0, 1], [2, 3]]
     assert {one["tensor_parallel_size"] for one in four} == {2}
-    assert ["device_ids" in one for one in arguments("engine.engines=3")] == [False] * 3
+    assert ["device_ids" in one for one in arguments("engine.engines=3", "engine.memory_share=0.3")] == [False] * 3
 
 
 def test_arguments_of_vllm_are_passed_through():
@@ -54,6 +54,8 @@ def test_every_argument_that_is_set_here_is_refused_from_outside():
         (["engine.kind=vllm", "engine.devices=[0,1]", "engine.engines=2"], "remove engines"),
         (["engine.devices=[0,1]", "engine.engines=2"], "remove engines"),
         (["engine.devices=[1,1]"], "a device twice"),
+        (["engine.devices=[0]", "engine.device=cuda:1"], "engine: devices and device both name GPUs: remove device"),
+        (["engine.kind=vllm", "engine.engines=3"], "together above 1; set it to 0.3 or less"),
     ],
 )
 def test_contradictions_are_named(overrides, why):

@@ -116,7 +116,8 @@ async def test_a_stop_during_the_first_start_ends_the_sampler_in_order(tmp_path,
     config = SamplerConfig.model_validate(
         {
             "model_dir": str(model_dir), "state_dir": tmp_path / "site", "metrics_port": 0, "task": {"digits": 1},
-            "sampling": {"max_new_tokens": 4}, "engine": {"kind": "vllm", "engines": 2}, "tls": {"insecure": True},
+            "sampling": {"max_new_tokens": 4}, "tls": {"insecure": True},
+            "engine": {"kind": "vllm", "engines": 2, "memory_share": 0.4},
         }
     )  # fmt: skip
     process = notify.Process(

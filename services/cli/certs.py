@@ -104,6 +104,8 @@ def issue(
         _print(f"  tls.{key} = {quoted(str(target / name))}")
     if role in ("coordinator", "relay"):
         _print(f"  tls.revoked = {quoted(str(target / REVOKED))}")
+        if not host:
+            _print("  # only this machine can dial it; heterorl certs renew DIRECTORY --host NAME adds others")
 
 
 @app.command("renew")

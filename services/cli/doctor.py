@@ -71,8 +71,9 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> S
     """The service that knows most keys; raises ConfigError if none does."""
     table, _ = read_tables(config, overrides)
     role = owner(table)
-    if table and num_unknown(role, table) == len(flatten(table)):
-        raise ConfigError("--role", "no service has the keys of --config", action="pass --role")
+    if num_unknown(role, table) == len(flatten(table)):
+        action = "pass the node's file, or --role for the defaults"
+        raise ConfigError("--config", "no service has its keys" if table else "is not set", action=action)
     return role
 
 

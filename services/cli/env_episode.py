@@ -212,7 +212,8 @@ class Screen:
         reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
         self._write(f"\nend after {amount(len(played.turns), 'turn')}: {_ENDS[played.finish_reason]}{reason}")
         parts = [f"{p.name} {p.value:g}" + ("" if p.weight == 1 else f" x {p.weight:g}") for p in played.parts]
-        self._write(f"reward {played.reward:g} = {' + '.join(parts)}")
+        total, summed = f"reward {played.reward:g}", " + ".join(parts)
+        self._write(total if summed == total else f"{total} = {summed}")
         if any(turn.token_ids is not None for turn in played.turns):
             self._write(
                 f"tokens: {_size(turn.token_ids for turn in played.turns)} drawn, "

@@ -45,6 +45,7 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 TRY, RUN, WATCH, STEER, CHECK, NAMES = (
     "Try it", "Run the services", "Watch a run", "Steer a run", "Check and keep", "Who is who",

@@ -28,7 +28,7 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import StepReport, amount, value_of_row
-from heterorl.common.types.run import RunStatus
+from heterorl.common.types.run import RunStatus, step_words
 from heterorl.demo.demo_config import (
     FULL,
     SITES,
@@ -276,7 +276,7 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
     report = reports[-1]
     accuracy = newest_accuracy(reports)
     return (
-        f"step {report.step}/{max_steps}  version {status.head_version}  reward {report.reward_mean:.3f}  "
+        f"step {step_words(report.step, max_steps)}  version {status.head_version}  reward {report.reward_mean:.3f}  "
         f"accuracy {'-' if accuracy is None else f'{accuracy:.3f}'}  staleness {report.staleness_mean:.0f}  "
         f"KL {report.kl:.3f}  queue {status.ledger.pending}"
     )
@@ -295,7 +295,7 @@ def render(
     if reports:
         report = reports[-1]
         accuracy = newest_accuracy(reports)
-        run.add_row("step", f"{report.step} of {regime.max_steps}")
+        run.add_row("step", step_words(report.step, regime.max_steps))
         run.add_row("reward", f"{report.reward_mean:.3f}  {sparkline([r.reward_mean for r in reports])}")
         start = "-" if warm_start is None else f"{warm_start:.3f}"
         run.add_row("held-out accuracy", f"{start if accuracy is None else f'{accuracy:.3f}'} (start {start})")

@@ -42,7 +42,7 @@ from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import PublishedVersions
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.state_directory import read_epochs, write_run_file
+from heterorl.learner.run.state_directory import read_epochs
 from heterorl.learner.run.training_run import TrainingRun
 from heterorl.learner.sample_notes import NoteReader
 from heterorl.learner.step_metrics import BusyTime, StepTimer, observe_start
@@ -81,13 +81,8 @@ async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -
         client.pushing("learner", site=site, interval_s=config.metrics_push_s),
     ):
         learner = join(config, parts, api=client, clock=process.clock, rng=random.Random())
-
-        def begin() -> None:
-            # Only now does this learner hold the directory.
-            write_run_file(config)
-            process.notifier.ready(f"run {config.run_id}, holder {config.holder}")
-
-        result = await learner.run(process.stop, on_ready=begin)
+        status = f"run {config.run_id}, holder {config.holder}"
+        result = await learner.run(process.stop, on_ready=lambda: process.notifier.ready(status))
     process.notifier.stopping()
     await in_thread(parts.close)
     _LOG.info("the learner %s", result)

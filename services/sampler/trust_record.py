@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
+from heterorl.common.identity.signing import UNSIGNED
 from heterorl.common.process.files import make_directory, replacing, room, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest
@@ -249,9 +250,10 @@ def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
             continue
         left = max((version for version in record.versions if version <= to_version), default=NO_VERSION)
         then = f"what follows must descend from version {left}" if left >= 0 else "any first version is taken"
+        signed = "no signature checked" if newest.signed_by == UNSIGNED else f"signed by {newest.signed_by}"
         sentences.append(
-            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}, signed by"
-            f" {newest.signed_by}, was seen here; the run goes back to version {to_version}; {then}"
+            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}, {signed}, was seen here;"
+            f" the run goes back to version {to_version}; {then}"
         )
     return sentences
 

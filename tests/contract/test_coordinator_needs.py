@@ -28,7 +28,7 @@ class Gate(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Gate())
 import heterorl.cli.main, heterorl.coordinator.coordinator_app, heterorl.coordinator.coordinator_config, heterorl.cli.live.run_tables
 import heterorl.certs.enrolment_server, heterorl.certs.enrolment_client, heterorl.report.past_run, heterorl.cli.live.watch_commands
-import heterorl.doctor.examine, heterorl.cli.doctor; heterorl.cli.doctor.guess_role(None, [])
+import heterorl.doctor.examine, heterorl.cli.doctor; heterorl.cli.doctor.guess_role(None, ["run_id=r"])
 import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.channel, heterorl.common.rpc.calls
 """
 

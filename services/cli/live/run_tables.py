@@ -29,6 +29,7 @@ from heterorl.common.types.run import (
     describe_standstill,
     fold_incarnations,
     quarantined_sites,
+    step_words,
     steps_wanted,
 )
 
@@ -137,8 +138,7 @@ def _prompts(status: RunStatus) -> list[tuple[str, str]]:
 
 def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
     scored = "" if accuracy is None else f", held-out reward {accuracy:.3f}"
-    number = f"{report.step} of {wanted}" if wanted else str(report.step)
-    return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
+    return f"{step_words(report.step, wanted)}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
 def _sources(report: StepReport) -> str:

@@ -91,6 +91,11 @@ def _problem(schema: type[BaseModel], entry: Any) -> Problem:
     key = ".".join(path)
     if entry["type"] == "extra_forbidden":
         return Problem(key=key, text=_unknown(schema, path, models), is_unknown_key=True)
+    if entry["type"] == "union_tag_not_found" and isinstance(entry["input"], dict):
+        name = path[-1].partition("[")[0]
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        kinds = [kind for field in fields for inner in _models(field.annotation) for kind in _kinds(inner)]
+        return Problem(key=f"{key}.kind", text=f"is not set, and other keys depend on it; one of {', '.join(kinds)}")
     if entry["type"] == "union_tag_invalid" and isinstance(entry["input"], dict):
         key += ".kind"
     return Problem(key=key, text=_words(entry, key))
@@ -154,6 +159,8 @@ def _words(entry: Any, key: str) -> str:
         given = f"a {type(entry['input']).__name__} that is not shown"
     if kind == "missing":
         return "is not set"
+    if kind == "path_type" and isinstance(entry["input"], _Other):
+        return "must be a path, is empty; remove the key for its default"
     if kind == "string_pattern_mismatch":
         return f"{given} is not {PATTERNS.get(context['pattern'], 'of the form ' + context['pattern'])}"
     if kind == "union_tag_invalid" and not isinstance(value, dict):
@@ -162,6 +169,7 @@ def _words(entry: Any, key: str) -> str:
         expected = str(context.get("expected", context.get("expected_tags"))).replace("'", "").replace(" or ", ", ")
         given = f"{context['tag']!r}" if kind == "union_tag_invalid" else given
         near = difflib.get_close_matches(str(context.get("tag", value)), expected.split(", "), n=1)
+        expected = expected if expected[0] != "," else f"empty{expected}"
         return f"{given} is none of {expected}" + (f"; did you mean {near[0]}?" if near else "")
     if kind in _BOUNDS:
         word, bound = _BOUNDS[kind]
@@ -188,7 +196,7 @@ def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
 _ACTION = "heterorl print-config SERVICE lists every key"
 DIRECTORY = "directory"
 """Key of the validation context: the configuration file's directory, for relative paths."""
-_PLAIN = (int, float, bool, type(None))
+_PLAIN = (int, float, bool, Path, type(None))
 
 
 class _Other:
@@ -216,14 +224,18 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_others_as_numbers(cls, table: object) -> object:
-        """Refuse text for numbers and booleans, and booleans for numbers."""
+        """Refuse text for numbers and booleans, booleans for numbers, and empty paths."""
         if not isinstance(table, dict):
             return table
         kinds = {name: _plain_kinds(field.annotation) for name, field in cls.model_fields.items()}
+
+        def is_other(kinds: tuple[object, ...], each: object) -> bool:
+            if Path in kinds:
+                return each == ""
+            return isinstance(each, str) or (isinstance(each, bool) and bool not in kinds)
+
         return {
-            name: _Other(each)
-            if kinds.get(name) and (isinstance(each, str) or (isinstance(each, bool) and bool not in kinds[name]))
-            else each
+            name: _Other(each) if kinds.get(name) and is_other(kinds[name], each) else each
             for name, each in table.items()
         }
 

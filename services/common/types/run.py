@@ -385,3 +385,11 @@ def steps_wanted(facts: Mapping[str, str]) -> int:
     """Steps that the run will take; 0 if not stated."""
     text = facts.get(STEPS_WANTED, "")
     return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0
+
+
+def step_words(step: int, wanted: int) -> str:
+    """A step and the run's last one, 0 if not stated.
+    A run that is past it has had its max_steps lowered."""
+    if not wanted:
+        return str(step)
+    return f"{step} of {wanted}" if step <= wanted else f"{step} (max_steps is {wanted})"

@@ -14,6 +14,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant, version_words
+from heterorl.common.types.run import step_words
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.checks.verifier import Limits, Verifier
@@ -30,6 +31,7 @@ from heterorl.learner.run.state_directory import (
     note_epoch,
     read_incarnation,
     renew,
+    write_run_file,
 )
 from heterorl.learner.run.training_loop import Outcome, TrainingLoop
 from heterorl.learner.sample_notes import NoteReader, SampleNotes
@@ -159,7 +161,6 @@ class TrainingRun:
                 )
                 # Before its first version: a later start must know these as its own.
                 await in_thread(note_epoch, self.config.state_dir, grant.epoch)
-                await describe_run(self.api, self.config, epoch=grant.epoch, backoff=self.backoff())
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:
@@ -203,6 +204,10 @@ class TrainingRun:
                 # A restart, variant or order that needs one more version.
                 _LOG.warning("no further version is published: %s", error)
                 return
+            if outcome is None:
+                # A start that is refused before has changed nothing.
+                await in_thread(write_run_file, self.config)
+                await describe_run(self.api, self.config, epoch=grant.epoch, backoff=self.backoff())
             # A new inbox is empty: groups of the last loop return to the queue when the stream opens.
             self._loop = loop = TrainingLoop(
                 config=self.config,
@@ -232,7 +237,7 @@ class TrainingRun:
         except RunFinished as error:
             _LOG.warning("no further version is published: %s", error)
         self._note(term.publisher, loop)
-        reason = f"step {loop.step} of {self.config.max_steps} is reached"
+        reason = f"step {step_words(loop.step, self.config.max_steps)} is reached"
         _LOG.info("the learner drains the run: %s", reason)
         await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 

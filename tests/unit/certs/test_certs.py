@@ -169,6 +169,13 @@ def test_mistakes_are_named(tmp_path, issued, arguments, message):
     assert message in str(result.exception)
 
 
+def test_certificate_that_no_other_machine_can_dial_says_so(tmp_path, issued):
+    shutil.copytree(issued / "ca", tmp_path / "ca")
+    for options, is_alone in ((["issue", "coordinator", "a"], True), (["issue", "relay", "b", "--host", "b.x"], False)):
+        output = invoke(*options, "--dir", str(tmp_path / "ca")).output
+        assert ("# only this machine can dial it; heterorl certs renew" in output) == is_alone
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "key"
     book.write_file(path, b"old", mode=book.SECRET)

@@ -141,6 +141,7 @@ def test_every_command_explains_itself(command):
 
     assert result.exit_code == 0
     assert len(result.output.splitlines()) > 5
+    assert invoke(command, "-h").output == result.output
 
 
 @pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
@@ -229,6 +230,13 @@ def test_odd_characters_of_a_path_are_read_back_from_overrides_and_printed_table
     assert invoke("certs", "init", "r", *base).exit_code == 0
     printed = invoke("certs", "issue", "relay", "eu", *base).output.rpartition("  tls.ca")
     assert tomllib.loads("".join(printed[1:]))["tls"]["revoked"] == str(tmp_path / name / "relay-eu" / "revoked")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "--config: is not set"), (["--set", "colour=1"], "--config: no service has its keys")]
+)
+def test_doctor_examines_no_node_that_nobody_named(arguments, words):
+    assert f"{words} (pass the node's file, or --role for the defaults)" in str(invoke("doctor", *arguments).exception)
 
 
 def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
@@ -479,6 +487,9 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert "held-out reward 0.250" in console.export_text()
     console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"}), width=120))
     assert f"{REPORT.step} of 77: reward" in console.export_text()
+    past = dataclasses.replace(known, last_report=dataclasses.replace(REPORT, step=857), facts={"steps wanted": "800"})
+    console.print(*status_tables(past, width=120))
+    assert "857 (max_steps is 800): reward" in console.export_text()
 
 
 @pytest.mark.parametrize(

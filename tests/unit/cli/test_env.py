@@ -126,7 +126,7 @@ def test_a_line_of_json_calls_a_tool(config, form):
 
     assert "tool add(a, b): Add two numbers.\n" in result.output
     assert "tool add\n  5\n" in result.output
-    assert "reward 1 = " in result.output
+    assert result.output.endswith("(eos)\nreward 1\n")
 
 
 @pytest.mark.process

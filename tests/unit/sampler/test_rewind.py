@@ -50,11 +50,14 @@ def test_what_is_left_is_said_before_and_holds_for_every_variant(tmp_path):
     write(tmp_path / "versions.jsonl", [3, 7])
     write(tmp_path / "versions.int8.jsonl", [6, 8])
     write(tmp_path / "versions.old.jsonl", [2])
+    unsigned = (tmp_path / "versions.jsonl").read_text().replace("ed25519:aa", "unsigned")
+    (tmp_path / "versions.jsonl").write_text(unsigned)
 
     found = rewind.differences(tmp_path, run="run", to_version=5)
     assert len(found) == 2
     assert "versions.int8.jsonl: version 8, state aaaaaaaaaaaa, signed by ed25519:aa, was seen here" in found[0]
     assert found[0].endswith("the run goes back to version 5; any first version is taken")
+    assert "state aaaaaaaaaaaa, no signature checked, was seen here" in found[1]
     assert found[1].endswith("what follows must descend from version 3")
 
     rewind.agree(tmp_path, run="run", to_version=5)

@@ -37,6 +37,29 @@ def test_other_values_are_quoted():
     assert "'ten'" in problem({"max_versions": "ten"})
 
 
+@pytest.mark.parametrize(
+    ("schema", "table", "words"),
+    [
+        (
+            SamplerConfig,
+            {"delay": {"seconds": 5}},
+            "delay.kind: is not set, and other keys depend on it; one of none, ",
+        ),
+        (
+            SamplerConfig,
+            {"task": {"rewards": [{"weight": 1}]}},
+            "task.rewards[0].kind: is not set, and other keys depend",
+        ),
+        (SamplerConfig, {"delay": "none"}, "delay: must be a table, is 'none'"),
+        (SamplerConfig, {"variant": "fp8"}, "variant: 'fp8' is none of empty, int8, fp8_e4m3"),
+        (SamplerConfig, {"state_dir": ""}, "state_dir: must be a path, is empty; remove the key for its default"),
+        (CoordinatorConfig, {"backup_dir": ""}, "backup_dir: must be a path, is empty; remove the key for its default"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_the_file(schema, table, words):
+    assert problem(table, schema).startswith(words)
+
+
 def test_source_of_a_key_below_a_table_that_was_set_and_every_empty_table_is_shown(tmp_path):
     path = tmp_path / "sampler.toml"
     path.write_text("[sampling]\ntop_p = 0.9\n[tls]\ninsecure = true\n")

@@ -3,7 +3,15 @@
 import pytest
 
 from heterorl.common.errors import InvalidRequest, StaleEpoch
-from heterorl.common.types.run import changed_facts, changed_steps, facts_of, parse_facts, steps_wanted, with_changes
+from heterorl.common.types.run import (
+    changed_facts,
+    changed_steps,
+    facts_of,
+    parse_facts,
+    step_words,
+    steps_wanted,
+    with_changes,
+)
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.run.state_directory import describe_run, write_run_file
 from tests.support.secure_run import SecureRun
@@ -24,6 +32,8 @@ def test_facts_are_what_people_ask_for_and_are_taken_as_they_are():
     assert parse_facts(facts) == facts
     assert steps_wanted(facts) == 12
     assert facts_of({}) == {}
+    assert [step_words(step, 12) for step in (11, 12, 13)] == ["11 of 12", "12 of 12", "13 (max_steps is 12)"]
+    assert step_words(13, 0) == "13"
     assert steps_wanted({"steps wanted": "-1"}) == steps_wanted({}) == 0
     # Another configuration is another digest.
     assert facts_of(run_of(max_steps=13))["configuration"] != facts["configuration"]

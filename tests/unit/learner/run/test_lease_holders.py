@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, LeaseHeld
-from heterorl.learner.run.state_directory import read_incarnation
+from heterorl.common.types.run import changed_steps
+from heterorl.learner.run.state_directory import RUN_FILE, read_incarnation
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -121,11 +122,17 @@ async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path):
         await learn(_copy(tmp_path, max_steps=4), coordinator, backend)
 
     assert "version 3, step 3" in str(refused.value)
-    assert (await coordinator.get_status()).learner == "", "the next learner need not wait for this one"
+    refused_status = await coordinator.get_status()
+    assert refused_status.learner == "", "the next learner need not wait for this one"
+    # It began nothing, so no configuration has changed.
+    assert changed_steps(refused_status.facts) == ()
+    assert not (_copy(tmp_path).state_dir / RUN_FILE).exists()
     # Whoever says so may.
     config = _copy(tmp_path, max_steps=4, adopt_without_optimizer=True)
     result, _ = await asyncio.gather(learn(config, coordinator), fill(coordinator, 2, incarnation="later"))
     assert (result.step, result.version) == (4, 4)
+    assert changed_steps((await coordinator.get_status()).facts) == (3,)
+    assert (_copy(tmp_path).state_dir / RUN_FILE).exists()
 
 
 async def test_first_learner_that_returns_abandons_no_version_of_the_second(coordinator, tmp_path, caplog):

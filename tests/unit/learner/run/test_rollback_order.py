@@ -294,7 +294,9 @@ async def test_order_that_cannot_be_carried_out_is_said_and_training_goes_on(cor
     assert (await core.get_status()).is_rollback_refused
     assert not await core.database.run(needed)
     log = await core.database.run(audit.read)
-    assert log[-1].detail == "the learner cannot go back to version 1: its log says why"
+    # The start has begun once its order is decided.
+    assert [row.kind for row in log[-2:]] == ["rollback_order", "configuration"]
+    assert log[-2].detail == "the learner cannot go back to version 1: its log says why"
 
 
 async def test_order_that_cannot_be_carried_out_leaves_masters_without_open_steps(core, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier, Process, Watch
 from heterorl.learner import learner_app
-from heterorl.learner.run.state_directory import RUN_FILE, hold_directory
+from heterorl.learner.run.state_directory import RUN_FILE, hold_directory, write_run_file
 from heterorl.learner.run.training_run import TrainingRun
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config
@@ -39,6 +39,7 @@ async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkey
     config = learner_config(tmp_path).model_copy(update={"tls": PLAINTEXT, "coordinator": "127.0.0.1:1"})
 
     await _start(config, monkeypatch)
+    write_run_file(config)
     first = (config.state_dir / RUN_FILE).read_bytes()
     assert b"heterorl_version" in first
 

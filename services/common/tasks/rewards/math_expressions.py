@@ -9,7 +9,7 @@ around mathematics are set apart; other words make a text unreadable.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
@@ -99,8 +99,12 @@ _TURNS = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)\b")
 _ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm|textrm)\s*\{(?:st|nd|rd|th)\}\s*\}\s*$")
 
 
-class Text(NamedTuple):
-    """An answer in words, compared without case and blanks."""
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An answer in words, compared without case and blanks.
+
+    No tuple: sympy runs texts of a tuple as Python when it compares one with a number.
+    """
 
     words: str
 
@@ -119,7 +123,8 @@ class Measured(NamedTuple):
     unit: Unit
 
 
-class Clock(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Clock:
     """A time of day, or a ratio such as 3:20."""
 
     hour: int

@@ -242,3 +242,10 @@ def test_a_completion_says_its_answer_in_a_box_or_in_words(answer, completion, r
 def test_an_answer_of_words_is_no_product_of_letters():
     assert answer_of_row("Yes") == [Text("yes")] == answer_of_row(r"\text{Yes}")
     assert answer_of_row("ab") != Text("ab")
+
+
+@pytest.mark.parametrize("answer", ["12", r"\frac12", "(1,2)", "B", "(B) 12", "5 cm", "2:30 PM"])
+@pytest.mark.parametrize("words", ["exec('raise SystemExit')", "E. coli", "(B) exec('raise SystemExit')"])
+def test_words_of_a_completion_never_run_as_code(answer, words):
+    for completion in (f"\\boxed{{{words}}}", f"<answer>{words}</answer>", f"The answer is {words}"):
+        assert is_right(answer_of_row(answer), completion) is (words[:3] == "(B)" and "B" in answer)

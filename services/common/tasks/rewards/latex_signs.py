@@ -1,4 +1,4 @@
-"""Unicode signs of mathematics as LaTeX."""
+"""Signs of mathematics, in Unicode or in words, as LaTeX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,26 @@ _RAISED = str.maketrans(
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207a\u207f]+")
 _LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
 _LOWERED_RUN = re.compile("[\u2080-\u2089]+")
+# Behind a value or a name, minus is a difference.
+_NEGATIVE = re.compile(
+    r"(?im)(?P<before>(?:^|[=:(\[{#>]|\b(?:is|are|was|be|equals?|to|gets?|gives?|answer)\b)[\s*$]{0,4})?"
+    r"(?P<text>\\text\w{0,2}\{\s*)?\b(?(before)(?:negative|minus)|negative)(?(text)\s*\}\s*|\s+)"
+    r"(?P<open>\*{0,3}(?:\$(?=[^$\n]{1,100}\$(?!\d))|\\\()?)(?=\\?[$\u20ac\u00a3]?\.?\d|\\[dt]?frac)"
+)
+_COUNT = (
+    r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[mb]illion)"
+)
+_COUNTED = re.compile(
+    rf"(?i)(?P<text>\\text\w{{0,2}}\{{\s*)?\b{_COUNT}(?:(?:\s+and\s+|[\s-]){_COUNT}){{0,9}}(?(text)\s*\}}|)"
+    r"\s*\(\s*(-?\d[\d,.]*)\s*\)"
+)
 _ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
+
+
+def words_as_signs(text: str) -> str:
+    """Words such as minus as signs; `five (5)` as 5."""
+    return _NEGATIVE.sub(r"\g<before>\g<open>-", _COUNTED.sub(r"\2", text))
 
 
 def signs_as_latex(text: str) -> str:

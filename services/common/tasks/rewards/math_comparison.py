@@ -19,10 +19,11 @@ import sympy
 from math_verify import parse, verify
 from math_verify.grader import get_pct_val
 
-from heterorl.common.tasks.rewards.latex_signs import signs_as_latex
+from heterorl.common.tasks.rewards.latex_signs import signs_as_latex, words_as_signs
 from heterorl.common.tasks.rewards.math_expressions import (
     COMMAND,
     FUNCTIONS,
+    SCALES,
     Clock,
     Measured,
     Option,
@@ -38,15 +39,21 @@ MAX_BARE = 200
 """Most characters of a completion that is read as one value."""
 MAX_WORDED = 1000
 """The same, where the row's answer is words."""
+MAX_AROUND = 4
+"""Most words of a bound or a multiple that is a whole completion."""
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
-    r"(?i)(?:twice|half|double|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b"
+    r"(?i)(?!.*\d\s*=)(?:twice|half|double|triple|(?:an?|one|two|three|four|five)[\s-](?:third|quarter|fourth|fifth|sixth|eighth|tenth)s?"
+    r"\s+of|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b"
+    r"|(?:over|under|above|below|up\s+to|no\s+(?:more|less|fewer)\s+than)\s+[$\\(]*\d"
     r"|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
-    r"|[$\\(]*[\d.,]+[)$\\]*\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
-    r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b)"
+    r"|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
+    r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b))"
 )
+_IT_IS = re.compile(r"(?i)^(?:(?:so|thus|hence|therefore),?\s+)?(?:it|x|that|this)(?:['\u2019]s|\s+(?:is|=))\s+")
 _WORD = re.compile(r"\w+")
+_DIGITS = re.compile(r"\d[\d.,]*")
 _VERDICT = re.compile(
     r"(?is)\A\W*((?:yes|true)(?=\**[,.;:!](?!.*(?:\b(?:no|not|false)\b|n['\u2019]t)))"
     r"|(?:no|false)(?=\**[,.;:!](?!.*\b(?:yes|true)\b)))"
@@ -86,7 +93,7 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
 
 def answer_of_row(text: str) -> list[Any]:
     """Meanings of a row's answer, expressions or Text; empty where unreadable."""
-    text = text.rpartition(_HASHES)[2]
+    text = words_as_signs(text.rpartition(_HASHES)[2])
     box = boxed(text)
     text = text if box is None else box[0]
     found = readings(text)
@@ -151,7 +158,9 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     if wants_text and not stated.texts:
         texts = (*texts, *_VERDICT.findall(completion))
     found: list[Any] = []
-    if stated.texts and not (stated.is_marked or wants_text) and _CHANGED.match(stated.texts[-1].strip()):
+    whole = _IT_IS.sub("", (stated.texts or (stated.prose,))[-1].strip(" .*"))
+    is_said = bool(stated.texts) and not stated.is_marked
+    if not (wants_text or is_box) and (is_said or _is_one_value(whole)) and _CHANGED.match(whole):
         return []
     for one in texts:
         plain = _TAGS.sub("", one).strip().rstrip(".").strip('*`_"\u201c\u201d').strip()
@@ -173,10 +182,18 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     return [one for one in parse(signs_as_latex(stated.prose), parsing_timeout=None) if not isinstance(one, str)]
 
 
+def _is_one_value(text: str) -> bool:
+    """Whether a text is one number with few words: 12 or more."""
+    return len(text.split()) <= MAX_AROUND and len(_DIGITS.findall(text)) == 1
+
+
 def _is_bare(completion: str) -> bool:
     """Whether a completion is only a value: (3,4) or 5 km."""
     words = _SHORT_WORD.findall(COMMAND.sub(" ", completion).lower())
-    return all(word in FUNCTIONS | {"am", "pm", "per", "sq", "square", "cubic"} or any(unit_of(word)) for word in words)
+    return all(
+        word in FUNCTIONS | {"am", "pm", "per", "sq", "square", "cubic", *SCALES} or any(unit_of(word))
+        for word in words
+    )
 
 
 def _is_equal(answer: Any, given: Any) -> bool:

@@ -18,7 +18,7 @@ from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
 from heterorl.common.tasks.rewards.latex_signs import signs_as_latex
-from heterorl.common.tasks.rewards.stated_answers import boxed
+from heterorl.common.tasks.rewards.stated_answers import CLAUSE_END, boxed
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_WORDS = 6
@@ -32,7 +32,7 @@ _COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?!,?\d)")
 _BRACKETED = re.compile(r"[(\[{|]")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _MIXED = re.compile(r"(?<![\w.}/^])(\d+)(?:\s+|\s*\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\w./])")
-_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?!\d)")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*(?:\{(\d{1,99})\}|(\d))(?!\d)")
 _SPACE = r"\\[ ,;:!]|~"
 ENDED = re.compile(rf"(?:{_SPACE}|[\s.;,]|\\$)+$")
 _BEGUN = re.compile(rf"^(?:{_SPACE}|\s|=|\\approx\b|\\therefore\b|\\text\s*\{{[^{{}}]*:\s*\}})+")
@@ -43,7 +43,6 @@ _UPRIGHT = re.compile(r"\\(?:mathrm|rm)\s*\{\s*([ei])\s*\}|(?<=.)\\text\s*\{\s*(
 _NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc))\s*\}")
 _JOINED = re.compile(r"\\text\s*\{\s*(and|or)\s*\}")
 _EITHER_SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
-_LETTERS = re.compile(r"[(\[]?[A-J](?:\s*(?:,|\band\b|,\s*and\b)\s*[A-J])+[)\]]?")
 _ASCENDING = re.compile("A?B?C?D?E?F?G?H?I?J?")
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|textnormal|textsf|operatorname)\s*\{([^{}]*)\}"
@@ -59,7 +58,7 @@ _OPTION_NAMED = re.compile(
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
-_NOT_WORDS = re.compile(r"\d|(?i:\b(?:hundred|thousand|[mbtr]+illion)\b)")
+_NOT_WORDS = re.compile(r"\d|(?i:\b(?:hundred|thousand|[mbtr]+illion)s?\b)")
 _UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d\.\d+\.\d")
 _RAISED_BY = re.compile(r"(?:\*\*|\^)\s*(?:\((-?[^()]*)\)|(-?\d+(?:\.\d+)?))")
 _PHRASE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
@@ -69,9 +68,16 @@ FUNCTIONS = frozenset([
     "infinity", "and", "arcsin", "arccos", "arctan", "det", "percent", "percentage", "pct", "degree",
     "degrees",
 ])  # fmt: skip
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(_SCALES) + r")\b", re.IGNORECASE)
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(SCALES) + r")s?\b", re.IGNORECASE)
 GAP = r"(?:\s|\\[ ,;:!]|~)*"
+_AND = r"(?:,\s*and\b|,|;|\\?&|\b(?:and|plus)(?:\s+also)?\b|\bas\s+well\s+as\b)"
+_LETTERS = re.compile(rf"[(\[]*[A-J](?:(?:[.)\]]{{0,2}}{GAP}{_AND}|\){GAP}(?=\()){GAP}[(\[]?[A-J]\b)+[)\].]*")
+_LISTED = re.compile(
+    rf"\(?[A-J][).:](?:(?:\s|\\ )+(?!(?:both|all|none|neither|either|only)\b)[^()\n]{{0,80}}?)?\s*(?:{_AND}|\bor\b)\s+"
+    r"\(?[A-J]\)"
+)
+"""Two options with their values, such as (A) 3 and (B) 4."""
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?|(?<=m)[23])?"
 _UNIT = re.compile(
     rf"(?:(?<=[\d}})%])|(?<=\\pi)){GAP}"
@@ -190,7 +196,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     text = _REPEATING.sub(_repeated, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = _SCALED.sub(lambda scale: f" \\times 10^{{{_SCALES[scale[1].lower()]}}}", text)
+    text = _SCALED.sub(lambda scale: f" \\times 10^{{{SCALES[scale[1].lower()]}}}", text)
     text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
     text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("\\bigcup", "\\cup")
@@ -271,8 +277,11 @@ def readings(text: str) -> list[Any]:
     """Meanings of a stated answer; option and value count apart and together."""
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
-        inner = _OPTION_NAMED.sub("", plain)
-    option = _OPTION_AND_VALUE.fullmatch(inner)
+        inner = plain = _OPTION_NAMED.sub("", plain)
+    is_list = _LETTERS.fullmatch(plain) is not None
+    if not is_list and _LISTED.match(own := CLAUSE_END.split(plain, maxsplit=1)[0]):
+        return [Option(Text(own), None)]
+    option = None if is_list else _OPTION_AND_VALUE.fullmatch(inner)
     if option is None:
         found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
     else:

@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 
+from heterorl.common.tasks.rewards.latex_signs import words_as_signs
+
+# Without long runs of blanks the searches below stay linear.
+_BLANKS = re.compile(r"[^\S\n]{2,}")
+_EMPTY_LINES = re.compile(r"\n(?: ?\n)+")
 _NUMBER = (
     r"[-+\u2212]?(?:\\?[$\u20ac\u00a3])?(?<!\d)(?:\d++(?:,\d{3})*+(?:\.\d++)?|\.\d++)"
     r"(?:/\d++)?(?:\s?\\?%)?(?![\w/^])"
@@ -39,20 +44,34 @@ _DENIED = re.compile(
 )
 _REFUTED = re.compile(
     rf"(?i){_VALUE}\s(?:(?:is|was)(?:\snot|n['\u2019]t)(?:\s(?:the|a|our|correct|right|final))*"
-    r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b|\((?:wrong|incorrect)\))"
-    rf"|{_VALUE}[?.,;\u2026]*\s\(?(?:no|wait|sorry|scratch\sthat|i\smean|actually)\b(?:[,.]?\s(?:no|wait|actually)\b)?"
-    rf"[,.:]*\s(?={_VALUE})",
+    r"\s(?:answer|solution|correct|right|valid)\b|(?:is|was)\s(?:wrong|incorrect|invalid)\b|\((?:wrong|incorrect)\))",
     re.DOTALL,
 )
+_CUE = (
+    r"(?:no|wait|sorry|oops|actually|correction|scratch\sthat|i\smean(?:t|\sto\ssay)?|or\srather|my\smistake"
+    r"|(?:that|this|it)(?:['\u2019]s|\s(?:is|was))\s(?:wrong|incorrect|not\s(?:right|correct)))\b"
+)
+_IT = (
+    r"(?P<it>(?:it|that|this|x|the\s(?:result|value|total|number))"
+    r"(?:['\u2019]s|\s(?:is|was|=|(?:should|must)\sbe))\s(?:actually\s|really\s)?)?"
+)
+_NAME = r"(?-i:[A-J]|[A-Z]\w{2,20}(?:\s[A-Z]\w{0,20}){0,2})"
+_GOES_ON = (
+    r"\s*(?:[*/+<>=-]|(?:is|are|was|were)\b(?!\s(?:the|correct|right)\b)|(?:plus|minus|times|more|less)\b"
+    r"|,\s*(?:and\s)?(?:\d|(?-i:\(?[A-J]\b)))"
+)
+_CORRECTED = re.compile(
+    rf"(?i)(?:(?P<value>{_VALUE})(?:\s[a-z]{{2,20}}){{0,2}}?|\*{{0,2}}\b{_NAME}\**)[?.,;!\u2026]*\s{{1,3}}(?:[\u2013\u2014-]+\s)?\(?"
+    rf"{_CUE}(?:[\s.,:;!\u2013\u2014-]+{_CUE}){{0,3}}[\s.,:;!\u2026\u2013\u2014-]*\s{_IT}"
+    rf"(?(value)(?={_VALUE}(?!{_GOES_ON})(?(it)|(?:\s[a-z]+){{0,2}}\s*(?:[.,;:!?)]|$)))"
+    rf"|(?<!\n)(?=\*{{0,2}}{_NAME}\**(?!{_GOES_ON})\s*(?:[.;!)]|$)))",
+    re.DOTALL | re.MULTILINE,
+)
+"""A value, or a name, that another of its kind replaces."""
 _MAYBE = r"(?:maybe|possibly|perhaps|(?:(?:but|though|although)\s(?:it\s)?)?(?:could|might|may)(?:\salso)?\sbe)"
 _HEDGED = re.compile(
     rf"(?i)\s\((?:or\s(?:{_MAYBE}\s)?|{_MAYBE}\s)(?P<inner>(?:\\?\([^()\n]{{1,60}}\)|[^()\n]){{1,80}})\)"
     rf"|(?:,?\s(?:or|but|though|although)|,)\s(?:it\s)?{_MAYBE}\s"
-)
-_CHOICES = re.compile(
-    r"(?:\((?P<first>[A-J])\)(?:(?P<and>\**\s*(?:,|,?\s*and|&)\s)|[^.;\n(]{0,60}?)|\b(?P<bare>[A-J])[.)]?\**)"
-    r"(?(and)|\s*,?\s*(?i:\bor|/))\s*(?i:option\s)?\**"
-    r"(?:\((?P<second>[A-J])\)(?(and)|(?:[^.;}\n]|\.(?=\d)){0,60})|(?P<last>[A-J])(?=[\s*)]*(?:[.,;}\n]|$)))"
 )
 _OR = r"\s*,?\s*\bor\b(?:\s(?:even|else))?\s+(?:[a-z]\s*=\s*)?"
 _ALTERNATIVES = re.compile(
@@ -78,7 +97,7 @@ _SAID = re.compile(
     r"(?=(?P<said>[^\n]+))"
 )
 _JUDGED = re.compile(
-    r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above|in (?:its )?(?:simplest|lowest))\b"
+    r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above(?!\s+[$\d])|in (?:its )?(?:simplest|lowest))\b"
 )
 _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
@@ -86,8 +105,15 @@ _HEAD = re.compile(
     r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|so|exactly|simply|just|either|both|definitely"
     r"|probably|possibly|maybe|perhaps|indeed)\b)+"
 )
-_CLAUSE_END = re.compile(
-    r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,})|\s+\(|\s+(?:because|since|as|which|so|where|when|for)\b"
+_OTHERS = (
+    r"(?:[,;]\s+(?:and\s+|but\s+)?|\s+and\s+(?=\())(?=\(?[A-J]\b\)?(?:(?:,|,?\s+and|,?\s+or)\s+\(?[A-J]\b\)?){0,9}"
+    r"\s+(?!(?:is|are)\s+(?:also|both|the|correct|right|true)\b)(?:is|are|was|were|has|have|does|do|did|can|cannot|could|would|seems?|gives?|fails?"
+    r"|[a-z]+n['\u2019]t)\b)"
+)
+"""A clause about other options, such as `, (B) is wrong`."""
+CLAUSE_END = re.compile(
+    r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,}|I\s)|(?<!\s)(?<!\band)(?<!\bor)(?<!\bplus)(?<!\bas)(?<!\balso)(?<![,;&/])\s+\("
+    rf"|\s+(?:because|since|(?<!well\s)as(?!\s+well\b)|which|so|where|when|while|for)\b|{_OTHERS}"
 )
 MAX_APART = 70
 """Most characters between boxes of one answer."""
@@ -109,8 +135,9 @@ class Statement(NamedTuple):
 def statement_of(completion: str) -> Statement:
     """The last answer that a completion states."""
     tagged = _TAGGED.findall(completion)
-    text = _HEDGED.sub(lambda hedged: f" or {hedged['inner'] or ''}", tagged[-1] if tagged else completion)
-    text = _CHOICES.sub(_letters, text)
+    text = _EMPTY_LINES.sub("\n\n", _BLANKS.sub(" ", tagged[-1] if tagged else completion))
+    text = _CORRECTED.sub("", words_as_signs(text))
+    text = _HEDGED.sub(lambda hedged: f" or {hedged['inner'] or ''}", text)
     text = _DENIED.sub(_without, _REFUTED.sub(" ", text))
     if (marked := boxed(text)) is not None:
         return Statement(texts=marked, is_marked=True, prose="")
@@ -137,7 +164,7 @@ def _said_in(completion: str) -> Statement:
     bare = sentence[head.end() :] if (head := _HEAD.match(sentence)) else sentence
     # A statement ends all that stands before it; a mere mention does not.
     prose = completion[last.start() :] if _says(last) else completion
-    return Statement(texts=(said, sentence, bare, _CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
+    return Statement(texts=(said, sentence, bare, CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
 
 
 def boxed(text: str) -> tuple[str, ...] | None:
@@ -175,11 +202,6 @@ def _says(said: re.Match[str]) -> bool:
 def _without(denied: re.Match[str]) -> str:
     # A statement stays one, though without a value.
     return "\u662f" if denied["cjk"] and not denied["aside"] else " is " if denied["verb"] else " "
-
-
-def _letters(choices: re.Match[str]) -> str:
-    first, second = choices["first"] or choices["bare"], choices["second"] or choices["last"]
-    return choices[0] if first == second else f"{first}{',' if choices['and'] else ' or'} {second}"
 
 
 def _as_formula(found: re.Match[str]) -> str:

@@ -62,6 +62,9 @@ for _name, _spellings in _TABLE.items():
     for _spelling in _spellings.split():
         _NAMES.setdefault(_spelling, set()).add(_name)
 
+_COSTS = {"dollar", "cent", "euro", "sterling", "yen", "yuan", "rupee", "percent"}
+_UNKNOWN = "?"
+_DAYS = {"day", "week", "month", "year", _UNKNOWN}
 _OVER = re.compile(r"\s*(?:/|\b(?:per|an?)\b)\s*")
 _ONE = re.compile(
     r"(?:(?P<before>square|sq|cubic|cu)\b\.?[\s-]*|(?P<cjk>\u5e73\u65b9|\u7acb\u65b9))?"
@@ -78,8 +81,15 @@ class Unit(NamedTuple):
     under: frozenset[str] = frozenset()
 
     def differs_from(self, other: Unit) -> bool:
-        """Whether both name known units that cannot be one."""
-        return any(one and two and not one & two for one, two in zip(self, other, strict=True))
+        """Whether both name known units that cannot be one.
+
+        `5 km` is not `5 km/h`, but a question may state the rest of `$5 per hour` or `5 km a day`.
+        """
+        pairs = zip(self, other, strict=True)
+        if any(one and two and not one & two and _UNKNOWN not in one | two for one, two in pairs):
+            return True
+        shared, lower = self.over & other.over, self.under | other.under
+        return bool(shared and lower - _DAYS and not shared & _COSTS) and not (self.under and other.under)
 
 
 PERCENT = Unit(over=frozenset({"percent"}))
@@ -89,7 +99,8 @@ def unit_of(words: str) -> Unit:
     """The unit that words or a sign behind a number name."""
     words = _SCALE.sub("", " ".join(words.lower().split()))
     over, under = (*_OVER.split(_WHOLE.get(words, words), maxsplit=1), "")[:2]
-    return Unit(over=_names_of(over), under=_names_of(under))
+    known = _names_of(over)
+    return Unit(over=known, under=_names_of(under) or frozenset({_UNKNOWN} if known and under else ()))
 
 
 def _names_of(words: str) -> frozenset[str]:

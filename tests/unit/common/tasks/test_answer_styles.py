@@ -72,7 +72,46 @@ STYLES = [
     ("Both A and B", ["The answer is both A and B."], ["The answer is A.", box("A and B")]),
     ("A, C", ["The answer is (A) and (C).", "The answer is (A), (C)."], ["The answer is (A) or (C).", "The answer is (A), (B)."]),
     ("B", ["The answer is (B) because (A), (C) and (D) are wrong.", "The answer is (B) since (A) or (C) is too large."], ["The answer is (B) and (C).", "The answer is (B), (C)."]),
+    ("A", [
+        "The answer is (A), (B) is wrong.", "The answer is A, B and C are wrong.", "The answer is (A); (C) isn't possible.",
+        "The answer is (A), while (B) is wrong.", "The answer is A, I think.", "The answer is (A) (see above).",
+    ], ["The answer is (A), (B) is also correct.", "The answer is (A) and also (B)."]),
+    ("D", ["The answer is (D) Both (A) and (B).", box(r"\text{(D) Both A and B}"), "The answer is (D) none of (A), (B)."], []),
+    *((one, [box("C"), "The answer is (C) since (D) is too small."], [
+        box("(C) and (D)"), box(r"\textbf{(C)} and \textbf{(D)}"), box(r"(C) \& (D)"), box("(C) 12 and (D) 13"), box("C. and D."),
+        box("(C) cats or (D) dogs"), "The answer is (C) as well as (D).", "The answer is (C) cats and (D) dogs.",
+        "(C) and (D) are correct.", box(r"(C)\ 12 \text{ or } (D)\ 13"),
+    ]) for one in ("C", "(C) 12")),
+    ("A, B, D", ["The answer is (A), (B), and (D).", box(r"(A), (B)\text{ and }(D)")], ["The answer is (A), (B)."]),
     # Corrections, and bounds.
+    *(("13", [f"The answer is 12{text}" for text in texts] + ["12. Scratch that: it is 13.", "#### 12\nCorrection: 13"], [])
+      for texts in ([
+        ". Scratch that, it's 13.", " apples. Correction: 13 apples.", ". No wait, it is 13.", ". Actually it should be 13.",
+        ", I mean 13.", ". Sorry, I meant 13.", ". Wait, that's wrong. It's 13.", ". Oops, 13.", " \u2014 no, 13.", ", or rather 13.",
+      ],)),
+    ("12", [
+        "The answer is 12. Actually, 13 is odd.", "The answer is 12. No 13 is possible.", "The answer is 12. Wait, 2, 3 and 4 divide it.",
+        "The answer is 12. No, 2 people cannot share.", "I get 8. No wait, 7. Then 7 + 5 = 12.", "<answer>13. Scratch that: 12</answer>",
+    ], []),
+    ("B", ["The answer is A. No wait, B.", "The answer is (A). Correction: (B).", "The answer is B. Actually, A, C and D are wrong.",
+        "The answer is B. Actually, D, though close, is wrong.", "The answer is B. No.\n\nC. Yes would be wrong.",
+    ], []),
+    ("Mars", ["The answer is Mars. Actually, Venus, Earth and Mercury are closer."], ["The answer is Mars. No, Venus."]),
+    ("Paris", ["The answer is London. Scratch that, it is Paris."], ["The answer is Paris. Sorry, it is London."]),
+    ("-12", [
+        "minus 12", "The answer is minus 12.", "So x is negative $12$.", "<answer>negative 12</answer>", "The answer is negative twelve (-12).",
+    ], ["15 minus 12", "x minus 12 is -3"]),
+    ("3", ["15 minus 12 is 3.", "It is negative 5 plus 8, so 3."], ["minus 3", "The answer is negative 3."]),
+    ("12", [
+        "12 or so", "five (5) or more; the answer is twelve (12)", "She needs at least 12 boxes.", "Half of 24 is 12.", "12 less than 24 is 12",
+        "24 is 50% of 48; half of that is 12", "6 is half of 12.", "Up to symmetry, 12.", "The answer is 12 more.",
+        "12 dozen", "She needs 12 * 12 = 144 eggs, so the answer is 12 dozens.", "The answer is one-third of 36 = 12.",
+        "Is the answer 10? No. Is it 11? No. The answer is 12.",
+    ], [
+        "half of 12", "It is half of 12.", "The answer is a third of 12.", "twice 12", "at least 12", "<answer>at most 12</answer>",
+        "12 or more", "12+", "over 12", "The answer is up to 12.", "no more than 12", "12 thousand",
+    ]),
+    ("12000", ["12 thousand", "The answer is 12 thousand."], []),
     (
         "13",
         ["The answer is 12, no wait, 13.", "The answer is 12? No, 13.", "The answer is 12... actually 13.", "The answer is 12 (wrong), so 13."],

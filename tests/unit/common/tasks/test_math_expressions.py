@@ -76,7 +76,14 @@ PAIRS = [
         ["20", "20 sq cm", "20 cm\u00b2", r"20\text{ square cm}"],
         ["400", "20 m^2", r"20\text{ cm}^3"],
     ),
-    ("15 miles per hour", ["15", "15 mph", r"15\text{ mi/h}", "15 miles"], ["16", "15 km/h", "15 miles per minute"]),
+    ("15 miles per hour", ["15", "15 mph", r"15\text{ mi/h}"], ["16", "15 miles", "15 km/h", "15 miles per minute"]),
+    ("5 km", ["5 km a day", "5 km per trip"], ["5 km/h", r"5\text{ km/h}", "5 kmh", r"5\ \frac{\text{km}}{\text{h}}"]),
+    ("5 dollars", ["$5 per hour"], []),
+    ("5 kg", [], [r"5\text{ kg/m}^3", "5 km"]),
+    ("9.8 m/s^2", ["9.8 m/s/s", "9.8 meters per second per second", "9.8 m/s^2"], ["9.8 m", "9.8 km/s/s"]),
+    ("5 L/min", ["5 liters per one minute"], ["5 L", "5 L/s"]),
+    ("12", [r"\text{twelve } (12)", "12 dozen", r"12\text{ dozen}"], ["12 or more", r"\text{negative } 12"]),
+    ("negative 12", ["-12", r"\text{minus } 12"], ["12"]),
     ("5 minutes", ["5 min", "5 m", r"5\text{ mins}"], ["5 hours", "5 sec"]),
     ("5 pounds", ["5 lbs", "\u00a35"], ["5 kg", r"5\text{ ounces}"]),
     ("30 mL", ["30 cm^3", "30 ml"], ["30 L"]),
@@ -249,3 +256,7 @@ def test_an_answer_of_words_is_no_product_of_letters():
 def test_words_of_a_completion_never_run_as_code(answer, words):
     for completion in (f"\\boxed{{{words}}}", f"<answer>{words}</answer>", f"The answer is {words}"):
         assert is_right(answer_of_row(answer), completion) is (words[:3] == "(B)" and "B" in answer)
+
+
+def test_more_digits_than_python_reads_are_a_wrong_answer():
+    assert not is_right(answer_of_row("12"), "\\boxed{0.\\overline{" + "3" * 5000 + "}}")

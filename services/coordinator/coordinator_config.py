@@ -27,7 +27,7 @@ class BucketConfig(Config):
     region: str = Field(default="us-east-1", pattern=r"^[A-Za-z0-9-]{1,64}$")
     """Region that requests are signed for."""
     credentials_file: Path | None = None
-    """File in the form of ~/.aws/credentials, section `default`, mode 0600."""
+    """Like ~/.aws/credentials, section `default`, mode 0600; read again when changed."""
     cache_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Cache in data_dir; larger than a snapshot with its deltas."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Container
@@ -83,20 +84,32 @@ class CacheDirectory:
 
     def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
         """Reserve room for an arriving payload; False if it cannot fit.
-        Evicts the longest unused, but not arriving ones in `keep`."""
+        Evicts the longest unused, but not arriving ones in `keep`, where limit or disk ask for it."""
         missing = num_bytes - self._arriving.get(digest, 0)
-        if not self._make_room(missing, keep=keep, but=digest):
+        if not self._make_room(missing, keep=keep, but=digest, over=self._over_disk(digest, num_bytes)):
             return False
         self._arriving[digest] = num_bytes
         self._show()
         return True
 
-    def _make_room(self, num_bytes: int, *, keep: Container[Digest], but: Digest | None = None) -> bool:
+    def _over_disk(self, digest: Digest, num_bytes: int) -> int:
+        """Bytes that a payload needs beyond the disk's room."""
+        path = self.incoming / file_name(digest)
+        try:
+            there = path.stat().st_size if path.exists() else 0
+            return num_bytes - there - shutil.disk_usage(self.incoming).free
+        except OSError:
+            # The fetch meets it too, and says it.
+            return 0
+
+    def _make_room(self, num_bytes: int, *, keep: Container[Digest], but: Digest | None = None, over: int = 0) -> bool:
         left = [digest for digest in self._arriving if digest not in keep and digest != but]
         kept = sum(size for digest, size in self._arriving.items() if digest not in left)
-        if kept + num_bytes > self.max_bytes:
+        if kept + num_bytes > self.max_bytes or over > self.num_bytes - kept:
             return False
-        while self.num_bytes + num_bytes > self.max_bytes:
+        # By what the index says: a file that is still read gives its room back later.
+        most = min(self.max_bytes - num_bytes, self.num_bytes - over)
+        while self.num_bytes > most:
             if left:
                 # A partial fetch that no reader waits for.
                 self.discard(left.pop(0))

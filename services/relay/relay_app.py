@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -43,6 +44,8 @@ UNREFUSED_RPCS = 8
 """Calls that gRPC lets in for each place; all but the placed ones are on their way out."""
 BRIEF = RetryPolicy(budget_s=5.0)
 """Samplers ask again themselves; what is kept is to be given before their calls reach their deadlines."""
+ASK_S = 15.0
+"""Limit of one question to a coordinator that does not answer over a sound line, below the samplers' deadlines."""
 
 
 async def main(config: RelayConfig) -> int:
@@ -133,7 +136,10 @@ class RelayServer:
 
 
 class Upstream(CoordinatorClient):
-    """A client that counts what comes over the line."""
+    """A client that counts bytes, and waits less than samplers do."""
+
+    async def _call(self, name: str, message: Any = None, /, **fields: Any) -> Any:
+        return await super()._call(name, message, **{"timeout_s": ASK_S, **fields})
 
     def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
         RELAY_BYTES.labels(FROM_BUCKET if is_direct else FROM_COORDINATOR).inc(len(frame))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -13,10 +14,11 @@ from heterorl.common.pull import fetcher
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc import presigned as reads
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.coordinator.coordinator_config import BucketConfig, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import storage_setup
-from heterorl.coordinator.store.bucket.objects import read_credentials
+from heterorl.coordinator.store.bucket import objects
+from heterorl.coordinator.store.bucket.objects import Objects, read_credentials
 from tests.support.bucket import SECRET
 from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
@@ -407,6 +409,33 @@ def test_credentials_are_refused_without_being_quoted(tmp_path, problem):
     with pytest.raises(ConfigError, match=r"payloads\.credentials_file") as caught:
         read_credentials(path)
     assert SECRET not in str(caught.value)
+
+
+async def test_credentials_that_were_exchanged_are_used_and_unreadable_ones_leave_the_old(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(objects, "CREDENTIALS_KEPT", timedelta(0))
+    path = tmp_path / "credentials"
+
+    def write(key, token):
+        path.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={SECRET}\n{token}\n")
+        path.chmod(0o600)
+
+    async def signed():
+        (url,) = await there.urls(["a" * 64])
+        return url
+
+    write("KEY1", "aws_session_token=one")
+    there = Objects(BucketConfig(bucket="mine", credentials_file=path), run_id="run", on_lost=lambda _: None)
+    assert "Credential=KEY1" in await signed()
+    write("KEY2", "aws_session_token=two")
+    url = await signed()
+    assert "Credential=KEY2" in url
+    assert "Security-Token=two" in url
+    path.chmod(0o640)
+    assert "Credential=KEY2" in await signed()
+    assert "readable by others" in caplog.text
+    assert SECRET not in caplog.text
 
 
 async def test_publication_names_only_what_the_bucket_has(bucket, prefix, run):

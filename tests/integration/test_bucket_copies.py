@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import os
+import sqlite3
 import threading
 
 import pytest
 
-from heterorl.common.errors import Busy
+from heterorl.common.errors import Busy, CorruptStore
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads import garbage_collector
 from heterorl.coordinator.payloads.snapshots import DamagedPayload
 from heterorl.coordinator.store import blobs
@@ -157,6 +159,18 @@ async def test_copy_of_an_upload_makes_room_although_nobody_looked_at_it(opened,
             # The keeper is busy elsewhere.
             await run.publish(snapshot=True)
         assert len(files_of(tmp_path / "data", "blobs")) == 2
+        assert is_counted_right(core, tmp_path / "data")
+
+
+async def test_full_disk_keeps_only_the_copies_that_are_read(opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=3)
+        read_now, *others = sorted(core.context.storage.digests())
+        core.disk.note_refusal()
+        async with core.context.cache.at_hand([read_now]):
+            await core.collector.work()
+            assert [path.name for path in files_of(tmp_path / "data", "blobs")] == [read_now]
+        assert await read(core, others[0]) > 0
         assert is_counted_right(core, tmp_path / "data")
 
 
@@ -348,6 +362,22 @@ async def test_copy_is_replaced_or_right_or_lost(bucket, prefix, opened, tmp_pat
         path.unlink()
         assert await copies.heal(digest) is Repair.LOST
         assert await copies.heal("f" * 64) is Repair.LOST
+
+
+async def test_bucket_that_lost_its_mark_too_costs_the_store_no_payload(bucket, prefix, opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.context.storage.digests()
+        await core.context.cache.make_room(1 << 40)
+        # Whatever is asked for is missing, as in a bucket of the same name elsewhere.
+        bucket.remove(prefix, f"blobs/{digest[:2]}/{digest}")
+        bucket.remove(prefix, "run")
+        with pytest.raises(CorruptStore, match="its mark is gone"):
+            await read(core, digest)
+        # The process ends, and its next start waits for the bucket.
+        await core.on_fatal
+    with contextlib.closing(sqlite3.connect(tmp_path / "data" / STORE_FILE)) as store:
+        assert store.execute("SELECT digest FROM payloads").fetchall() == [(digest,)]
 
 
 async def test_payload_that_came_back_is_not_missing(opened, tmp_path):

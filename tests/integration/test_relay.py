@@ -23,6 +23,7 @@ from heterorl.common.rpc.channel import check_health, stubs_of
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
 from heterorl.common.types.rollout import GroupId
+from heterorl.relay import relay_app
 from heterorl.v1 import run_pb2
 from tests.support.groups import group_to_pb, push_of
 from tests.support.limits import WAIT_S
@@ -132,7 +133,10 @@ async def test_who_is_not_of_the_site_is_refused_by_relay_and_coordinator(run, s
     run.certificates.authority.revoke(str(run.certificates.node("sampler", "eu.1")))
     assert isinstance(await _carried(run, relay, [good]), Unauthenticated)
     run.certificates.authority.revoke(str(run.certificates.node("relay", "eu")))
-    assert isinstance(await _carried(run, relay, [pairs("sampler", "eu.2").cert], site="eu.2"), Unauthenticated)
+    refused = await _carried(run, relay, [pairs("sampler", "eu.2").cert], site="eu.2")
+    assert isinstance(refused, Unauthenticated)
+    assert "the relay of eu" in str(refused)
+    assert refused.is_transient
 
 
 async def test_revocation_that_only_the_relay_knows_ends_what_it_answers_and_what_it_carries(run, site, monkeypatch):
@@ -176,6 +180,21 @@ async def test_revocation_that_only_the_relay_knows_ends_what_it_answers_and_wha
         await push.write(push_of(group_to_pb(groups[1])))
         assert await push.code() is grpc.StatusCode.UNAUTHENTICATED
     assert (await run.operator.get_status()).ledger.acked == 1
+
+
+async def test_plan_that_is_kept_is_given_while_a_coordinator_hangs_over_a_sound_line(run, site, monkeypatch):
+    asked = {"have_version": -1, "have_root": "", "want_version": 0}
+    client = site.client()
+    kept = await client.plan_pull(**asked)
+    site.weights._plans.expire()
+
+    async def hangs(**_asked):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(run.core.policy, "plan_pull", hangs)
+    monkeypatch.setattr(relay_app, "ASK_S", 0.5)
+
+    assert await client.plan_pull(**asked) == kept
 
 
 async def test_eight_pulls_cross_the_line_once(run, site, tmp_path):

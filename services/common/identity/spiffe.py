@@ -102,10 +102,15 @@ def refused(refusal: Refusal) -> Unauthenticated | PermissionDenied:
 
 
 def refused_relay(relay: Identity, refusal: Refusal) -> Unauthenticated:
-    """The error for a node whose relay is refused: the node waits, its own certificate is right."""
+    """The error for a node whose relay is refused.
+
+    It is worth asking again: the node's own certificate is right.
+    """
     IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
     action = "give the relay a new certificate; its samplers keep their work and ask again"
-    return Unauthenticated(f"the relay of {relay.site}: {refusal.message}", action=action, retry_after_s=EXPIRED_RETRY_S)
+    return Unauthenticated(
+        f"the relay of {relay.site}: {refusal.message}", action=action, retry_after_s=EXPIRED_RETRY_S
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,13 +99,14 @@ class GarbageCollector(BackgroundWorker, Stores):
         """Verify, write and delete what is due.
         On a full disk it writes no payload, and deletes all that may go."""
         is_pressed = not self.may_write()
+        if is_pressed:
+            # Merged deltas and copies of a bucket's payloads are caches.
+            leased = self.leases.payloads(self.clock.monotonic())
+            await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
+            await self.cache.make_room(self.config.payloads.cache_bytes)
         for variant in await self.database.run(published_variants.stored):
             while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
                 pass
-        if is_pressed:
-            # Merged deltas are a cache.
-            leased = self.leases.payloads(self.clock.monotonic())
-            await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
         await self.collect(missing_bytes=int(is_pressed))
 
     async def _verify_newest(self, variant: str) -> bool:

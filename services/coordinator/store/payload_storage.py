@@ -70,6 +70,9 @@ class PayloadCache:
         Raises Busy: retry later."""
         yield
 
+    async def make_room(self, missing_bytes: int) -> None:
+        """Delete unused copies of payloads, until so many bytes are free."""
+
     async def heal(self, digest: Digest) -> Repair:  # noqa: ARG002 - there is no other
         """Replace a missing or damaged file. Raises Busy: retry later."""
         return Repair.LOST

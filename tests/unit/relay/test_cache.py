@@ -1,6 +1,8 @@
 """The cache's directory: indexed as it is found, bounded, one process's."""
 
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +81,33 @@ def test_what_goes_on_needs_room_for_what_is_missing(make):
     assert cache.expect(A, 20, keep=())
     assert cache.expect(A, 20, keep=())
     assert cache.num_bytes == 20
+
+
+def test_a_disk_smaller_than_the_bound_makes_room_too(make, tmp_path, monkeypatch):
+    def usage(_directory):
+        return SimpleNamespace(free=25 - sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+
+    def kept():
+        return {path.name for path in (tmp_path / "payloads").iterdir()}
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    cache = make(1 << 30)
+    arrive(cache, A)
+    arrive(cache, B)
+    # What no disk holds costs nothing that is kept.
+    assert not cache.expect(C, 30, keep=())
+    assert kept() == {A, B}
+
+    arrive(cache, C)
+    assert kept() == {B, C}
+
+    assert cache.expect(A, 15, keep=())
+    assert kept() == {C}
+    # A fetch that a full disk broke off has its room reserved already.
+    (cache.incoming / A).write_bytes(bytes(3))
+    (tmp_path / "foreign").write_bytes(bytes(10))
+    assert cache.expect(A, 15, keep=())
+    assert kept() == set()
 
 
 def test_a_smaller_bound_counts_at_once(make):

@@ -156,6 +156,8 @@ class BucketCache(PayloadCache):
                 # Not whether the copy is there: another reader may be replacing it.
                 return Repair.LOST if self._storage.size(digest) is None else Repair.CURED
         except FileNotFoundError:
+            # In another or an emptied bucket all payloads would seem lost.
+            await self._storage.objects.check()
             return Repair.LOST
 
     async def make_room(self, missing_bytes: int) -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import configparser
 import contextlib
+import logging
 import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,10 @@ def _obstore() -> tuple[Any, Any]:
     return obstore, obstore.exceptions
 
 
+_LOG = logging.getLogger(__name__)
 MAX_CREDENTIALS_BYTES = 1 << 16
+CREDENTIALS_KEPT = timedelta(minutes=10)
+"""The library asks again five minutes before the end."""
 
 
 def read_credentials(path: Path) -> dict[str, str]:
@@ -76,7 +80,7 @@ def read_credentials(path: Path) -> dict[str, str]:
         section = parser["default"]
         found = {"access_key_id": section["aws_access_key_id"], "secret_access_key": section["aws_secret_access_key"]}
         if token := section.get("aws_session_token"):
-            found["session_token"] = token
+            found["token"] = token
     except OSError as error:
         action = "check the path, and that the coordinator's user can read the file"
         raise ConfigError(key, f"{path} cannot be read: {error.strerror}", action=action) from None
@@ -84,6 +88,22 @@ def read_credentials(path: Path) -> dict[str, str]:
         problem = f"{path} has no section default with aws_access_key_id and aws_secret_access_key"
         raise ConfigError(key, problem, action="write it as the AWS command line does") from None
     return found
+
+
+class _Credentials:
+    """Credentials of a file, read again: session tokens expire during the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found = read_credentials(path)
+
+    def __call__(self) -> dict[str, Any]:
+        """The library's form of them; called from its threads."""
+        try:
+            self._found = read_credentials(self._path)
+        except ConfigError as error:
+            _LOG.warning("the old credentials of the bucket stay in use: %s", error)
+        return {"token": None, **self._found, "expires_at": datetime.now(UTC) + CREDENTIALS_KEPT}
 
 
 _TAKES = "take a payload"
@@ -114,7 +134,7 @@ class Objects:
             "region": config.region,
             "retry_config": _RETRIES,
             **({"endpoint": config.endpoint} if config.endpoint else {}),
-            **({} if config.credentials_file is None else read_credentials(config.credentials_file)),
+            **({"credential_provider": _Credentials(file)} if (file := config.credentials_file) else {}),
         }
         allow: dict[str, Any] = {"allow_http": config.endpoint.startswith("http://")}
         store = self._library.store.S3Store
@@ -153,7 +173,7 @@ class Objects:
         names = ((key.rpartition("/")[2], num_bytes) for key, num_bytes, _ in await self._listed("blobs"))
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
-    async def _check(self) -> None:
+    async def check(self) -> None:
         """Check that the prefix is still this store's.
         Raises CorruptStore: it is not; the process must end."""
         if await self.owner() != self._owner:
@@ -196,7 +216,7 @@ class Objects:
         await self._delete(_key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
-        await self._check()
+        await self.check()
         with contextlib.suppress(FileNotFoundError):
             async with self._asked("move a payload"):
                 await self._library.rename_async(self._store, _key(digest), f"damaged/{file_name(digest)}")
@@ -268,7 +288,7 @@ class Objects:
         return [(entry["path"], int(entry["size"]), float(entry["last_modified"].timestamp())) for entry in found]
 
     async def _delete(self, *keys: str) -> None:
-        await self._check()
+        await self.check()
         async with self._asked("delete a payload"):
             for key in keys:
                 await self._library.delete_async(self._store, key)

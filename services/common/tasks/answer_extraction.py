@@ -46,8 +46,8 @@ _PYTHON = frozenset({"python", "python3", "py"})
 _RUN = re.compile(r"`{3,}|~{3,}")
 _WORD = re.compile(r"[A-Za-z{][^\s`]*")
 _NAME = re.compile(r"\{?\.?([a-z0-9_+#-]+)(?:[:}].*)?")
-_BEFORE_TILDES = re.compile(r"[\s>]*(?:[-*+]\s+|\d+[.)]\s+)*[\s>]*")
-_QUOTE = re.compile(r"(?:\s{0,3}>\s?)+")
+_BEFORE_TILDES = re.compile(r"[\s>]*+(?:(?:[-*+]|\d++[.)])\s++)*+[\s>]*+")
+_QUOTE = re.compile(r"\A(?:\s{0,3}>\s?)+")
 _BLANKS = " \t\r"
 _BY_WORTH = ((True, True), (False, True), (True, False), (False, False))
 """Closed and named first; a name counts more than an end."""

@@ -173,7 +173,7 @@ class CodeRewardConfig(RewardBase):
     work_bytes: int = Field(default=16 << 20, ge=1 << 16, le=1 << 32)
     """Bytes of files that a test may write, in memory."""
     output_bytes: int = Field(default=1 << 16, ge=1, le=1 << 24)
-    """Bytes that a test may print; more fails it."""
+    """Bytes that a test may print, or twice the wanted output; more fails it."""
     python: str = ""
     """Interpreter of the tests; empty: heterorl's, without its packages."""
     shown: tuple[str, ...] = Field(default=(), max_length=16)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.http_reward import Answer, Server, ServerRefused, deadline_of, read_key
 
 _SCHEMA = """
@@ -178,7 +179,8 @@ def words_of(reply: dict[str, Any]) -> str:
 
 
 def score_of(words: str, *, name: str, pattern: str) -> float:
-    """Score by the last match or JSON object; raises ValueError without one."""
+    """Score by the last match or object behind thoughts; raises ValueError otherwise."""
+    words = answer_of(words)
     if pattern:
         found = re.findall(pattern, words)
         if not found:
@@ -212,4 +214,7 @@ def _last_object(words: str, name: str) -> Any:
             found, last = value[name], end
     if last < 0:
         raise ValueError(f'no JSON object with "{name}"')
+    if re.search(rf"""["']{re.escape(name)}["']\s*:""", words[last:]):
+        # A verdict that is cut or no JSON; the object before it may be an example.
+        raise ValueError(f'the last "{name}" is in no JSON object')
     return found

@@ -88,6 +88,12 @@ def test_a_block_of_tildes_in_a_list_or_in_a_quote_is_read_as_markdown_says(text
     assert python_of(text) == CODE
 
 
+def test_a_quoted_block_loses_only_the_signs_at_the_start_of_a_line():
+    code = "def f(a, b):\n    return a > b\n"
+    assert python_of(f"> ```python\n{code}```\n") == code
+    assert python_of(f"> ```python\n{textwrap.indent(code, '> ')}> ```\n") == code
+
+
 def test_back_ticks_between_tildes_and_tildes_between_back_ticks_are_code():
     assert python_of('~~~python\nA = """\n```\n"""\n~~~\n') == 'A = """\n```\n"""\n'
     assert python_of('```python\nA = """\n~~~\n"""\n```\n') == 'A = """\n~~~\n"""\n'
@@ -107,7 +113,8 @@ def test_what_nothing_closes_goes_to_the_end_where_no_block_is_closed():
 @pytest.mark.parametrize(
     "text",
     ["```" + " " * 300_000, "```" + " \t" * 150_000 + "x", "```\n" * 100_000, "``` x ```py\n" * 60_000,
-     "```py\n" + "x ``` y\n" * 60_000, "`" * 300_000, "\n" * 300_000, "``` " * 60_000],
+     "```py\n" + "x ``` y\n" * 60_000, "`" * 300_000, "\n" * 300_000, "``` " * 60_000,
+     " " * 300_000 + "x~~~", "- " * 150_000 + "x~~~", ("-" + " " * 50_000) * 4 + "x~~~"],
 )  # fmt: skip
 def test_long_completions_take_time_by_their_length(text):
     python_of(text + "\n" + RIGHT)

@@ -221,6 +221,15 @@ def test_what_is_printed_ends_at_its_limit(sandbox):
     assert (is_passed, found.why, len(found.output)) == (False, "output", LIMITS.output_bytes)
 
 
+def test_a_right_output_beyond_the_limit_is_right(sandbox):
+    wanted = UnitTest(standard_output="\n".join(map(str, range(2000))))
+
+    assert len(wanted.standard_output) > 2 * LIMITS.output_bytes
+    assert ends(sandbox, "for n in range(2000): print(n)", wanted)
+    assert not ends(sandbox, "for n in range(2001): print(n)", wanted)
+    assert tried_in(sandbox, "while True: print('a' * 1000)", wanted)[1].why == "output"
+
+
 def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
     reported, new_poll, converse = [], select.poll, bubblewrap._converse
 

@@ -424,10 +424,32 @@ def test_a_cache_that_another_process_creates_is_no_error(tmp_path):
         ('{"parts": [{"score": 1}], "score": 4, "why": "two\nlines"}', "", 4.0),
         ("Score: 2 ... Final score: 4/5", r"score: (\d+)", 4.0),
         ("3", r"[1-5]", 3.0),
+        ('<think>{"score": 1} or 2?</think>\n{"score": 4}', "", 4.0),
     ],
 )
 def test_the_last_score_counts(words, pattern, score):
     assert score_of(words, name="score", pattern=pattern) == score
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'An example is {"score": 1}. {"reason": "it says "ten" here", "score": 5}',
+        'A wrong one gets {"score": 1}. This is right: {"score": 5,}',
+        '{"parts": {"score": 1}, "score" : 5,}',
+        'e.g. {"score": 1}\n```json\n{"score": 5, "why": "cut he',
+        "e.g. {\"score\": 1} so {'score': 5}",
+    ],
+)
+def test_a_verdict_that_is_no_json_is_not_read_from_the_object_before_it(words):
+    with pytest.raises(ValueError, match='the last "score" is in no JSON object'):
+        score_of(words, name="score", pattern="")
+
+
+@pytest.mark.parametrize("pattern", ["", r"score.*?(\d)"])
+def test_thoughts_that_are_cut_are_no_verdict(pattern):
+    with pytest.raises(ValueError, match="^no "):
+        score_of('<think>\nA wrong one gets {"score": 1}, and this', name="score", pattern=pattern)
 
 
 def test_what_stands_in_a_text_is_no_place_of_the_rubric():

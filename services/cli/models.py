@@ -82,7 +82,7 @@ def evaluate(
         # Before hours of drawing.
         raise ConfigError("--out", f"cannot write {out}", action="name a file that this user can write")
     logs.configure(style="console", fields={"role": "evaluate"})
-    overrides = [*(set_ or ()), *(_in_place_of_the_files(task) if task else ())]
+    overrides = [*(_in_place_of_the_files(task) if task else ()), *(set_ or ())]
     loaded: SamplerConfig = load_service("sampler", config, overrides)
     is_run = not Path(subject).exists() and _ADDRESS.match(subject) is not None
     if version and not is_run:
@@ -133,7 +133,7 @@ def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
 
 def _in_place_of_the_files(task: str) -> list[str]:
     """Overrides for a named task in place of a sampler file's own."""
-    rows = ["task.data.where={}", "task.data.at_least={}", "task.data.at_most={}"]
+    rows = [f"task.data.{key}" for key in ("where={}", "at_least={}", "at_most={}", "max_prompt_tokens=0", "files=[]")]
     keys = [f"task.name={quoted(task)}", 'task.evaluation_path=""', 'task.data.evaluation_split=""', *rows]
     return keys if task == "mixture" else [*keys, "task.sources=[]"]
 

@@ -102,6 +102,11 @@ def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
             key, _, problem = difference.partition(": ")
             raise ConfigError(key, problem, action="leave it out, or give it the run's value")
     got = {key: value for key, value in flat.items() if key not in flat_own}
+    data, taken = own.get("task", {}).get("data", {}), stated["task"].get("data", {})
+    if data and isinstance(taken, Mapping) and (left := {key: taken[key] for key in taken.keys() - data.keys()}):
+        # A file with cache_dir, a key of one machine, leaves the columns to the run.
+        own["task"]["data"] = {**left, **data}
+        got["task.data"] = left
     check_consent({key[5:]: value for key, value in got.items() if key.startswith("task.")}, join)
     _check_bounds(got, join)
     values = {key: getattr(config, key) for key in config.model_fields_set}

@@ -14,6 +14,7 @@ from heterorl.common.generation.inference_engine import Engine, ScoredText, cana
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.tasks.sources.dataset_files import NOTES
+from heterorl.common.tasks.sources.mixture import num_trained_on
 from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.tasks.task_config import build_task, score_in_workers
 from heterorl.common.text.conversation import Conversations, try_reward, try_task
@@ -72,6 +73,12 @@ def load_components(
         with naming_set(each.name):
             opened.append(open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter))
             try_reward(opened[-1].task, prompter)
+        if num_known := num_trained_on(task, opened[-1].task):
+            _LOG.warning(
+                "evaluation.%s: the run trains on %d of its %d held-out prompts; name these in task.evaluation_path or"
+                " evaluation_split at every node of the run",
+                each.name, num_known, opened[-1].task.num_evaluation_prompts,
+            )  # fmt: skip
     sets = tuple(opened)
     engines = build_engines(config, end_token_ids=prompter.end_token_ids, is_stopped=is_stopped)
     # The contract states the trained weights; a variant is another form of them.

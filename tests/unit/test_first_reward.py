@@ -60,6 +60,25 @@ def test_reward_that_fails_ends_the_start(module, begin, schema, loading, model_
         begin(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
 
 
+def test_a_start_of_a_sampler_names_a_set_whose_prompts_the_run_trains_on(model_dir, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(f'{{"prompt": "{number}+1=", "answer": "{number + 1}"}}\n' for number in range(9)))
+    task = {"name": f"jsonl:{file}"}
+    monkeypatch.setattr(sampler, "build_engines", load)
+
+    with pytest.raises(Loaded):
+        sampler.load_components(
+            SamplerConfig(
+                **SHORT,
+                model_dir=model_dir,
+                task={**task, "evaluation_size": 1},
+                evaluation=[{"name": "sums", "task": task}],
+            )
+        )
+
+    assert "evaluation.sums: the run trains on 3 of its 4 held-out prompts" in caplog.text
+
+
 def test_a_start_of_a_sampler_names_draws_that_no_run_takes(model_dir, monkeypatch, caplog):
     monkeypatch.setattr(sampler, "build_engines", load)
     task = {"digits": 1}

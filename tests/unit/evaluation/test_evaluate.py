@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -214,6 +214,29 @@ def test_a_named_file_takes_the_place_of_a_mixture_and_of_a_split(model_dir, tmp
     )["evaluations"]
 
     assert (found["set"], found["num_prompts"]) == ("task", 1)
+
+
+def test_a_named_split_is_read_whole_from_its_own_files(tmp_path, monkeypatch):
+    for name in ("train", "test"):
+        file = tmp_path / "set" / f"{name}-0.parquet"
+        file.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([{"prompt": f"{name} {n}=", "answer": "4"} for n in range(3)]), file)
+    config = tmp_path / "sampler.toml"
+    config.write_text(
+        f'[task]\nname = "hf:{tmp_path}/set[train]"\n'
+        f'data = {{files = ["train-*.parquet"], max_prompt_tokens = 2, cache_dir = "{tmp_path}/cache"}}\n'
+    )
+    opened = []
+    monkeypatch.setattr("heterorl.evaluation.subject.open_model", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        "heterorl.evaluation.evaluate_sets.evaluate_all", lambda _, sets, **__: opened.extend(sets) or ()
+    )
+
+    run("MODEL", "-c", config, "--task", f"hf:{tmp_path}/set[test]", "--set", "task.data.where.answer='4'")
+
+    (found,) = opened
+    prompts = [found.task.evaluation_prompt(n).text for n in range(found.task.num_evaluation_prompts)]
+    assert prompts == ["test 0=", "test 1=", "test 2="]
 
 
 @pytest.mark.process

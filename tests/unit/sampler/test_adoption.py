@@ -103,6 +103,19 @@ def test_keys_of_one_machine_are_never_taken(tmp_path):
     assert found.config.task.sandbox
 
 
+def test_own_keys_of_the_data_leave_the_others_to_the_run(tmp_path):
+    config = short(tmp_path, '[join]\naccept = ["hf:acme/sums"]\n[task.data]\ncache_dir = "/big"\nwhere = {}\n')
+    stated = {"prompt": "question", "answer": "solution", "where": {"level": 3}}
+    run = {"name": "hf:acme/sums@main[train]", "data": stated}
+    found = adopt(config, statement(CONTRACT, task=run))
+
+    data = found.config.task.data
+    assert (data.prompt, data.answer, data.where, data.cache_dir) == ("question", "solution", {}, "/big")
+    assert found.got["task.data"] == {"prompt": "question", "answer": "solution"}
+    with pytest.raises(ConfigError, match=r"join.accept: the run reads 'file:///etc/passwd'"):
+        adopt(config, statement(CONTRACT, task={**run, "data": {**stated, "files": ["file:///etc/passwd"]}}))
+
+
 def test_an_environment_is_that_of_this_site(tmp_path):
     stated = {
         "name": "seeds", "environment": "mine:Game", "environment_path": "/evil", "step_timeout_s": 3000.0,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,22 @@ class _Columns(dict[str, list[Any]]):
 
     def __missing__(self, name: str) -> list[Any]:
         column = self._batch.column(name)
-        cells: list[Any] = column.to_pylist()
+        try:
+            cells: list[Any] = column.to_pylist()
+        except (ValueError, OverflowError):
+            cells = [_value(cell) for cell in column]
         if (shorten := _shortening(column.type)) is not None:
             cells = [None if cell is None else shorten(cell) for cell in cells]
         self[name] = cells
         return cells
+
+
+def _value(cell: Any) -> Any:
+    """A cell's value; None for what Python cannot hold.
+    Examples are a text that is not UTF-8 and a time after the year 9999."""
+    with suppress(ValueError, OverflowError):
+        return cell.as_py()
+    return None
 
 
 def _shortening(kind: Any) -> Callable[[Any], Any] | None:

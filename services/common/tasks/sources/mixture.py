@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -171,7 +172,7 @@ def without_held_out(tasks: Mapping[str, Task]) -> dict[str, Task]:
     rows = {label: task for label, task in tasks.items() if isinstance(task, RowsTask)}
     kept = dict(tasks)
     for label, task in rows.items() if len(rows) > 1 else ():
-        others = [other.held_out_questions for other in rows.values() if other is not task]
+        others = [other.held_out.questions for other in rows.values() if other is not task]
         left = task.without(np.concatenate(others))
         if not left.num_prompts:
             problem = "other sources hold out every prompt of it"
@@ -180,6 +181,22 @@ def without_held_out(tasks: Mapping[str, Task]) -> dict[str, Task]:
             _LOG.warning("task.sources, %s: %d prompts are held out by another source, and not trained on", label, gone)
             kept[label] = left
     return kept
+
+
+def num_trained_on(task: Task, evaluated: Task) -> int:
+    """Held-out prompts of files of `evaluated` that `task` trains on."""
+    trained, held_out = list(_rows_of(task)), list(_rows_of(evaluated))
+    if not (trained and held_out):
+        return 0
+    known = np.concatenate([rows.training.questions for rows in trained])
+    return sum(int(np.isin(rows.held_out.questions, known).sum()) for rows in held_out)
+
+
+def _rows_of(task: Any) -> Iterator[RowsTask]:
+    if isinstance(task, RowsTask):
+        yield task
+    for inner in getattr(task, "tasks", [task.inner] if hasattr(task, "inner") else []):
+        yield from _rows_of(inner)
 
 
 def _refuse_other_pairs(tasks: Mapping[str, Task]) -> None:

@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
+class Chosen:
     """Rows that are prompts, with hashes of their texts."""
 
     rows: Rows
@@ -46,7 +46,7 @@ class _Chosen:
     questions: Hashes
     """Hashes of its messages but the system's; sources of a mixture compare them."""
 
-    def only(self, mask: npt.NDArray[np.bool_]) -> _Chosen:
+    def only(self, mask: npt.NDArray[np.bool_]) -> Chosen:
         return replace(self, numbers=self.numbers[mask], texts=self.texts[mask], questions=self.questions[mask])
 
     def prompt(self, index: int) -> Prompt:
@@ -79,38 +79,34 @@ class RowsTask(MatchedTask):
         self._words: list[Any] = ["rows 1", self.match_name, data.prompt, data.messages, data.answer]
         chosen = _chosen("task.name", rows, config, measure)
         if held_out is None:
-            self._training, self._held_out = _split(chosen, evaluation_size)
+            self.training, self.held_out = _split(chosen, evaluation_size)
         else:
             key = "task.data.evaluation_split" if data.evaluation_split else "task.evaluation_path"
-            self._held_out = _chosen(key, held_out, config, measure)
-            self._training = _without(key, chosen, self._held_out)
+            self.held_out = _chosen(key, held_out, config, measure)
+            self.training = _without(key, chosen, self.held_out)
         self._count()
 
     def _count(self) -> None:
-        self.num_prompts = self._training.numbers.size
-        self.num_evaluation_prompts = self._held_out.numbers.size
-        words = [*self._words, self._training.digest, self._held_out.digest]
+        self.num_prompts = self.training.numbers.size
+        self.num_evaluation_prompts = self.held_out.numbers.size
+        words = [*self._words, self.training.digest, self.held_out.digest]
         self.digest: Digest = bytes_digest(repr(words).encode())
-
-    @property
-    def held_out_questions(self) -> Hashes:
-        return self._held_out.questions
 
     def without(self, questions: Hashes) -> RowsTask:
         """This task without training prompts of these questions."""
         left = copy.copy(self)
-        left._training = self._training.only(~np.isin(self._training.questions, questions))
+        left.training = self.training.only(~np.isin(self.training.questions, questions))
         left._count()
         return left
 
     def prompt(self, index: int) -> Prompt:
-        return self._training.prompt(index)
+        return self.training.prompt(index)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        return self._held_out.prompt(index)
+        return self.held_out.prompt(index)
 
 
-def _chosen(key: str, rows: Rows, config: SourceConfig, measure: Measure | None) -> _Chosen:
+def _chosen(key: str, rows: Rows, config: SourceConfig, measure: Measure | None) -> Chosen:
     data = config.data
     reader = RowReader(data, needs_answers=config.needs_answers)
     prompts = reader.read(key, rows)
@@ -128,7 +124,7 @@ def _chosen(key: str, rows: Rows, config: SourceConfig, measure: Measure | None)
     if not numbers:
         problem = f"no prompt is left of {reader.num_rows} rows; {reader.commonest}".strip("; ")
         raise ConfigError(key, problem, action="look at [task.data]")
-    return _Chosen(
+    return Chosen(
         rows=rows, reader=reader, numbers=np.array(numbers, np.int64), texts=_as_numbers(texts),
         questions=_as_numbers(questions),
     )  # fmt: skip
@@ -157,7 +153,7 @@ def _short(prompts: Iterator[Prompt], most: int, measure: Measure) -> Iterator[P
         _LOG.warning("task.data: the template refuses %d of %d prompts, which are left out", num_refused, num_read)
 
 
-def _split(chosen: _Chosen, size: int | None) -> tuple[_Chosen, _Chosen]:
+def _split(chosen: Chosen, size: int | None) -> tuple[Chosen, Chosen]:
     """Hold out `size` different prompts, at most half, with all their rows."""
     if size is None:
         return chosen, chosen
@@ -175,7 +171,7 @@ def _split(chosen: _Chosen, size: int | None) -> tuple[_Chosen, _Chosen]:
     return chosen.only(~is_held_out), chosen.only(is_held_out)
 
 
-def _without(key: str, chosen: _Chosen, held_out: _Chosen) -> _Chosen:
+def _without(key: str, chosen: Chosen, held_out: Chosen) -> Chosen:
     """Rows whose prompt is not held out; public datasets repeat some tests."""
     shared = np.isin(chosen.texts, held_out.texts)
     if shared.any() and chosen.rows.is_strict:

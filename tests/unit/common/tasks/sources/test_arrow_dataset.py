@@ -163,6 +163,20 @@ def test_rows_without_a_prompt_or_an_answer_are_left_out_and_counted(place, capl
     )
 
 
+def test_a_cell_that_python_cannot_read_leaves_out_its_row_alone(place, caplog):
+    prompts = pa.array([b"0+1=", b"\xff\xfe", b"2+1=", b"3+1="]).view(pa.string())
+    times = pa.array([0, 0, 1 << 60, 0], pa.timestamp("ms"))
+    pq.write_table(pa.table({"prompt": prompts, "answer": [1, 2, 3, 4], "at": times}), place.path / "rows.parquet")
+
+    with caplog.at_level(logging.WARNING):
+        task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1)
+
+    assert sorted(itertools.chain(*texts(task))) == ["0+1=", "2+1=", "3+1="]
+    assert "1 rows without a prompt or an answer are left out, the first is row 1" in caplog.text
+    rows = [task.prompt(0), task.prompt(1), task.evaluation_prompt(0)]
+    assert {row.text: row.columns["at"] is None for row in rows} == {"0+1=": False, "2+1=": True, "3+1=": False}
+
+
 CONVERSATIONS = [
     {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{number}+1="}], "answer": number}
     for number in range(6)

@@ -17,7 +17,7 @@ from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.rewards.worker_pool import NearLimit
 from heterorl.common.tasks.sources import mixture as mixture_module
-from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+from heterorl.common.tasks.sources.mixture import MixtureTask, Source, num_trained_on
 from heterorl.common.tasks.task import Doubts, close_task, source_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.types.rollout import QueuedGroup
@@ -176,6 +176,20 @@ def test_what_one_source_holds_out_no_other_one_trains_on(rows, pair, caplog):
     assert "task.sources, a: " in caplog.text
     assert "are held out by another source" in caplog.text
     assert task.digest == build_task(config).digest
+
+
+def test_held_out_prompts_that_a_run_trains_on_are_counted(rows):
+    def task(name, size, **more):
+        return build_task(TaskConfig(**rows[name], evaluation_size=size, **more))
+
+    run = task("table", 5, system_prompt="Think.")
+    training, _ = questions(run)
+    for name in rows:
+        _, held_out = questions(evaluated := task(name, 15))
+        assert num_trained_on(run, evaluated) == len(training & held_out) > 0
+    assert num_trained_on(run, run) == num_trained_on(run, ArithmeticTask(digits=1)) == 0
+    config = mixture({"label": "a", **rows["lines"], "evaluation_size": 5}, LONG)
+    assert num_trained_on(build_task(config), task("lines", 15)) == 10
 
 
 def test_a_source_that_others_hold_out_whole_is_refused(rows, tmp_path):

@@ -61,7 +61,7 @@ class Evaluator:
         completions = generate_all(
             self._engine,
             encoded,
-            seeds=[self._seed + index for index in range(len(prompts))],
+            seeds=[self._seed + prompt.index for prompt in prompts],
             num_per_prompt=self._num_per_prompt,
         )
         rewards: list[float] = []

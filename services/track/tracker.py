@@ -76,8 +76,8 @@ def evaluation_row(found: Evaluation) -> dict[str, float]:
     summary = found.summary
     row: dict[str, float] = {"version": found.version, "is_done": int(found.state is EvaluationState.DONE)}
     row |= {name: value for name, value in _numbers(summary, "").items() if name != "num_truncated"}
-    if summary.num_samples:
-        row["truncated_fraction"] = summary.num_truncated / summary.num_samples
+    if num_drawn := summary.num_samples + summary.num_errors:
+        row["truncated_fraction"] = summary.num_truncated / num_drawn
     if summary.average is not None:
         row |= _estimate("mean", summary.average)
     for passed in summary.passes:

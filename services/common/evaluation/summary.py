@@ -110,6 +110,8 @@ def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward:
     """Statistics of finished prompts; a completion is right from `pass_reward` on."""
     results = list(results)
     samples = [sample for result in results for sample in result.samples]
+    # A refused prompt draws none.
+    lengths = [sample.num_tokens for sample in samples if sample.num_tokens]
     rewards = [[sample.reward for sample in result.samples if sample.reward is not None] for result in results]
     right = [sum(reward >= pass_reward - 1e-9 for reward in of_prompt) for of_prompt in rewards]
     passes = []
@@ -129,7 +131,7 @@ def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward:
         num_samples=num_scored,
         num_errors=len(samples) - num_scored,
         num_truncated=sum(sample.is_truncated for sample in samples),
-        mean_tokens=sum(sample.num_tokens for sample in samples) / len(samples) if samples else 0.0,
+        mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
         average=estimate([math.fsum(of_prompt) / len(of_prompt) for of_prompt in rewards if of_prompt]),
         passes=tuple(passes),
     )
@@ -175,26 +177,21 @@ def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
     for name, of_set in by_set.items():
         done = [found for found in of_set if found.state is EvaluationState.DONE]
         both = standing((found.version, found.summary.average) for found in done)
-        newest = done[-1] if done else None
         under_way = [
             f"{found.version}: {found.summary.num_prompts} of {found.num_wanted or '?'}"
             for found in of_set
             if found.state in UNDER_WAY
         ]
-        passes = newest.summary.passes if newest is not None else ()
-        rows.append(
-            (
-                name,
-                "-" if newest is None else str(newest.version),
-                "-" if newest is None else estimate_text(newest.summary.average),
-                f"@{passes[-1].k} {estimate_text(passes[-1].estimate)}" if passes else "-",
-                "-" if both is None else f"{both.best:.3f} ({both.best_version})",
-                "-" if both is None else f"{both.last:.3f} ({both.last_version})",
-                "-" if both is None else f"{both.gap:.3f}",
-                ", ".join(under_way) or "-",
-                "-" if newest is None else ", ".join(site for site, _ in newest.sites),
-            )
-        )
+        newest, ends, sites = ["-"] * 3, ["-"] * 3, "-"
+        if done:
+            summary = done[-1].summary
+            passes = [f"@{each.k} {estimate_text(each.estimate)}" for each in summary.passes[-1:]]
+            newest = [str(done[-1].version), estimate_text(summary.average), *(passes or "-")]
+            sites = ", ".join(site for site, _ in done[-1].sites)
+        if both is not None:
+            best, last = f"{both.best:.3f} ({both.best_version})", f"{both.last:.3f} ({both.last_version})"
+            ends = [best, last, f"{both.gap:.3f}"]
+        rows.append((name, *newest, *ends, ", ".join(under_way) or "-", sites))
     return rows
 
 

@@ -167,14 +167,15 @@ def test_held_out_prompt_that_the_template_refuses_is_left_out(caplog):
                 raise PromptRefused("use_chat_template", "the model's template refuses messages of user, user")
             return super().encode_prompt(prompt)
 
-    evaluator = Evaluator(
-        task=task, engine=Answering(task, 3), prompter=Refusing(), num_prompts=4, num_per_prompt=1, seed=0
-    )
+    engine = Answering(task, 3)
+    evaluator = Evaluator(task=task, engine=engine, prompter=Refusing(), num_prompts=4, num_per_prompt=1, seed=0)
     for version in range(2):
         evaluation = evaluator.evaluate(Arena(LAYOUT), version)
 
     assert (evaluation.num_prompts, evaluation.num_completions, evaluation.num_errors) == (3, 3, 0)
     assert [sample.prompt_index for sample in evaluator.last_samples] == [0, 2, 3]
+    # Its absence moves no other seed: an environment may refuse it in one version alone.
+    assert engine.seeds == [[0, 2, 3], [0, 2, 3]]
     assert caplog.text.count("held-out prompt 1 is left out") == 1
 
 

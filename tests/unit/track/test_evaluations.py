@@ -74,7 +74,7 @@ def test_row_has_every_number_under_its_set():
     assert evaluation_row(evaluation(7, average=average)) == {
         "evaluation/math/version": 7, "evaluation/math/is_done": 1, "evaluation/math/num_prompts": 2,
         "evaluation/math/num_samples": 8, "evaluation/math/num_errors": 1, "evaluation/math/mean_tokens": 3.5,
-        "evaluation/math/truncated_fraction": 0.25, "evaluation/math/mean": 0.5, "evaluation/math/mean_low": 0.25,
+        "evaluation/math/truncated_fraction": 2 / 9, "evaluation/math/mean": 0.5, "evaluation/math/mean_low": 0.25,
         "evaluation/math/mean_high": 0.75, "evaluation/math/pass_at_4": 0.5, "evaluation/math/pass_at_4_low": 0.25,
         "evaluation/math/pass_at_4_high": 0.75,
     }  # fmt: skip

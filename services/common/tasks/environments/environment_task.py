@@ -137,8 +137,9 @@ class EnvironmentTask(TaskWrapper):
                 self._first(0, False)
             except EpisodeError as error:
                 raise environment_problem("an episode of prompt 0", error) from error
-        stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
-        words = f"{task.digest}\nenvironment 3\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
+        # Rows of the environment's own data set have no system prompt in their digest.
+        stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed, system_prompt]
+        words = f"{task.digest}\nenvironment 4\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
         if problem := self._lacks(_row(task.prompt(0))):
             raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")

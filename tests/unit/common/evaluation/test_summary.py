@@ -83,6 +83,13 @@ def test_a_summary_counts_prompts_completions_and_what_could_not_be_scored():
     ]  # fmt: skip
 
 
+def test_a_refused_prompt_does_not_shorten_the_mean_length():
+    refused = PromptResult(prompt_index=1, samples=(ScoredSample(reward=None, num_tokens=0, is_truncated=False),))
+
+    assert summarize([scored(1.0), refused], num_samples=1).mean_tokens == scored(1.0).samples[0].num_tokens
+    assert summarize([refused], num_samples=1).mean_tokens == 0.0
+
+
 def test_nothing_scored_is_no_number():
     found = summarize([scored(None)], num_samples=1)
 

@@ -10,7 +10,14 @@ from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.environments import episode_worker, verifiers
 from heterorl.common.tasks.environments.environment import Action, ToolCall
-from heterorl.common.tasks.environments.environment_task import NumbersTask, environment_of, environments_of, seed_of
+from heterorl.common.tasks.environments.environment_task import (
+    EnvironmentTask,
+    EpisodeLimits,
+    NumbersTask,
+    environment_of,
+    environments_of,
+    seed_of,
+)
 from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.text.conversation import try_prompts, try_reward
@@ -302,6 +309,15 @@ def test_a_prompt_of_which_no_episode_begins_is_refused_and_ends_nothing(made, p
 )
 def test_digest_is_of_what_nodes_must_agree_on(made, changes, is_other):
     assert (made(**changes).digest != made().digest) == is_other
+
+
+def test_digest_is_of_the_system_prompt_where_the_environment_has_the_rows(made):
+    limits, rows = EpisodeLimits(max_turns=2, trajectory_s=9.0), NumbersTask(num_rows=9, size=4, evaluation_size=2)
+    (game,) = environments_of(made())
+
+    tasks = [EnvironmentTask(rows, game, limits, seed=0, system_prompt=words) for words in ("", "", "Be brief.")]
+
+    assert tasks[0].digest == tasks[1].digest != tasks[2].digest
 
 
 def test_digest_is_of_the_files_bytes(made, place):

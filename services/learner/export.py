@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +25,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
 from heterorl.common.model.model_directory import copy_others, copy_tokenizer
 from heterorl.common.process.files import appearing
+from heterorl.common.text.prompter import Prompter, end_token_ids
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import (
@@ -326,6 +327,7 @@ def export_model(
             else:
                 _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
                 _write_config(directory, model, dtype=out_dtype)
+                _write_ends(directory, str(model_dir))
 
 
 def _check_place(out_dir: Path) -> None:
@@ -405,6 +407,17 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype) -> N
     network.config.save_pretrained(directory)
     if not (directory / "generation_config.json").exists():
         network.generation_config.save_pretrained(directory)
+
+
+def _write_ends(directory: Path, model_dir: str) -> None:
+    """Let engines end an answer where the template does, as samplers do.
+    A base model's files name only the end of a text."""
+    with suppress(ConfigError):
+        prompter = Prompter(model_dir, use_chat_template=True)
+        if prompter.end_token_ids != end_token_ids(model_dir, prompter.tokenizer):
+            path = directory / "generation_config.json"
+            settings = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": [*prompter.end_token_ids]}
+            path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_adapter(

@@ -184,7 +184,7 @@ class SampleIndex:
                 texts = (sample.prompt, *(rollout.completion for rollout in sample.rollouts))
                 found = _SEPARATOR.join(map(folded, texts))
                 data = zstandard.compress(_packed(sample).encode("ascii"), _LEVEL)
-                num_bytes = len(found) + len(data)
+                num_bytes = len(found.encode()) + len(data)
                 connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, num_bytes, data))
                 connection.execute("INSERT INTO parts (rowid, folded) VALUES (?, ?)", (sample.summary.id, found))
                 self._num_bytes += num_bytes

@@ -15,6 +15,7 @@ from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, StateMis
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.contract import LoraConfig
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.weights.arena import Arena
 from heterorl.learner import export
 from heterorl.learner.backends.optimizer_state import read_lora
@@ -153,6 +154,25 @@ def test_export_copies_what_engines_read_with_the_weights(tmp_path, adapter_only
     export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", adapter_only=adapter_only)
 
     assert [(tmp_path / "out" / name).read_text() for name in names] == [(base / name).read_text() for name in names]
+
+
+def test_exported_base_model_ends_its_answers_where_the_template_does(tmp_path):
+    base = _write_base(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["49"]})
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }} 49 {% endfor %}"
+    tokenizer.save_pretrained(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.6}')
+    _checkpoint(tmp_path / "state", base)
+
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+    ends = Prompter(str(base), use_chat_template=True).end_token_ids
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": [0, 49], "temperature": 0.6,
+    }  # fmt: skip
+    assert ends == (0, 49) == Prompter(str(tmp_path / "out"), use_chat_template=False).end_token_ids
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 49]
 
 
 def test_exported_weights_of_a_model_that_was_dequantised_are_not_called_quantised(tmp_path):

@@ -206,6 +206,15 @@ def test_the_oldest_make_room(tmp_path):
     index.close()
 
 
+def test_room_counts_bytes_and_not_characters(tmp_path):
+    index = SampleIndex(tmp_path, limit_bytes=40_000)
+
+    index.add_samples([make_sample(1, prompt="\u6570" * 15_000)])
+
+    assert index.held().num_forgotten == 1
+    index.close()
+
+
 def test_samples_that_the_disk_did_not_take_count_for_nothing(tmp_path):
     index = SampleIndex(tmp_path, limit_bytes=40_000)
     index.add_samples([make_sample(1)])

@@ -6,6 +6,7 @@ The table of Markdown goes to standard output.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from docs.markdown import table
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 _TRL = "#999999"
+_COLUMNS = 3
 _SMOOTH = 8
 """Steps of a mean on the training curve."""
 
@@ -25,9 +27,10 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     cells = [(one["environment"], one["lag"]) for one in found["environments"] if one["trainer"] == "heterorl"]
-    figure = Figure(figsize=(3.6 * max(1, len(cells)), 3.2), dpi=200, layout="constrained")
+    columns, rows = max(1, min(_COLUMNS, len(cells))), max(1, math.ceil(len(cells) / _COLUMNS))
+    figure = Figure(figsize=(3.6 * columns, 3.2 * rows), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(1, len(cells)), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for axes, (environment, lag) in zip(panels, cells, strict=False):
         here = [run for run in found["runs"] if run["environment"] == environment]
         peers = [run for run in here if run["trainer"] == "trl"]
@@ -45,8 +48,12 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("mean reward")
-    panels[0].legend(frameon=False, fontsize=8)
+        if peers or axes is panels[0]:
+            axes.legend(frameon=False, fontsize=8)
+    for axes in panels[len(cells) :]:
+        axes.set_axis_off()
+    for axes in panels[::columns]:
+        axes.set_ylabel("mean reward")
     figure.savefig(path, metadata={"Software": None})
 
 

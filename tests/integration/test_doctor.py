@@ -472,7 +472,7 @@ def test_command_shows_json_guesses_the_role_and_ends_with_1(tmp_path):
     assert "data_dir: unknown key; did you mean state_dir?" in str(odd.exception)
     (tmp_path / "odd.toml").write_text("colour = 1\n")
     odd = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "odd.toml")])
-    assert "pass --role" in str(odd.exception)
+    assert "no service has its keys (pass the node's file, or --role" in str(odd.exception)
 
 
 def test_coordinator_that_is_not_started_is_no_failure(tmp_path):

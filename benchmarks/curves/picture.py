@@ -42,7 +42,8 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             axes.plot(steps, rewards, color=colour, alpha=0.5, linewidth=1, label=label)
             dots = [(row["version"], row["mean"]) for row in run["held_out"]]
             if dots:
-                axes.plot(*zip(*dots, strict=True), color=colour, marker="o", markersize=3.5, linewidth=1.4)
+                line = {"marker": "o", "markersize": 3.5, "linewidth": 0 if colour == _TRL else 1.4}
+                axes.plot(*zip(*dots, strict=True), color=colour, **line)
         axes.set_title(f"{environment}, {lag} versions behind", fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylim(0, 1)

@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.http_reward import Answer, Server, ServerRefused, deadline_of, read_key
 
 _SCHEMA = """
@@ -29,6 +28,8 @@ CREATE INDEX IF NOT EXISTS judged_number ON judged (number);
 CREATE TABLE IF NOT EXISTS places (server TEXT PRIMARY KEY, next REAL NOT NULL, taken REAL NOT NULL);
 """
 _TRIMMED_SHARE = 16
+_THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)|(?:(?!</?think>).)*+</think>\s*?(?=\n|\{|\Z)", re.DOTALL)
+"""They begin a reply, perhaps in the prompt; elsewhere a judge writes of a completion's tags."""
 
 
 class JudgeStore:
@@ -180,7 +181,8 @@ def words_of(reply: dict[str, Any]) -> str:
 
 def score_of(words: str, *, name: str, pattern: str) -> float:
     """Score by the last match or object behind thoughts; raises ValueError otherwise."""
-    words = answer_of(words)
+    if thoughts := _THOUGHTS.match(words):
+        words = words[thoughts.end() :]
     if pattern:
         found = re.findall(pattern, words)
         if not found:

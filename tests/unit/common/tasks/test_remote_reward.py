@@ -425,6 +425,11 @@ def test_a_cache_that_another_process_creates_is_no_error(tmp_path):
         ("Score: 2 ... Final score: 4/5", r"score: (\d+)", 4.0),
         ("3", r"[1-5]", 3.0),
         ('<think>{"score": 1} or 2?</think>\n{"score": 4}', "", 4.0),
+        ('{"score": 1} or 2?</think>\n\n{"score": 4}', "", 4.0),
+        ('{"why": "it begins with <think> and ends", "score": 4}', "", 4.0),
+        ('{"score": 3, "why": "it has </think> without a start"}', "", 3.0),
+        ('</think>{"score": 3, "why": "it has <think> and\n</think> here"}', "", 3.0),
+        ("It lacks <think> and </think>. Score: 4", r"Score: (\d)", 4.0),
     ],
 )
 def test_the_last_score_counts(words, pattern, score):
@@ -446,10 +451,11 @@ def test_a_verdict_that_is_no_json_is_not_read_from_the_object_before_it(words):
         score_of(words, name="score", pattern="")
 
 
+@pytest.mark.parametrize("end", ["", "</think>", "</think>\n\nNone"])
 @pytest.mark.parametrize("pattern", ["", r"score.*?(\d)"])
-def test_thoughts_that_are_cut_are_no_verdict(pattern):
+def test_thoughts_that_are_cut_are_no_verdict(pattern, end):
     with pytest.raises(ValueError, match="^no "):
-        score_of('<think>\nA wrong one gets {"score": 1}, and this', name="score", pattern=pattern)
+        score_of(f'<think>\nA wrong one gets {{"score": 1}}, and this{end}', name="score", pattern=pattern)
 
 
 def test_what_stands_in_a_text_is_no_place_of_the_rubric():

@@ -215,7 +215,8 @@ def _check_gpus(hosts: Hosts) -> None:
         for gpu in sorted({gpu for node in own for gpu in node.devices}):
             nodes = [node for node in own if gpu in node.devices]
             engines = [node.config["engine"] for node in nodes if node.config.get("engine", {}).get("kind") == "vllm"]
-            total = sum(float(engine.get("memory_share", MEMORY_SHARE)) for engine in engines)
+            # Rounded: 0.55, 0.3, 0.1 and 0.05 add up to more than 1.
+            total = round(sum(float(engine.get("memory_share", MEMORY_SHARE)) for engine in engines), 6)
             if total > 1 or (total >= MEMORY_SHARE and len(nodes) > len(engines)):
                 names = ", ".join(node.name for node in nodes)
                 problem = f"vLLM takes {total:g} of GPU {gpu} of {host}, which {names} share"

@@ -618,7 +618,7 @@ def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
         ([1, 2], ({},), r"vLLM takes 0\.9 of GPU 1 of box\.example, which learner, sampler-a share"),
         ([1, 2], ({"memory_share": 0.4},), ""),
         ([2, 3], ({"memory_share": 0.5}, {"memory_share": 0.6}), r"vLLM takes 1\.1 of GPU 0 .*sampler-a, sampler-b"),
-        ([2, 3], ({"memory_share": 0.5}, {"memory_share": 0.4}), ""),
+        ([2, 3], tuple({"memory_share": share} for share in (0.55, 0.05, 0.3, 0.1)), ""),
     ],
 )
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -628,7 +628,7 @@ def test_shares_of_a_gpu_fit_into_it_where_run_toml_places_the_nodes(launcher, l
         learner={**run_table()["learner"], "host": "box.example", "devices": learner_gpus},
         samplers=[
             {"site": site, "devices": [0, 1], "engine": {"kind": "vllm", **share}}
-            for site, share in zip("ab", shares, strict=False)
+            for site, share in zip("abcd", shares, strict=False)
         ],
     )  # fmt: skip
     # Slurm and Kubernetes choose the GPUs.

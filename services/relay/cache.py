@@ -85,8 +85,10 @@ class CacheDirectory:
     def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
         """Reserve room for an arriving payload; False if it cannot fit.
         Evicts the longest unused, but not arriving ones in `keep`, where limit or disk ask for it."""
-        missing = num_bytes - self._arriving.get(digest, 0)
-        if not self._make_room(missing, keep=keep, but=digest, over=self._over_disk(digest, num_bytes)):
+        missing, over = num_bytes - self._arriving.get(digest, 0), self._over_disk(digest, num_bytes)
+        if not self._make_room(missing, keep=keep, but=digest, over=over):
+            if over > 0:
+                _LOG.warning("payload %s is passed on, the disk of cache_dir lacks %d bytes", digest[:12], over)
             return False
         self._arriving[digest] = num_bytes
         self._show()

@@ -83,7 +83,7 @@ def test_what_goes_on_needs_room_for_what_is_missing(make):
     assert cache.num_bytes == 20
 
 
-def test_a_disk_smaller_than_the_bound_makes_room_too(make, tmp_path, monkeypatch):
+def test_a_disk_smaller_than_the_bound_makes_room_too(make, tmp_path, monkeypatch, caplog):
     def usage(_directory):
         return SimpleNamespace(free=25 - sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
 
@@ -97,6 +97,7 @@ def test_a_disk_smaller_than_the_bound_makes_room_too(make, tmp_path, monkeypatc
     # What no disk holds costs nothing that is kept.
     assert not cache.expect(C, 30, keep=())
     assert kept() == {A, B}
+    assert "payload cccccccccccc is passed on, the disk of cache_dir lacks 25 bytes" in caplog.text
 
     arrive(cache, C)
     assert kept() == {B, C}

@@ -73,7 +73,8 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> S
     role = owner(table)
     if num_unknown(role, table) == len(flatten(table)):
         action = "pass the node's file, or --role for the defaults"
-        raise ConfigError("--config", "no service has its keys" if table else "is not set", action=action)
+        problem = "no service has its keys" if table else "has no keys" if config else "is not set"
+        raise ConfigError("--config", problem, action=action)
     return role
 
 

@@ -233,7 +233,12 @@ def test_odd_characters_of_a_path_are_read_back_from_overrides_and_printed_table
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [([], "--config: is not set"), (["--set", "colour=1"], "--config: no service has its keys")]
+    ("arguments", "words"),
+    [
+        ([], "--config: is not set"),
+        (["--config", "/dev/null"], "--config: has no keys"),
+        (["--set", "colour=1"], "--config: no service has its keys"),
+    ],
 )
 def test_doctor_examines_no_node_that_nobody_named(arguments, words):
     assert f"{words} (pass the node's file, or --role for the defaults)" in str(invoke("doctor", *arguments).exception)

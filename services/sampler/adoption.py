@@ -103,8 +103,10 @@ def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
             raise ConfigError(key, problem, action="leave it out, or give it the run's value")
     got = {key: value for key, value in flat.items() if key not in flat_own}
     data, taken = own.get("task", {}).get("data", {}), stated["task"].get("data", {})
-    if data and isinstance(taken, Mapping) and (left := {key: taken[key] for key in taken.keys() - data.keys()}):
-        # A file with cache_dir, a key of one machine, leaves the columns to the run.
+    left = {key: taken[key] for key in taken.keys() - data.keys()} if data and isinstance(taken, Mapping) else {}
+    name, of_run = (re.split(r"[@\[]", str(task.get("name", "")))[0] for task in (own.get("task", {}), stated["task"]))
+    if left and name in ("", of_run):
+        # A file with cache_dir, a key of one machine, leaves the columns to the run. Another data set has its own.
         own["task"]["data"] = {**left, **data}
         got["task.data"] = left
     check_consent({key[5:]: value for key, value in got.items() if key.startswith("task.")}, join)

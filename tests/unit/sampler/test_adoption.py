@@ -116,6 +116,17 @@ def test_own_keys_of_the_data_leave_the_others_to_the_run(tmp_path):
         adopt(config, statement(CONTRACT, task={**run, "data": {**stated, "files": ["file:///etc/passwd"]}}))
 
 
+@pytest.mark.parametrize(("name", "answer"), [("hf:acme/sums[test]", "solution"), ("hf:acme/other[test]", "answer")])
+def test_another_data_set_has_its_own_columns(tmp_path, name, answer):
+    config = short(tmp_path, f'[join]\naccept = ["hf:acme/sums"]\n[task]\nname = "{name}"\n[task.data]\nwhere = {{}}\n')
+    found = adopt(
+        config, statement(CONTRACT, task={"name": "hf:acme/sums@main[train]", "data": {"answer": "solution"}})
+    )
+
+    assert found.config.task.data.answer == answer
+    assert ("task.data" in found.got) == (answer == "solution")
+
+
 def test_an_environment_is_that_of_this_site(tmp_path):
     stated = {
         "name": "seeds", "environment": "mine:Game", "environment_path": "/evil", "step_timeout_s": 3000.0,

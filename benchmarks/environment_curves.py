@@ -135,7 +135,8 @@ def write(path: Path, runs: Sequence[dict[str, Any]], *, settings: dict[str, Any
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    # Without indents: a step of a curve would take twenty lines.
+    new.write_text(json.dumps(found) + "\n", encoding="utf-8")
     new.replace(path)
 
 

@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest, RunFinished
 from heterorl.common.process import metrics
@@ -203,7 +202,7 @@ class RunColumn:
                 level, "%s", describe_standstill(sites) or "the run goes on: a site that answers is not in quarantine"
             )
 
-    async def note_revoked(self, serials: frozenset[int], by_site: Mapping[str, int] = MappingProxyType({})) -> None:
+    async def note_revoked(self, serials: frozenset[int], by_site: Mapping[str, int]) -> None:
         """Note revoked certificates; `by_site` are the newest ones of sites."""
         now = self._context.clock.wall()
 

@@ -193,7 +193,7 @@ async def test_revocation_ends_calls_and_open_streams_at_once(secure):
     await secure.core.run.note_revoked(secure.server.revoked_serials(), secure.server.authorizer.serials)
     # A restart of the coordinator forgets who called, and not who was revoked; the list may take it back.
     for serials, is_revoked in ((secure.server.revoked_serials(), True), (frozenset(), False)):
-        await secure.core.run.note_revoked(serials)
+        await secure.core.run.note_revoked(serials, {})
         status = await secure.operator.get_status()
         assert status.head_version == 1
         assert [(site.is_revoked, "is revoked" in site.problem) for site in status.sites] == [(is_revoked,) * 2]

@@ -181,8 +181,7 @@ class MessagePool:
     async def room(self, caller: Caller) -> Reservation:
         size = self._message_bytes
         if (
-            not self._waiting
-            and size <= self._free
+            size <= self._free
             and self._used[caller] + size <= self._own_bytes
             and self._of_site[caller.owner] + size <= self._site_bytes
         ):

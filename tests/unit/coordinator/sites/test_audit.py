@@ -128,7 +128,7 @@ async def test_row_of_an_operation_that_fails_is_not_there(database):
 async def test_command_verifies_and_shows_a_closed_store_and_finds_a_change(tmp_path):
     directory = tmp_path / "data"
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory), ManualClock())
-    await core.run.note_revoked(frozenset({1, 2}))
+    await core.run.note_revoked(frozenset({1, 2}), {})
     await core.close()
     runner = CliRunner()
 

@@ -238,8 +238,8 @@ async def test_orders_leases_and_canaries_are_in_the_log(core, tmp_path):
     # The second time because the first answer was lost: one order.
     await core.rollback(to_version=0, request_id="r-1")
     await core.rollback(to_version=0, request_id="r-1")
-    await core.run.note_revoked(frozenset({0xAB, 7}))
-    await core.run.note_revoked(frozenset({0xAB, 7, 9}))
+    await core.run.note_revoked(frozenset({0xAB, 7}), {})
+    await core.run.note_revoked(frozenset({0xAB, 7, 9}), {})
 
     assert await log_of(core) == [
         ("quarantine", SITE), ("quarantine_ended", SITE), ("rollback_order", "r-1"),

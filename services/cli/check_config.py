@@ -14,7 +14,7 @@ import typer
 import heterorl
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
-from heterorl.common.identity.tls import check_tls
+from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.common import amount
@@ -77,14 +77,15 @@ def check_config(
     config: ConfigOption = None,
     set_: SetOption = None,
     keys_only: Annotated[
-        bool, typer.Option("--keys-only", help="Check only keys and values; for a file of another machine.")
+        bool, typer.Option("--keys-only", help="Check only keys and values; for a file of systemd or another machine.")
     ] = False,
 ) -> None:
     """Check a configuration without starting the service.
 
-    It checks every key. It loads the task, its data, the tokenizer and the model's configuration, computes one reward,
-    and takes a step in each environment. It tries a custom loss and the engine's package. It reads no weights. It may
-    ask the network for a model or data set of the hub, for a reward service, and for an environment elsewhere.
+    It checks every key and the certificates. It loads the task, its data, the tokenizer and the model's configuration,
+    computes one reward, and takes a step in each environment. It tries a custom loss and the engine's package. It
+    reads no weights. It may ask the network for a model or data set of the hub, for a reward service, and for an
+    environment elsewhere.
 
     Exit code 0: valid. 2: not valid; each problem is one line.
 
@@ -130,7 +131,10 @@ def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
     """Yield problems that prevent a start; `say` gets a line about prompts."""
-    yield from _problem(check_link, service, config)
+    link = [*_problem(check_link, service, config)]
+    yield from link
+    if is_loading and not config.tls.insecure and not link:
+        yield from _certificate_problems(config.tls)
     if service == "sampler":
         from heterorl.common.evaluation.evaluation_sets import ignored_draws
 
@@ -177,6 +181,15 @@ def _problem(step: Callable[..., object], *arguments: object) -> Iterator[Hetero
         step(*arguments)
     except HeterorlError as error:
         yield error
+
+
+def _certificate_problems(tls: TlsConfig) -> Iterator[HeterorlError]:
+    """Read the files as a start does."""
+    from heterorl.common.identity.credentials import MaterialFiles, Revocations
+
+    yield from _problem(MaterialFiles, tls)
+    if isinstance(tls, ServerTlsConfig) and tls.revoked:
+        yield from _problem(Revocations, Path(tls.revoked))
 
 
 def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:

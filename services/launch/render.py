@@ -214,13 +214,23 @@ def _check_gpus(hosts: Hosts) -> None:
     for host, own in hosts.items():
         for gpu in sorted({gpu for node in own for gpu in node.devices}):
             nodes = [node for node in own if gpu in node.devices]
-            engines = [node.config["engine"] for node in nodes if node.config.get("engine", {}).get("kind") == "vllm"]
+            shares = {
+                node.name: node.config["engine"].get("memory_share")
+                for node in nodes
+                if node.config.get("engine", {}).get("kind") == "vllm"
+            }
             # Rounded: 0.55, 0.3, 0.1 and 0.05 add up to more than 1.
-            total = round(sum(float(engine.get("memory_share", MEMORY_SHARE)) for engine in engines), 6)
-            if total > 1 or (total >= MEMORY_SHARE and len(nodes) > len(engines)):
-                names = ", ".join(node.name for node in nodes)
-                problem = f"vLLM takes {total:g} of GPU {gpu} of {host}, which {names} share"
-                action = "set smaller shares, or name other `devices`"
+            total = round(sum(MEMORY_SHARE if share is None else float(share) for share in shares.values()), 6)
+            others = ", ".join(node.name for node in nodes if node.name not in shares)
+            # A share that is stated next to others is the operator's word: only they know how small the others are.
+            if total > 1 or (others and (total == 1 or None in shares.values())):
+                said = ", ".join(
+                    f"{MEMORY_SHARE} by default ({name})" if share is None else f"{share} ({name})"
+                    for name, share in shares.items()
+                )
+                problem = f"vLLM takes {said} of GPU {gpu} of {host}" + (f", which {others} shares" if others else "")
+                most = f"add up to 1 at most, such as {100 // len(shares) / 100} each"
+                action = f"state shares that {'leave it room' if others else most}, or name other `devices`"
                 raise ConfigError("samplers.engine.memory_share", problem, action=action)
 
 

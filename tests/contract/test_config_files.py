@@ -1,5 +1,6 @@
 """The example configurations are valid and agree where all nodes must agree."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -57,3 +58,11 @@ def test_file_of_an_engine_differs_from_the_plain_ones_by_the_engine(name, secti
     assert other[section]["kind"] == kind
     changed = {key for key in plain.keys() | other.keys() if plain.get(key) != other.get(key)}
     assert changed == {section}
+
+
+def test_sampler_file_shows_devices_in_the_place_of_device(tmp_path):
+    text = (FILES / "sampler.toml").read_text(encoding="utf-8")
+    line, devices = re.search(r"^device = .*(devices = \[.*\]).*$", text, re.MULTILINE).group(0, 1)
+    (tmp_path / "sampler.toml").write_text(text.replace(line, devices), encoding="utf-8")
+
+    assert load(SamplerConfig, tmp_path / "sampler.toml").engine.devices == (0, 1)

@@ -1,9 +1,11 @@
 """Keys with which no start succeeds, found from the file alone and once more at the start."""
 
+import itertools
 import json
 
 import pytest
 
+from heterorl.cli import check_config
 from heterorl.cli.check_config import load_service, problems
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
@@ -14,6 +16,7 @@ from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl.sampler.adoption import adopt
 from heterorl.sampler.engines import build_engines
 from heterorl.sampler.sampler_config import SamplerConfig, VllmEngineConfig
+from tests.support.certificates import DAY, Certificates, paths
 from tests.support.run import CONTRACT
 from tests.support.statements import statement
 
@@ -143,3 +146,39 @@ def test_a_custom_loss_with_a_reference_is_refused_where_the_backend_has_none(tm
 
     with pytest.raises(ConfigError, match=r"^loss\.function: needs log-probs of a reference model"):
         check_custom_loss(learner.loss, has_reference=learner.backend.has_reference)
+
+
+SITES = {"coordinator": "main", "learner": "learner", "sampler": "eu-1", "relay": "eu"}
+
+
+@pytest.mark.parametrize("service", sorted(SITES))
+def test_certificates_that_no_start_takes_are_a_problem_of_their_key(service, tmp_path, monkeypatch):
+    # What follows the certificates would load torch.
+    monkeypatch.setattr(check_config, "_packages", lambda *_: [("no_such_package", "none")])
+    certificates = Certificates(tmp_path / "certs")
+    serves = service in ("coordinator", "relay")
+
+    def found(**changes):
+        files = paths(certificates.node(service, SITES[service]))
+        if serves:
+            files["revoked"] = str(certificates.authority.revoked_path)
+        keys = {f"tls.{key}": str(path) for key, path in {**files, **changes}.items()}
+        config = load_service(service, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+        checked = itertools.takewhile(lambda error: str(error).startswith("tls."), problems(service, config))
+        return [str(error).partition(" (")[0] for error in checked]
+
+    other = certificates.node("operator", "me")
+    expired = certificates.odd(uris=[f"spiffe://run/site/eu-1/role/{service}"], end=-DAY / 2)
+    (tmp_path / "old.crt").write_bytes(expired.cert)
+    (tmp_path / "old.key").write_bytes(expired.key)
+    (tmp_path / "list").write_text("not a number")
+
+    assert found() == []
+    assert found(cert=tmp_path / "no.crt") == [f"tls.cert: cannot read {tmp_path}/no.crt: No such file or directory"]
+    assert found(ca=tmp_path / "list")[0].startswith("tls.ca: holds no PEM certificate")
+    assert found(key=other / "node.key") == ["tls.key: is not the key of tls.cert"]
+    (problem,) = found(cert=tmp_path / "old.crt", key=tmp_path / "old.key")
+    assert problem.startswith("tls.cert: ")
+    assert "expired" in problem
+    if serves:
+        assert found(revoked=tmp_path / "list")[0].startswith("tls.revoked: cannot read")

@@ -615,9 +615,15 @@ def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
     ("learner_gpus", "shares", "problem"),
     [
         ([2, 3], ({},), ""),
-        ([1, 2], ({},), r"vLLM takes 0\.9 of GPU 1 of box\.example, which learner, sampler-a share"),
-        ([1, 2], ({"memory_share": 0.4},), ""),
-        ([2, 3], ({"memory_share": 0.5}, {"memory_share": 0.6}), r"vLLM takes 1\.1 of GPU 0 .*sampler-a, sampler-b"),
+        ([1, 2], ({},), r"vLLM takes 0\.9 by default \(sampler-a\) of GPU 1 of box\.example, which learner shares"),
+        # Stated next to a small learner.
+        ([1, 2], ({"memory_share": 0.9},), ""),
+        ([1, 2], ({"memory_share": 1.0},), r"vLLM takes 1\.0 \(sampler-a\) of GPU 1 .* leave it room"),
+        (
+            [2, 3],
+            ({"memory_share": 0.2}, {}),
+            r"vLLM takes 0\.2 \(sampler-a\), 0\.9 by default \(sampler-b\) of GPU 0 .*, such as 0\.5 each",
+        ),
         ([2, 3], tuple({"memory_share": share} for share in (0.55, 0.05, 0.3, 0.1)), ""),
     ],
 )

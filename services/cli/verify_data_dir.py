@@ -105,7 +105,7 @@ def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -
     name = f"run {history.run_id}, {amount(report.checked.get(Check.MANIFESTS, 0), 'version')}{variant}"
     if not report.is_sound:
         return Text.assemble(("FAULTY", "bold red"), f": {name}, {amount(len(report.findings), 'fault')}")
-    head = f", head {max(manifests)}" if manifests else ""
+    head = f", head {max(manifests)}" if manifests else "; none is published yet"
     return Text.assemble(("SOUND", "bold green"), f": {name}{head}")
 
 

@@ -137,7 +137,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     try:
         async with asyncio.timeout(CALL_S):
             status = await api.get_status()
-            if view.status is not None and view.status.run_id != status.run_id:
+            if await _is_another(view, api, status):
                 view.reports.clear()
                 view.marks.clear()
                 view.evaluations.clear()
@@ -157,11 +157,24 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     view.marks.append((monotonic, status.head_version, status.ledger.consumed))
 
 
+async def _is_another(view: View, api: OperatorApi, status: RunStatus) -> bool:
+    """Whether it is another run, or one that went back.
+    A restored run, and a learner that lost versions, repeat steps under the same numbers."""
+    before, last, known = view.status, status.last_report, max(view.reports, default=0)
+    if before is not None and (before.run_id != status.run_id or before.head_version > status.head_version):
+        return True
+    if not known:
+        return False
+    found = [last] if last is None or last.step <= known else await api.list_steps(after_step=known - 1, limit=1)
+    return _mark(found[0] if found else None) != _mark(view.reports[known])
+
+
+def _mark(report: StepReport | None) -> tuple[int, int, float] | None:
+    return None if report is None else (report.step, report.version, report.published_time)
+
+
 async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
     newest = status.last_report.step if status.last_report is not None else 0
-    # A learner that lost its last versions repeats their steps under the same numbers.
-    for step in [step for step in view.reports if step > newest]:
-        del view.reports[step]
     while (known := max(view.reports, default=0)) < newest:
         reports = await api.list_steps(after_step=max(known, newest - MOST_STEPS), limit=STEPS_A_CALL)
         view.reports.update((report.step, report) for report in reports)

@@ -93,8 +93,8 @@ def check_manifests(
             manifests[row.version] = dataclasses.replace(manifest, chunk_digests=())
         if keys:
             _check_signature(row, keys=keys, report=report)
-    if not digests:
-        report.find(Check.NUMBERS, 0, "there is no version")
+    if not digests and history.offered:
+        report.find(Check.NUMBERS, 0, "there is no version, but there are payloads")
     for version in range(max(digests, default=NO_VERSION) + 1) if trained is None else digests:
         report.count(Check.NUMBERS)
         if version not in (digests if trained is None else trained):

@@ -21,6 +21,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import run_pb2_grpc
+from tests.support.evaluations import evaluation
 from tests.support.links import PLAINTEXT
 from tests.support.ports import free_port
 from tests.support.run import REPORT
@@ -40,6 +41,7 @@ class Scripted:
     def __init__(self, status=STATUS):
         self.status = status
         self.asked = []
+        self.evaluations = ()
 
     async def get_status(self):
         if isinstance(self.status, Exception):
@@ -49,12 +51,12 @@ class Scripted:
     async def list_steps(self, *, after_step, limit):
         self.asked.append(after_step)
         return tuple(
-            dataclasses.replace(REPORT, step=step, reward_mean=step / 10)
+            dataclasses.replace(self.status.last_report, step=step, reward_mean=step / 10)
             for step in range(after_step + 1, self.status.last_report.step + 1)
         )
 
     async def list_evaluations(self, *, after_version, limit):
-        return ()
+        return tuple(found for found in self.evaluations if found.version > after_version)
 
 
 def shown(view, *, wall=1000.0):
@@ -80,7 +82,7 @@ async def test_picture_shows_run_series_and_rates():
     # Two versions and 30 groups in half a minute.
     assert "4.0 versions and 60 groups a minute" in text
     # Only what is new is asked for.
-    assert api.asked == [0, 3]
+    assert api.asked == [0, 2, 3]
 
 
 async def test_status_reads_on_where_an_answer_ends_early():
@@ -156,6 +158,33 @@ async def test_steps_that_were_abandoned_and_another_run_are_forgotten():
     api.status = dataclasses.replace(STATUS, run_id="other", last_report=dataclasses.replace(REPORT, step=1))
     await poll(view, api, wall=2.0, monotonic=2.0)
     assert sorted(view.reports) == [1]
+
+
+@pytest.mark.parametrize(
+    ("head_version", "step", "changes"),
+    [(6, 5, {"version": 9}), (6, 3, {"version": 9}), (6, 5, {"published_time": 9.0}), (6, 2, {}), (3, 3, {})],
+    ids=["lost and repeated", "repeated to the same step", "restored and repeated", "lost", "restored"],
+)
+async def test_what_a_run_that_went_back_had_is_shown_no_more(head_version, step, changes):
+    view, api = View(address="c:1"), Scripted()
+    api.evaluations = tuple(evaluation(version) for version in (2, 3, 4))
+    await poll(view, api, wall=0.0, monotonic=0.0)
+    assert sorted(version for version, _ in view.evaluations) == [2, 3, 4]
+    lost = {name: dataclasses.replace(report, reward_mean=77.0) for name, report in view.reports.items()}
+    view.reports.update(lost)
+
+    api.evaluations = api.evaluations[:1]
+    api.status = dataclasses.replace(
+        STATUS, head_version=head_version, ledger=dataclasses.replace(STATUS.ledger, consumed=1),
+        last_report=dataclasses.replace(REPORT, step=step, **changes),
+    )  # fmt: skip
+    await poll(view, api, wall=30.0, monotonic=30.0)
+
+    assert {step: report.reward_mean for step, report in view.reports.items()} == {
+        n: n / 10 for n in range(1, step + 1)
+    }
+    assert [version for version, _ in view.evaluations] == [2]
+    assert "a minute" not in shown(view, wall=30.0)
 
 
 async def test_of_a_long_run_only_the_newest_steps_are_read():

@@ -250,7 +250,19 @@ def test_missing_head_of_history_is_found(recorded):
     recorded.change("DELETE FROM versions WHERE version = 0")
     assert recorded.verify(keys=[], replay=False)[0] == 2
     recorded.change("DELETE FROM versions")
-    assert "there is no version" in recorded.verify(keys=[], replay=False)[1]
+    code, text = recorded.verify(keys=[], replay=False)
+    assert code == 2
+    assert "there is no version, but there are payloads" in text
+
+
+async def test_run_whose_learner_has_published_nothing_yet_is_sound(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path, run_id="new"), SystemClock())
+    await core.close()
+
+    result = CliRunner().invoke(app, ["verify-lineage", str(tmp_path)])
+
+    assert result.exit_code == 0, result.exception
+    assert "SOUND: run new, 0 versions; none is published yet" in result.output
 
 
 def test_swapped_signatures_are_found(recorded):

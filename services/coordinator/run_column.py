@@ -53,6 +53,8 @@ class RunColumn:
         self._context = context
         self._beats = Beats(context.database, context.config, context.queue.quotas.full)
         self._is_idle = False
+        self._noted: frozenset[int] = frozenset()
+        """The list of revoked certificates that the audit log has."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         bound = self._context.config.max_staleness_versions
@@ -204,13 +206,15 @@ class RunColumn:
 
     async def note_revoked(self, serials: frozenset[int], by_site: Mapping[str, int]) -> None:
         """Note revoked certificates; `by_site` are the newest ones of sites."""
-        now = self._context.clock.wall()
+        now, is_new = self._context.clock.wall(), serials != self._noted
 
         def operation(connection: Connection) -> None:
-            audit.note_revoked(connection, serials, now=now)
+            if is_new:
+                audit.note_revoked(connection, serials, now=now)
             note_revoked_sites(connection, serials, by_site)
 
         await self._context.database.run(operation)
+        self._noted = serials
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
         """Store the learner's facts about the run, and log changes."""

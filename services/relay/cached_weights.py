@@ -4,8 +4,9 @@
     answers   in memory, bounded in bytes, the longest unused evicted first
 
 Concurrent equal requests ask the coordinator once. Errors are not cached. While the coordinator is unreachable, an old
-answer is given. A plan is kept for PLAN_S and never beyond a new head; a manifest until the run goes back. Presigned
-addresses do not pass: samplers read payloads here.
+answer is given. A plan is kept for PLAN_S and never beyond a new head, a manifest for MANIFEST_S. Both are asked for
+again after an outage, in which the run may have gone back unseen. Presigned addresses do not pass: samplers read
+payloads here.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class CachedWeights:
         self.payloads.note(plan)
         return plan
 
-    def _head_changed(self, went_back: bool) -> None:
-        if went_back:
-            for kept in (self._plans, self._signed, self._lists):
+    def _head_changed(self, *, went_back: bool, was_away: bool) -> None:
+        # In an outage the run may have gone back, and passed the old head again.
+        for kept in (self._plans, self._signed, self._lists) if went_back or was_away else (self._plans,):
+            if went_back:
                 kept.clear()
-        else:
-            self._plans.expire()
+            else:
+                kept.expire()
 
     async def close(self) -> None:
         self.head.close()
@@ -160,10 +162,10 @@ class Answers(Generic[ValueT]):
 class Head:
     """The newest version known from the coordinator.
 
-    `on_change` gets whether the run went back, as after a restore from a backup.
+    `on_change` gets whether the run went back, as after a restore from a backup, and whether the watch was broken.
     """
 
-    def __init__(self, *, api: WeightsApi, clock: Clock, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, *, api: WeightsApi, clock: Clock, on_change: Callable[..., None]) -> None:
         self._api = api
         self._clock = clock
         self._on_change = on_change
@@ -195,16 +197,15 @@ class Head:
             await self._clock.sleep(wait_s)
 
     def _note(self, update: HeadUpdate) -> None:
-        went_back = update.version < self.version
+        went_back, was_away = update.version < self.version, not self._is_heard
         is_new = update.version != self.version
         if went_back:
             _LOG.warning(
                 "the run went back from version %d to %d: the relay drops its plans", self.version, update.version
             )
         self._update, self._told_at = update, self._clock.monotonic()
-        if is_new:
-            self._on_change(went_back)
-        if is_new or not self._is_heard:
+        if is_new or was_away:
+            self._on_change(went_back=went_back, was_away=was_away)
             self._is_heard = True
             self._bell.ring()
 

@@ -226,9 +226,10 @@ def revoked_sites(connection: Connection) -> dict[str, int]:
 def note_revoked_sites(connection: Connection, serials: Container[int], by_site: Mapping[str, int]) -> None:
     """Keep which sites' newest certificates are revoked.
     A site that does not call any more is still known after a restart."""
-    newest = {**revoked_sites(connection), **by_site}
-    revoked = {site: serial for site, serial in newest.items() if serial in serials}
-    set_meta(connection, "revoked_sites", json.dumps(revoked))
+    before = revoked_sites(connection)
+    revoked = {site: serial for site, serial in {**before, **by_site}.items() if serial in serials}
+    if revoked != before:
+        set_meta(connection, "revoked_sites", json.dumps(revoked))
 
 
 def declared(connection: Connection, holder: Holder) -> Declared:

@@ -6,8 +6,9 @@ import pytest
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.policy import NO_VERSION, HeadUpdate
-from heterorl.relay.cached_weights import Head
+from heterorl.common.types.policy import NO_VERSION, HeadUpdate, SignedManifest
+from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.cached_weights import CachedWeights, Head
 
 
 class Run:
@@ -17,6 +18,11 @@ class Run:
         self.version = version
         self.restarted = asyncio.Event()
         self.is_away = False
+        self.num_asked = 0
+
+    async def get_signed_manifest(self, *, version):
+        self.num_asked += 1
+        return SignedManifest(data=b"answer %d to %d" % (self.num_asked, version), signature=b"")
 
     async def watch_head(self, *, after_version):
         restarted = self.restarted
@@ -47,7 +53,7 @@ async def run():
 
 @pytest.fixture
 async def head(run):
-    made = Head(api=run, clock=Quick(), on_change=lambda went_back: None)
+    made = Head(api=run, clock=Quick(), on_change=lambda **_: None)
     watching = asyncio.ensure_future(made.run())
     yield made
     watching.cancel()
@@ -102,3 +108,25 @@ async def test_a_coordinator_that_comes_back_with_the_same_head_is_heard(head, r
     run.is_away = False
 
     assert (await first).version == 12
+
+
+@pytest.mark.parametrize(("restored_to", "is_asked"), [(12, True), (13, True), (None, False)])
+async def test_manifests_are_asked_for_again_after_an_outage(run, tmp_path, restored_to, is_asked):
+    cache = CacheDirectory(tmp_path, max_bytes=1000)
+    weights = CachedWeights(api=run, cache=cache, clock=Quick())
+    watching = asyncio.ensure_future(weights.head.run())
+    assert (await anext(weights.head.watch(after_version=NO_VERSION))).version == 12
+    before = await weights.get_signed_manifest(version=9)
+    assert await weights.get_signed_manifest(version=9) == before
+
+    if restored_to is not None:
+        # Restored to 9, and trained on past the head that the relay knows, or to it.
+        run.restart(restored_to)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    assert (await weights.get_signed_manifest(version=9) != before) == is_asked
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await weights.close()
+    cache.close()

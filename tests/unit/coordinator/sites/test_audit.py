@@ -185,3 +185,17 @@ async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path
     assert (0xAB in serials, 0xAC in serials) == (True, False)
     assert await core.database.run(sites.revoked_sites) == {"site": 0xAB}
     await core.close()
+
+
+async def test_list_is_noted_once_however_many_sites_call(tmp_path, monkeypatch):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    noted, written = [], []
+    monkeypatch.setattr(audit, "note_revoked", lambda _, serials, **_now: noted.append(serials))
+    monkeypatch.setattr(sites, "set_meta", lambda _, key, value: written.append(value))
+    for by_site in ({}, {"a": 1}, {"a": 1, "b": 2}):
+        await core.run.note_revoked(frozenset({7}), by_site)
+    await core.run.note_revoked(frozenset({7, 2}), {"a": 1, "b": 2})
+    await core.close()
+
+    assert noted == [frozenset({7}), frozenset({7, 2})]
+    assert written == ['{"b": 2}']

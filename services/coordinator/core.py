@@ -131,7 +131,7 @@ async def open_context(
             config=config, clock=clock, database=database, blobs=blobs, cache=cache, merges=merges, damage=damage
         )
         collector = GarbageCollector(
-            **vars(stores), leases=leases, in_use=sites.versions_in_use, may_write=lambda: not disk.is_full
+            **vars(stores), leases=leases, in_use=sites.versions_in_use, missing_bytes=lambda: disk.missing_bytes
         )
         await collector.recover()
     except BaseException as error:

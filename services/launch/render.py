@@ -228,7 +228,7 @@ def _check_gpus(hosts: Hosts) -> None:
                     f"{MEMORY_SHARE} by default ({name})" if share is None else f"{share} ({name})"
                     for name, share in shares.items()
                 )
-                problem = f"vLLM takes {said} of GPU {gpu} of {host}" + (f", which {others} shares" if others else "")
+                problem = f"vLLM takes {said} of GPU {gpu} of {host}" + (f", shared with {others}" if others else "")
                 most = f"add up to 1 at most, such as {100 // len(shares) / 100} each"
                 action = f"state shares that {'leave it room' if others else most}, or name other `devices`"
                 raise ConfigError("samplers.engine.memory_share", problem, action=action)

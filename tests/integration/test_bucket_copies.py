@@ -174,6 +174,15 @@ async def test_full_disk_keeps_only_the_copies_that_are_read(opened, tmp_path):
         assert is_counted_right(core, tmp_path / "data")
 
 
+async def test_disk_below_its_mark_keeps_the_copies_that_it_has_room_for(opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=3)
+        core.collector.missing_bytes = lambda: 1
+        await core.collector.work()
+        assert len(files_of(tmp_path / "data", "blobs")) == 2
+        assert is_counted_right(core, tmp_path / "data")
+
+
 async def test_copy_that_is_looked_at_when_room_is_wanted_goes_the_next_time(opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)

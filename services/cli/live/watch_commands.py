@@ -163,10 +163,9 @@ async def _is_another(view: View, api: OperatorApi, status: RunStatus) -> bool:
     before, last, known = view.status, status.last_report, max(view.reports, default=0)
     if before is not None and (before.run_id != status.run_id or before.head_version > status.head_version):
         return True
-    if not known:
-        return False
-    found = [last] if last is None or last.step <= known else await api.list_steps(after_step=known - 1, limit=1)
-    return _mark(found[0] if found else None) != _mark(view.reports[known])
+    if known and last is not None and last.step > known:
+        last = {each.step: each for each in await api.list_steps(after_step=known - 1, limit=STEPS_A_CALL)}.get(known)
+    return known > 0 and _mark(last) != _mark(view.reports[known])
 
 
 def _mark(report: StepReport | None) -> tuple[int, int, float] | None:

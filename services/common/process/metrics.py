@@ -158,7 +158,7 @@ EVALUATED_PROMPTS = _counter("coordinator_evaluated_prompts_total", "Held-out pr
 # coordinator: store
 COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")
 COMMIT_OPERATIONS = _counter("coordinator_commit_operations_total", "Operations that shared these commits.")
-STORE_USED_BYTES = _gauge("coordinator_store_used_bytes", "Bytes of payloads stored or being uploaded.")
+STORE_USED_BYTES = _gauge("coordinator_store_used_bytes", "Bytes of payloads stored, damaged or being uploaded.")
 STORE_LIMIT_BYTES = _gauge("coordinator_store_limit_bytes", "Bytes that payloads may occupy.")
 SNAPSHOT_AGE_SECONDS = _gauge(
     "coordinator_snapshot_age_seconds", "Age of the version of the newest verified snapshot; 0 while there is none."

@@ -93,8 +93,9 @@ def check_manifests(
             manifests[row.version] = dataclasses.replace(manifest, chunk_digests=())
         if keys:
             _check_signature(row, keys=keys, report=report)
-    if not digests and history.offered:
-        report.find(Check.NUMBERS, 0, "there is no version, but there are payloads")
+    traces = history.connection.execute("SELECT 1 FROM steps UNION ALL SELECT 1 FROM groups WHERE state = 'consumed'")
+    if not digests and (history.offered or traces.fetchone()):
+        report.find(Check.NUMBERS, 0, "there is no version, but there are payloads, steps or trained groups")
     for version in range(max(digests, default=NO_VERSION) + 1) if trained is None else digests:
         report.count(Check.NUMBERS)
         if version not in (digests if trained is None else trained):

@@ -73,7 +73,7 @@ class GarbageCollector(BackgroundWorker, Stores):
 
     leases: PullLeases
     in_use: Callable[[float], frozenset[int]]
-    may_write: Callable[[], bool]
+    missing_bytes: Callable[[], int]
 
     def __post_init__(self) -> None:
         super().__init__("garbage_collector", self.clock)
@@ -97,17 +97,19 @@ class GarbageCollector(BackgroundWorker, Stores):
 
     async def work(self) -> None:
         """Verify, write and delete what is due.
-        On a full disk it writes no payload, and deletes all that may go."""
-        is_pressed = not self.may_write()
-        if is_pressed:
+        Where bytes are missing it writes no payload, and deletes unneeded payloads at once."""
+        missing_bytes = self.missing_bytes()
+        if missing_bytes:
+            await self.damage.on_disk(self.blobs.drop_damaged(missing_bytes))
             # Merged deltas and copies of a bucket's payloads are caches.
-            leased = self.leases.payloads(self.clock.monotonic())
-            await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
-            await self.cache.make_room(self.config.payloads.cache_bytes)
+            if self.missing_bytes():
+                leased = self.leases.payloads(self.clock.monotonic())
+                await self.merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
+            await self.cache.make_room(self.missing_bytes())
         for variant in await self.database.run(published_variants.stored):
-            while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
+            while await self._verify_newest(variant) or (not missing_bytes and await self._write_due(variant)):
                 pass
-        await self.collect(missing_bytes=int(is_pressed))
+        await self.collect(missing_bytes=missing_bytes)
 
     async def _verify_newest(self, variant: str) -> bool:
         """Verify the newest snapshot if needed; returns whether to look again."""

@@ -2,7 +2,7 @@
 
     data_dir/blobs/ab/<digest>      complete, verified, never changed
     data_dir/partial/<digest>       an upload; `query` reports its length after an fsync
-    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for inspection, never served
+    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for inspection, until room is missing
 
 A name exists only when all its bytes are durable and right: verify, fsync file, rename, fsync directory. A file whose
 fsync failed is removed, because a second fsync would not tell its content. A publication holds its payloads, so that
@@ -16,6 +16,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -31,6 +32,7 @@ from heterorl.coordinator.store.payload_files import (
     identity,
     name_file,
     open_file,
+    payload_files,
     remove_file,
     sync_and_close,
     unreadable,
@@ -95,10 +97,11 @@ class BlobStore:
                     sync_directory(path)
                 else:
                     self._used += path.stat().st_size
+        self._used += sum(file_size(path) or 0 for path in payload_files(self._damaged.glob("*")))
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all payloads plus those reserved for uploads."""
+        """Bytes of all payloads, damaged ones too, and of reserved room."""
         at_home = self._storage.used_bytes
         return self._used if at_home is None else at_home
 
@@ -219,20 +222,27 @@ class BlobStore:
     async def set_aside(self, digest: Digest) -> None:
         async with self._locks[digest]:
             await self._storage.set_aside(digest)
-            path = self.path(digest)
-            if (size := file_size(path)) is not None:
-                with self._released(path, size):
-                    await in_thread(name_file, path, self._damaged / digest)
+            path, aside = self.path(digest), self._damaged / digest
+            if file_size(path) is not None:
+                async with self._locks[self._damaged.name]:
+                    await self._remove_files(aside)
+                    await in_thread(name_file, path, aside)
+                self.freed.ring()
+
+    async def drop_damaged(self, missing_bytes: int) -> int:
+        """Delete damaged payloads, the longest unchanged first; returns the freed bytes."""
+        freed = 0
+        if missing_bytes > 0:
+            async with self._locks[self._damaged.name]:
+                for path in await asyncio.to_thread(payload_files, self._damaged.glob("*")):
+                    if freed < missing_bytes:
+                        freed += await self._remove_files(path)
+        return freed
 
     def stored(self) -> frozenset[Digest]:
         """All payloads and uploads, except those in use."""
-        folders = (self._blobs, self._partial)
-        try:
-            names = {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
-        except OSError as error:
-            raise unreadable(error) from error
-        # Without files of others, such as an NFS server's.
-        found = {Digest(name) for name in names if is_digest(name)} | self._storage.digests()
+        paths = payload_files(chain(self._blobs.rglob("*"), self._partial.rglob("*")))
+        found = {Digest(path.name) for path in paths} | self._storage.digests()
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     def count(self, num_bytes: int) -> None:
@@ -243,6 +253,7 @@ class BlobStore:
     async def _reserve(self, num_bytes: int) -> None:
         await self._storage.reserve(num_bytes)
         missing = self._used + num_bytes - self._store_bytes
+        missing -= await self.drop_damaged(missing)
         if missing > 0:
             await self._make_room(missing)
         if self._used + num_bytes > self._store_bytes:

@@ -3,7 +3,7 @@
 Versions and deletions then still have room.
 
 free bytes               effect
-below min_free_bytes     no group, merged delta or sample is written; the garbage collector deletes what may go
+below min_free_bytes     no group, merged delta or sample is written; the garbage collector frees what is missing
 below half of it         no payload is taken either
 none                     the disk refuses writes; no acknowledged data is lost
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 from heterorl.common.errors import DiskFull, OperatorError, StoreFull
@@ -56,6 +57,14 @@ class DiskSpace:
             f"the disk of {self._directory.resolve()} is full, {self._usage()[1]} bytes are free: free space there, or"
             " lower store_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there is room"
         )
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes to free: what the mark lacks, and a quarter more.
+        0 with room; all that may go after a refusal above the mark, as by a quota."""
+        mark, free = self._usage()
+        lacking = mark + mark // 4 - free if self._is_low else sys.maxsize
+        return max(0, lacking) if self.is_full else 0
 
     def check(self) -> None:
         """Check for a group.

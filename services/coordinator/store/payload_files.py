@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +18,7 @@ from typing import BinaryIO
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
 from heterorl.common.process import files
 from heterorl.common.process.files import make_directory, opened_directory, sync_directory
+from heterorl.common.types.common import is_digest
 
 BUSY_S = 2.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -45,7 +46,7 @@ def _typed() -> Iterator[None]:
 def remove_file(path: Path) -> None:
     """Delete a file durably."""
     with _typed(), opened_directory(path.parent) as parent:
-        path.unlink()
+        path.unlink(missing_ok=True)
         os.fsync(parent)
 
 
@@ -111,6 +112,16 @@ def file_size(path: Path) -> int | None:
         return None
     except OSError as error:
         raise unreadable(error) from error
+
+
+def payload_files(paths: Iterable[Path]) -> list[Path]:
+    """Payloads among paths, the longest unchanged first; blocks.
+    Files of others, such as an NFS server's, are left out. Raises Busy: unknown now."""
+    try:
+        found = [(path.stat().st_mtime, path) for path in paths if is_digest(path.name) and path.is_file()]
+    except OSError as error:
+        raise unreadable(error) from error
+    return [path for _, path in sorted(found)]
 
 
 def unreadable(error: OSError) -> Busy:

@@ -469,3 +469,27 @@ async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
 
         # The abandoned version 5 and all before the snapshot of 6 could go, but for the damage behind it.
         assert before - stored_files(tmp_path) == {victim.digest}
+
+
+async def test_of_the_copies_only_what_the_disk_lacks_goes(tmp_path, monkeypatch):
+    async with keeping(tmp_path) as (core, _):
+        await published(core, tmp_path, 2)
+        asked = []
+
+        async def make_room(missing_bytes):
+            asked.append(missing_bytes)
+
+        async def evict(**_):
+            asked.append("merged deltas")
+
+        monkeypatch.setattr(core.collector.cache, "make_room", make_room)
+        monkeypatch.setattr(core.merger.merges, "evict", evict)
+        await core.collector.work()
+        # Damaged payloads and merged deltas freed some; then damaged payloads all.
+        lacks = iter((1000, 800, 600, 1000, 0, 0))
+        core.collector.missing_bytes = lambda: next(lacks)
+        await core.collector.work()
+        assert asked == ["merged deltas", 600]
+        await core.collector.work()
+
+    assert asked == ["merged deltas", 600, 0]

@@ -615,7 +615,8 @@ def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
     ("learner_gpus", "shares", "problem"),
     [
         ([2, 3], ({},), ""),
-        ([1, 2], ({},), r"vLLM takes 0\.9 by default \(sampler-a\) of GPU 1 of box\.example, which learner shares"),
+        ([1, 2], ({},), r"vLLM takes 0\.9 by default \(sampler-a\) of GPU 1 of box\.example, shared with learner"),
+        ([0, 1], ({}, {"kind": "hf"}), r"vLLM takes .* of GPU 0 of box\.example, shared with learner, sampler-b"),
         # Stated next to a small learner.
         ([1, 2], ({"memory_share": 0.9},), ""),
         ([1, 2], ({"memory_share": 1.0},), r"vLLM takes 1\.0 \(sampler-a\) of GPU 1 .* leave it room"),

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy
-from heterorl.common.types.common import Digest, is_digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage
-from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_file
+from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_file, payload_files
 from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
 
 SCRATCH = "copies"
@@ -32,9 +32,8 @@ class CacheFiles(BlobStore):
     Each whole one is a copy of the bucket's, or about to be put there."""
 
     def whole(self) -> list[Digest]:
-        """Complete payloads, the oldest first; blocks."""
-        found = [path for path in self._blobs.rglob("*") if path.is_file() and is_digest(path.name)]
-        return [Digest(path.name) for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
+        """Complete payloads, the longest unchanged first; blocks."""
+        return [Digest(path.name) for path in payload_files(self._blobs.rglob("*"))]
 
     def has(self, digest: Digest) -> bool:
         return file_size(self.path(digest)) is not None
@@ -80,6 +79,8 @@ class CacheFiles(BlobStore):
 
 _LOG = logging.getLogger(__name__)
 FETCHES_AT_ONCE = 4
+WHOLE_READS = 3
+"""Reads from the first byte, until a payload with a wrong digest counts as damaged in the bucket."""
 WAIT_S = 30.0
 
 
@@ -161,11 +162,12 @@ class BucketCache(PayloadCache):
             return Repair.LOST
 
     async def make_room(self, missing_bytes: int) -> None:
-        """Evict unused copies and partial fetches, the longest unused first."""
+        """Delete damaged payloads, then copies and partial fetches, the longest unused first."""
+        missing_bytes -= await self._files.drop_damaged(missing_bytes)
         for digest in [*self._order]:
             if missing_bytes <= 0:
                 return
-            if self._in_use[digest]:
+            if self._in_use[digest] or digest in self._fetches:
                 continue
             if (num_bytes := self._begun.pop(digest, None)) is not None:
                 self._files.count(-num_bytes)
@@ -194,8 +196,9 @@ class BucketCache(PayloadCache):
         try:
             async with asyncio.timeout(WAIT_S):
                 while not self._count(wanted := self._wanted(names), may_exceed=False):
-                    await self.make_room(self._files.missing_bytes(sum(wanted.values())))
+                    # Before: a fetch may end while room is made.
                     ticket = self._files.freed.ticket()
+                    await self.make_room(self._files.missing_bytes(sum(wanted.values())))
                     # No await between the look and its effect.
                     if self._count(self._wanted(names), may_exceed=not self._num_readers):
                         return
@@ -253,9 +256,10 @@ class BucketCache(PayloadCache):
         assert size is not None
         scratch = self._files.scratch(digest)
         fetch = self._fetches[digest]
+        whole_reads = 0
         async with self._turns:
-            while True:
-                is_resumed = self._files.scratch_bytes(digest) > 0
+            while not fetch.is_given_up:
+                whole_reads += self._files.scratch_bytes(digest) == 0
                 await self._storage.objects.fetch(digest, scratch)
                 # A fetched file is verified and adopted even if all waiters are cancelled.
                 fetch.is_arriving = False
@@ -264,10 +268,11 @@ class BucketCache(PayloadCache):
                 if is_right:
                     self._promised.pop(digest, None)
                     return
-                if not is_resumed:
+                if whole_reads == WHOLE_READS:
                     _LOG.error("payload %s is damaged in the bucket, which sent wrong bytes", digest[:12])
                     raise FileNotFoundError("the payload in the bucket is damaged")
                 fetch.is_arriving = True
+                fetch.is_given_up = not fetch.num_waiting
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
         del self._fetches[digest]

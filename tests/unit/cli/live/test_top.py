@@ -187,6 +187,22 @@ async def test_what_a_run_that_went_back_had_is_shown_no_more(head_version, step
     assert "a minute" not in shown(view, wall=30.0)
 
 
+async def test_run_with_two_reports_of_a_step_is_no_other_run():
+    class Twice(Scripted):
+        async def list_steps(self, *, after_step, limit):
+            found = await super().list_steps(after_step=after_step, limit=limit)
+            return [dataclasses.replace(report, version=version) for report in found for version in (1, 2)][:limit]
+
+    view, api = View(address="c:1"), Twice()
+    for number in range(3):
+        last = dataclasses.replace(REPORT, step=3 + number, version=2)
+        api.status = dataclasses.replace(STATUS, head_version=4 + number, last_report=last)
+        await poll(view, api, wall=30.0 * number, monotonic=30.0 * number)
+
+    assert "2.0 versions" in shown(view, wall=90.0)
+    assert api.asked == [0, 2, 3, 3, 4]
+
+
 async def test_of_a_long_run_only_the_newest_steps_are_read():
     view, api = View(address="c:1"), Scripted()
     api.status = dataclasses.replace(STATUS, last_report=dataclasses.replace(REPORT, step=30_000))

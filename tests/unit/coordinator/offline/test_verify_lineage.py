@@ -252,7 +252,14 @@ def test_missing_head_of_history_is_found(recorded):
     recorded.change("DELETE FROM versions")
     code, text = recorded.verify(keys=[], replay=False)
     assert code == 2
-    assert "there is no version, but there are payloads" in text
+    assert "there is no version, but there are payloads, steps or trained groups" in text
+    recorded.change("DELETE FROM payloads")
+    assert recorded.verify(keys=[], replay=False)[0] == 2
+    recorded.change("DELETE FROM steps")
+    recorded.change("INSERT INTO groups VALUES (1, 's', 'i', 1, 'd', 'consumed', '', 1, 0, 9, 0, 1, NULL)")
+    assert recorded.verify(keys=[], replay=False)[0] == 2
+    recorded.change("DELETE FROM groups")
+    assert recorded.verify(keys=[], replay=False)[0] == 0
 
 
 async def test_run_whose_learner_has_published_nothing_yet_is_sound(tmp_path):

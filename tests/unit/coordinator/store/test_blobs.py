@@ -436,4 +436,58 @@ async def test_deletion_whose_caller_is_cancelled_is_counted(tmp_path, monkeypat
     calls = {"remove_file": lambda: blobs.remove(digest, is_needed=never), "name_file": lambda: blobs.set_aside(digest)}
     await Held(monkeypatch, name).cancel(calls[name]())
 
-    assert (blobs.size(digest), blobs.used_bytes) == (None, 0)
+    # Payloads set aside count.
+    assert (blobs.size(digest), blobs.used_bytes) == (None, 50 if name == "name_file" else 0)
+
+
+async def test_damaged_payloads_count_and_the_oldest_go_where_room_is_missing(tmp_path):
+    blobs = store(tmp_path, store_bytes=250)
+    texts = [bytes([number]) * 80 for number in range(3)]
+    for data in texts[:2]:
+        await append(blobs, data)
+        await blobs.set_aside(digest_of(data))
+    # Damaged once more: one file.
+    await append(blobs, texts[1])
+    await blobs.set_aside(digest_of(texts[1]))
+    assert blobs.used_bytes == store(tmp_path).used_bytes == 160
+    os.utime(tmp_path / "damaged" / digest_of(texts[0]), (1.0, 1.0))
+    others = {tmp_path / "damaged" / name for name in ("2026-11", ".nfs0001")}
+    for path in others:
+        path.mkdir()
+        (path / "note").write_bytes(bytes(1000))
+
+    await append(blobs, texts[2])
+    await append(blobs, bytes(10))
+    damaged = [tmp_path / "damaged" / digest_of(data) for data in texts[:2]]
+    assert {*(tmp_path / "damaged").iterdir()} == {*others, *damaged}
+    await append(blobs, bytes(20))
+    assert {*(tmp_path / "damaged").iterdir()} == {*others, damaged[1]}
+    assert blobs.used_bytes == store(tmp_path).used_bytes == 190
+    assert await blobs.drop_damaged(1) == 80
+    assert blobs.used_bytes == 110
+
+
+async def test_readers_hear_of_room_that_a_payload_set_aside_can_give(tmp_path):
+    blobs = store(tmp_path)
+    await append(blobs, b"data")
+    ticket = blobs.freed.ticket()
+
+    await blobs.set_aside(digest_of(b"data"))
+
+    assert ticket.is_set()
+
+
+async def test_damaged_payload_that_is_deleted_by_hand_meanwhile_counts_as_free(tmp_path, monkeypatch):
+    blobs = store(tmp_path)
+    await append(blobs, b"data")
+    await blobs.set_aside(digest_of(b"data"))
+    remove = blobs_module.remove_file
+
+    def deleted_by_hand(path):
+        path.unlink()
+        remove(path)
+
+    monkeypatch.setattr(blobs_module, "remove_file", deleted_by_hand)
+
+    assert await blobs.drop_damaged(1) == 4
+    assert blobs.used_bytes == 0

@@ -6,7 +6,9 @@ import logging
 import shutil
 import sqlite3
 import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.store import disk_space
 from heterorl.coordinator.store.background import PAUSE_S, RetryingLoop
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.disk_space import HEALED_S, LARGEST_SHARE, DiskSpace
@@ -286,3 +289,19 @@ async def test_background_loop_outlives_a_damaged_row(disk, tmp_path, loop):
 def test_status_says_nothing_of_a_disk_with_room(disk):
     assert shutil.disk_usage(disk).free > 0
     assert DiskSpace(disk, min_free_bytes=0, clock=ManualClock()).problem == ""
+
+
+def test_what_the_mark_lacks_is_to_be_freed_and_all_after_a_refusal_above_it(tmp_path, monkeypatch):
+    free = 4000
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=free))
+    room = DiskSpace(tmp_path, min_free_bytes=1000, clock=ManualClock())
+    room.look()
+    assert room.missing_bytes == 0
+    room.note_refusal()
+    assert room.missing_bytes == sys.maxsize
+    free = 700
+    room.look()
+    # A quarter of the mark more, so that the next group is not refused again.
+    assert room.missing_bytes == 550
+    free = 1300
+    assert room.missing_bytes == 0

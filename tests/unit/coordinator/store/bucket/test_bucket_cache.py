@@ -7,7 +7,8 @@ import pytest
 from blake3 import blake3
 
 from heterorl.coordinator.store.bucket import bucket_cache
-from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
+from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, WHOLE_READS, BucketCache, CacheFiles
+from heterorl.coordinator.store.payload_storage import Repair
 from tests.support.clock import CountingBell
 
 MIB = 1 << 20
@@ -23,6 +24,7 @@ class Home:
     def __init__(self):
         self.there = {*DATA}
         self.slow, self.sent = set(), 3 * MIB
+        self.num_wrong = 0
         self.begins, self.may_end = asyncio.Event(), asyncio.Event()
         self.objects = self
 
@@ -40,7 +42,8 @@ class Home:
 
     async def fetch(self, digest, path):
         if digest not in self.slow:
-            path.write_bytes(DATA[digest])
+            path.write_bytes(DATA[digest] if self.num_wrong <= 0 else bytes(len(DATA[digest])))
+            self.num_wrong -= 1
             return
         path.write_bytes(DATA[digest][: self.sent])
         self.begins.set()
@@ -149,3 +152,33 @@ async def test_fetch_of_a_payload_that_is_deleted_meanwhile_makes_room(copies, h
     await copies.make_room(1)
     assert copies._files._used == copies._files.scratch_bytes(A) == 0
     assert not copies._order
+
+
+async def test_payload_is_read_again_before_it_counts_as_damaged_in_the_bucket(copies, home):
+    home.num_wrong = WHOLE_READS - 1
+    assert await copies.heal(B) is Repair.CURED
+    assert copies._files.is_right(B)
+
+    home.num_wrong = WHOLE_READS
+    with pytest.raises(FileNotFoundError, match="damaged"):
+        await read(copies, C)
+    assert home.num_wrong == 0
+    await read(copies, C)
+
+
+async def test_wrong_payload_is_read_again_only_while_readers_wait(copies, home, monkeypatch):
+    home.num_wrong = WHOLE_READS
+    take = copies._files.take
+
+    async def take_alone(scratch, **payload):
+        reading.cancel()
+        await asyncio.wait([reading])
+        return await take(scratch, **payload)
+
+    monkeypatch.setattr(copies._files, "take", take_alone)
+    reading = asyncio.ensure_future(read(copies, B))
+    await asyncio.wait([reading])
+    await asyncio.wait([fetch.task for fetch in copies._fetches.values()])
+
+    assert home.num_wrong == WHOLE_READS - 1
+    assert (copies._files._used, copies._fetches) == (0, {})

@@ -92,7 +92,7 @@ def _joined(answer: str) -> str:
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
-_RULES = {"exact": 6, "math_verify": 9}
+_RULES = {"exact": 6, "math_verify": 10}
 """A number rises where equal completions get other scores."""
 
 

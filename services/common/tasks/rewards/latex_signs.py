@@ -36,18 +36,20 @@ _NEGATIVE = re.compile(
 )
 _COUNT = (
     r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[mb]illion)"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[mb]illion"
+    r"|hal(?:f|ves)|(?:third|quarter|fourth|(?:fif|six|seven|eigh|nin|ten)th)s?)"
 )
 _COUNTED = re.compile(
-    rf"(?i)(?P<text>\\text\w{{0,2}}\{{\s*)?\b{_COUNT}(?:(?:\s+and\s+|[\s-]){_COUNT}){{0,9}}(?(text)\s*\}}|)"
-    r"\s*\(\s*(-?\d[\d,.]*)\s*\)"
+    rf"(?i)(?P<digit>\d[ $*-]{{0,4}}(?:and[\s-]+)?)?(?P<text>\\text\w{{0,2}}\{{\s*)?\b"
+    rf"(?:an?\s+)?{_COUNT}(?:(?:\s+and\s+(?:an?\s+)?|[\s-]){_COUNT}){{0,9}}"
+    r"(?(text)\s*\}|)\s*\(\s*(?P<value>\$?-?(?:\d|\\[dt]?frac)[\d,./{}]*\$?)\s*\)(?!\s+of\s+(?:which|them|these)\b)"
 )
 _ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
 
 
 def words_as_signs(text: str) -> str:
     """Words such as minus as signs; `five (5)` as 5."""
-    return _NEGATIVE.sub(r"\g<before>\g<open>-", _COUNTED.sub(r"\2", text))
+    return _NEGATIVE.sub(r"\g<before>\g<open>-", _COUNTED.sub(lambda one: one[0 if one["digit"] else "value"], text))
 
 
 def signs_as_latex(text: str) -> str:

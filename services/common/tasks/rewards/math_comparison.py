@@ -32,7 +32,7 @@ from heterorl.common.tasks.rewards.math_expressions import (
     read_expression,
     readings,
 )
-from heterorl.common.tasks.rewards.stated_answers import boxed, statement_of
+from heterorl.common.tasks.rewards.stated_answers import MULTIPLE, boxed, statement_of
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_BARE = 200
@@ -44,8 +44,7 @@ MAX_AROUND = 4
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
 _CHANGED = re.compile(
-    r"(?i)(?!.*\d\s*=)(?:twice|half|double|triple|(?:an?|one|two|three|four|five)[\s-](?:third|quarter|fourth|fifth|sixth|eighth|tenth)s?"
-    r"\s+of|at\s+(?:least|most)|(?:the\s+)?(?:square|cube)\s+root)\b"
+    rf"(?i)(?!.*\d\s*=)(?:{MULTIPLE}|at\s+(?:least|most)\b)"
     r"|(?:over|under|above|below|up\s+to|no\s+(?:more|less|fewer)\s+than)\s+[$\\(]*\d"
     r"|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
     r"|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
@@ -56,9 +55,11 @@ _WORD = re.compile(r"\w+")
 _DIGITS = re.compile(r"\d[\d.,]*")
 _VERDICT = re.compile(
     r"(?is)\A\W*((?:yes|true)(?=\**[,.;:!](?!.*(?:\b(?:no|not|false)\b|n['\u2019]t)))"
-    r"|(?:no|false)(?=\**[,.;:!](?!.*\b(?:yes|true)\b)))"
+    r"|(?:no|false)(?=\**[,.;:!](?!.*\b(?:yes|true)\b))"
+    r"|(?-i:[A-HJ])(?=\W{1,5}(?:because|since)\b"
+    r"(?!.*\b(?:wait|actually|however|but|no|sorry|correction|so|therefore|thus|hence)\b)[^.!?;\n]*\W*\Z))"
 )
-"""The first word, unless its opposite follows."""
+"""The first word, unless its opposite follows; an option before its reason."""
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -118,11 +119,6 @@ def is_right(answers: Sequence[Any], completion: str) -> bool:
     return False
 
 
-def _without_words(option: Option) -> Option:
-    """Only the option's letter, where words behind may end the sentence."""
-    return Option(option.letter, None) if isinstance(option.value, Text) else option
-
-
 def _is_option(answer: Option, given: Option) -> bool:
     """Whether letters are equal and values agree; one text may say more."""
     if given.value is None:
@@ -170,7 +166,11 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
             given = readings(plain.rstrip("!")) + (given if _FACTORIAL.search(plain) else [])
         given = [each for each in given if stated.is_marked or wants_text or not isinstance(each, Text)]
         if not stated.is_marked:
-            given = [_without_words(each) if isinstance(each, Option) else each for each in given]
+            # Words behind an option's letter may end the sentence.
+            given = [
+                Option(each.letter, None) if isinstance(each, Option) and isinstance(each.value, Text) else each
+                for each in given
+            ]
         if wants_text and (letters := letters_of(plain)) is not None:
             given.append(letters)
         if given and not (is_box or (wants_text and not stated.is_marked)):

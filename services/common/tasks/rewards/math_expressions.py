@@ -95,8 +95,10 @@ _SHORT_UNITS = frozenset(
 """Units of a few letters that `units` does not compare."""
 _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
 _NO_UNITS = frozenset(["and", "or", "mod"])
-_IN_TEXT = r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}\d]*)\}\s*\}"
-_UNIT_FRACTION = re.compile(rf"(?<=[\d}})]){GAP}\\[dt]?frac{_IN_TEXT}{_IN_TEXT}\s*$")
+_IN_TEXT = r"\s*(?(1)\{\s*|)\\(?:text|mathrm)\s*\{([^{}\d]*)\}"
+_UNIT_FRACTION = re.compile(
+    rf"(?<=[\d}})]){GAP}(\\[dt]?frac)?{_IN_TEXT}(?(1)\s*\}}|\s*/){_IN_TEXT}({_POWER})(?(1)\s*\}}|)\s*$"
+)
 _UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
 _SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
 _CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")
@@ -189,7 +191,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     """LaTeX of an expression, and its unit; None for other words."""
     text = _JOINED.sub(r" \\text{ \1 } ", text)
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
-    text, price = _without_price(_UNIT_FRACTION.sub(r"\\text{\1/\2}", text))
+    text, price = _without_price(_UNIT_FRACTION.sub(r"\\text{\2/\3}\4", text))
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
         text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)

@@ -48,7 +48,7 @@ _REFUTED = re.compile(
     re.DOTALL,
 )
 _CUE = (
-    r"(?:no|wait|sorry|oops|actually|correction|scratch\sthat|i\smean(?:t|\sto\ssay)?|or\srather|my\smistake"
+    r"(?:no|wait|sorry|oops|actually|correction|scratch\sthat|i\smean(?:t|\sto\ssay)?|or\srather|my\smistake|make\sthat"
     r"|(?:that|this|it)(?:['\u2019]s|\s(?:is|was))\s(?:wrong|incorrect|not\s(?:right|correct)))\b"
 )
 _IT = (
@@ -56,18 +56,22 @@ _IT = (
     r"(?:['\u2019]s|\s(?:is|was|=|(?:should|must)\sbe))\s(?:actually\s|really\s)?)?"
 )
 _NAME = r"(?-i:[A-J]|[A-Z]\w{2,20}(?:\s[A-Z]\w{0,20}){0,2})"
+_UNITS = r"(?:\s[a-z][\w/^]{0,20}(?:\sper\s[a-z]+)?){0,2}?"
 _GOES_ON = (
-    r"\s*(?:[*/+<>=-]|(?:is|are|was|were)\b(?!\s(?:the|correct|right)\b)|(?:plus|minus|times|more|less)\b"
+    r"\s*(?:[*/+<>=-]|(?:is|are|was|were)\b(?!\s(?:the|correct|right)\b)|(?:,?\s?(?:plus|minus|times)|more|less)\b"
     r"|,\s*(?:and\s)?(?:\d|(?-i:\(?[A-J]\b)))"
 )
 _CORRECTED = re.compile(
-    rf"(?i)(?:(?P<value>{_VALUE})(?:\s[a-z]{{2,20}}){{0,2}}?|\*{{0,2}}\b{_NAME}\**)[?.,;!\u2026]*\s{{1,3}}(?:[\u2013\u2014-]+\s)?\(?"
+    rf"(?i)(?:(?P<value>{_VALUE}){_UNITS}(?P<short>(?<=\s[a-z]))?+"
+    rf"|\*{{0,2}}\b(?:(?P<verdict>yes|no|true|false)|{_NAME}))"
+    rf"[*?.,;!\u2026]*\s{{1,3}}(?:[\u2013\u2014-]+\s)?\(?"
     rf"{_CUE}(?:[\s.,:;!\u2013\u2014-]+{_CUE}){{0,3}}[\s.,:;!\u2026\u2013\u2014-]*\s{_IT}"
-    rf"(?(value)(?={_VALUE}(?!{_GOES_ON})(?(it)|(?:\s[a-z]+){{0,2}}\s*(?:[.,;:!?)]|$)))"
-    rf"|(?<!\n)(?=\*{{0,2}}{_NAME}\**(?!{_GOES_ON})\s*(?:[.;!)]|$)))",
+    rf"(?(value)(?={_VALUE}(?!{_GOES_ON})(?(it)"
+    rf"|(?(short)(?:\s[a-z][\w/^]{{0,3}})?|{_UNITS})\s*(?:\*{{1,3}}+(?!\s*[\w(])|[.,;:!?)]|$)))"
+    rf"|(?<!\n)(?=\*{{0,2}}(?(verdict)(?:yes|no|true|false)|{_NAME})\**(?!{_GOES_ON})\s*(?:[.;!)]|$)))",
     re.DOTALL | re.MULTILINE,
 )
-"""A value, or a name, that another of its kind replaces."""
+"""A value, a verdict or a name that another of its kind replaces."""
 _MAYBE = r"(?:maybe|possibly|perhaps|(?:(?:but|though|although)\s(?:it\s)?)?(?:could|might|may)(?:\salso)?\sbe)"
 _HEDGED = re.compile(
     rf"(?i)\s\((?:or\s(?:{_MAYBE}\s)?|{_MAYBE}\s)(?P<inner>(?:\\?\([^()\n]{{1,60}}\)|[^()\n]){{1,80}})\)"
@@ -77,7 +81,6 @@ _OR = r"\s*,?\s*\bor\b(?:\s(?:even|else))?\s+(?:[a-z]\s*=\s*)?"
 _ALTERNATIVES = re.compile(
     rf"(?i){_FORMULA}|{_BOX}|(?<![\w.^=/({{]){_NUMBER}(?:\s?,\s{_NUMBER}){{0,8}}(?P<last>{_OR}{_NUMBER})+", re.DOTALL
 )
-_EACH = re.compile(_NUMBER)
 
 _TAGGED = re.compile(r"(?i)<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _BOXES = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
@@ -101,10 +104,18 @@ _JUDGED = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
+MULTIPLE = (
+    r"(?:twice|half|double|triple|(?:an?|one|two|three|four|five)[\s-](?:third|quarter|fourth|fifth|sixth|eighth|tenth)"
+    r"s?\s+of|(?:the\s+)?(?:square|cube)\s+root)\b"
+)
 _HEAD = re.compile(
     r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|so|exactly|simply|just|either|both|definitely"
-    r"|probably|possibly|maybe|perhaps|indeed)\b)+"
+    r"|probably|possibly|maybe|perhaps|indeed)\b)*"
+    rf"(?:(?:{MULTIPLE}|(?:{_VALUE}\s(?:times|plus|minus)|(?:\d[\d.]*(?:\s?\\?%|/\d+)|{_FRACTION})\sof)\s\S{{0,3}}\d)"
+    r".{0,80}?(?:,?\swhich\s(?:is|equals|gives|makes)"
+    rf"|,\s(?:that\sis,?|so|namely))\s(?={_VALUE}(?!{_GOES_ON})))?"
 )
+"""What stands before a value, such as `a third of 36, which is`."""
 _OTHERS = (
     r"(?:[,;]\s+(?:and\s+|but\s+)?|\s+and\s+(?=\())(?=\(?[A-J]\b\)?(?:(?:,|,?\s+and|,?\s+or)\s+\(?[A-J]\b\)?){0,9}"
     r"\s+(?!(?:is|are)\s+(?:also|both|the|correct|right|true)\b)(?:is|are|was|were|has|have|does|do|did|can|cannot|could|would|seems?|gives?|fails?"
@@ -113,7 +124,8 @@ _OTHERS = (
 """A clause about other options, such as `, (B) is wrong`."""
 CLAUSE_END = re.compile(
     r"[,;]\s+(?!or\b|and\s+[\d$\\(])(?=[A-Za-z]{2,}|I\s)|(?<!\s)(?<!\band)(?<!\bor)(?<!\bplus)(?<!\bas)(?<!\balso)(?<![,;&/])\s+\("
-    rf"|\s+(?:because|since|(?<!well\s)as(?!\s+well\b)|which|so|where|when|while|for)\b|{_OTHERS}"
+    rf"|\s+(?:because|since|(?<!well\s)as(?!\s+well\b)|which|so|where|when|while|for"
+    rf"|and\s+(?:all\s+|the\s+)*(?:others|other\s+(?:options|choices|answers)|rest|nothing\s+else))\b|{_OTHERS}"
 )
 MAX_APART = 70
 """Most characters between boxes of one answer."""
@@ -161,7 +173,7 @@ def _said_in(completion: str) -> Statement:
     last = max(reversed(found), key=_weight)
     said = _BUT_NOT.sub("", last["said"])
     sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
-    bare = sentence[head.end() :] if (head := _HEAD.match(sentence)) else sentence
+    bare = _HEAD.sub("", sentence, count=1)
     # A statement ends all that stands before it; a mere mention does not.
     prose = completion[last.start() :] if _says(last) else completion
     return Statement(texts=(said, sentence, bare, CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
@@ -207,5 +219,5 @@ def _without(denied: re.Match[str]) -> str:
 def _as_formula(found: re.Match[str]) -> str:
     if found["last"] is None:
         return found[0]
-    each = (re.sub(r"[$\u20ac\u00a3\\,\s]", "", one).replace("%", r"\%") for one in _EACH.findall(found[0]))
+    each = (re.sub(r"[$\u20ac\u00a3\\,\s]", "", one).replace("%", r"\%") for one in re.findall(_NUMBER, found[0]))
     return f"${', '.join(each)}$"

@@ -115,7 +115,7 @@ _HEAD = re.compile(
     r".{0,80}?(?:,?\swhich\s(?:is|equals|gives|makes)"
     rf"|,\s(?:that\sis,?|so|namely))\s(?={_VALUE}(?!{_GOES_ON})))?"
 )
-"""What stands before a value, such as `a third of 36, which is`."""
+"""Words in front of a value, such as `a third of 36, which is`."""
 _OTHERS = (
     r"(?:[,;]\s+(?:and\s+|but\s+)?|\s+and\s+(?=\())(?=\(?[A-J]\b\)?(?:(?:,|,?\s+and|,?\s+or)\s+\(?[A-J]\b\)?){0,9}"
     r"\s+(?!(?:is|are)\s+(?:also|both|the|correct|right|true)\b)(?:is|are|was|were|has|have|does|do|did|can|cannot|could|would|seems?|gives?|fails?"

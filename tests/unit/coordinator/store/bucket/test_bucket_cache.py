@@ -112,6 +112,33 @@ async def test_room_of_a_fetch_that_was_given_up_is_told_when_it_has_ended(copie
             home.may_end.set()
 
 
+async def test_reader_hears_of_a_fetch_that_ends_while_room_is_made(copies, home, monkeypatch):
+    home.slow, home.sent = {A}, 3 * MIB
+    make_room, drop = copies.make_room, copies._files.drop
+
+    async def end():
+        home.may_end.set()
+        for fetch in [*copies._fetches.values()]:
+            await asyncio.wait([fetch.task])
+
+    async def make_and_end(missing_bytes):
+        await make_room(missing_bytes)
+        await end()
+
+    async def end_and_drop(digest):
+        await end()
+        return await drop(digest)
+
+    async with copies.at_hand([C]):
+        first = asyncio.ensure_future(read(copies, A))
+        await home.begins.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        monkeypatch.setattr(copies, "make_room", make_and_end)
+        monkeypatch.setattr(copies._files, "drop", end_and_drop)
+        await read(copies, B)
+
+
 async def test_room_of_what_the_keeper_deletes_is_told(copies, home):
     home.there = {B, C}
 

@@ -1,4 +1,4 @@
-"""A crash at every effect on the disk of publish, snapshot, deletion and pull: nothing acknowledged is lost.
+"""A crash at every effect on the disk of publish, snapshot, deletion, pull and push: nothing acknowledged is lost.
 
 Each scenario runs the real code once under tests.support.crashes.Disk; then every state that a crash could have left is
 opened by the real recovery, and the invariants are checked there.
@@ -6,6 +6,7 @@ opened by the real recovery, and the invariants are checked there.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import shutil
@@ -29,13 +30,15 @@ from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import state_directory as incarnation
 from heterorl.sampler.delay import NoDelay, Visibility
+from heterorl.sampler.outbox.delivery import Delivery
+from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.sampler.weight_sync import WeightSync
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
 from tests.support.limits import WAIT_S
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files
-from tests.support.run import INCARNATION, SITE
+from tests.support.run import INCARNATION, SITE, Run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -358,3 +361,71 @@ async def test_sampler_that_pulls(tmp_path):
             assert files(directory / "site" / "spool") == []
 
         await check_each(disk, tmp_path, check)
+
+
+# a site that stores three groups in two calls, delivers them, and forgets them
+
+
+async def deliver_all(outbox: Outbox, api) -> None:
+    """Push until the outbox is empty."""
+    bell = Bell()
+    delivery = Delivery(api=api, outbox=outbox, clock=SystemClock(), bell=bell, rng=random.Random(0))
+    loop = asyncio.create_task(delivery.deliver())
+    while outbox.level().num_groups:
+        ticket = bell.ticket()
+        await asyncio.wait([loop, asyncio.create_task(ticket.wait())], return_when="FIRST_COMPLETED")
+        if loop.done():
+            await loop
+    loop.cancel()
+    await asyncio.wait([loop])
+
+
+def kept_in(outbox: Outbox) -> list[int]:
+    groups, _ = outbox.due(1.0, limit=10, max_bytes=1 << 20)
+    return [group.id.sequence for group in groups]
+
+
+async def test_site_that_delivers(tmp_path):
+    disk = Disk(tmp_path / "run", machines=("coordinator", "site"))
+    with disk.installed():
+        core = await open_coordinator(disk.root)
+        run = Run(core, tmp_path)
+        await run.begin()
+        await run.publish()
+        outbox = Outbox(disk.root / "site", site=SITE)
+        await run.register(incarnation=outbox.incarnation)
+        grant = await core.lease_work(site=SITE, incarnation=outbox.incarnation, max_groups=3, policy_version=0)
+        groups = [run.group(work) for work in grant.assignments]
+        groups = [
+            dataclasses.replace(group, id=dataclasses.replace(group.id, incarnation=outbox.incarnation))
+            for group in groups
+        ]
+        with disk.watch():
+            for part in (groups[:2], groups[2:]):
+                outbox.put(part, release=[0.0] * len(part))
+                disk.acknowledged += [("stored", group.id.sequence) for group in part]
+            await deliver_all(outbox, Acknowledging(core, disk.acknowledged))
+        assert (await core.get_status()).ledger.acked == 3
+        outbox.close()
+        await core.close()
+    assert {("stored", 3), ("groups", 3)} <= set(disk.images[-1].acknowledged)
+
+    async def check(directory: Path, image: Image) -> None:
+        core = await open_coordinator(directory)
+        outbox = Outbox(directory / "site", site=SITE)
+        try:
+            run = Run(core, directory)
+            delivered = (await core.get_status()).ledger.acked
+            assert delivered >= sum(count for kind, count in image.acknowledged if kind == "groups")
+            stored = [number for kind, number in image.acknowledged if kind == "stored"]
+            waiting = kept_in(outbox)
+            assert outbox.next_sequence == max([*waiting, *stored, delivered], default=0) + 1
+            assert set(stored) <= {*range(1, delivered + 1), *waiting}
+            await run.register(incarnation=outbox.incarnation)
+            await deliver_all(outbox, core)
+            assert (await core.get_status()).ledger.acked == outbox.next_sequence - 1, "each group entered once"
+        finally:
+            outbox.close()
+            await core.close()
+
+    await check_each(disk, tmp_path, check)

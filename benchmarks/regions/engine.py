@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.regions.arms import MAX_TOKENS, MEDIAN_TOKENS, SPREAD
-from heterorl.common.generation.hf_engine import HfEngine, spans_of
+from heterorl.common.generation.hf_batch import spans_of
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError, RewardError, Unreachable
-from heterorl.common.generation.hf_engine import spans_of
+from heterorl.common.generation.hf_batch import spans_of
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter

@@ -10,7 +10,8 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.hf_engine import FairLock, HfEngine, _is_made_of
+from heterorl.common.generation.hf_batch import _is_made_of
+from heterorl.common.generation.hf_engine import FairLock, HfEngine
 from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.logprobs import draw, gumbel, truncated

@@ -114,7 +114,7 @@ def test_completions_come_as_they_end(engine):
 
 
 def test_where_a_recurrent_state_would_be_moved_requests_wait_for_the_next_wave(engine, widths, monkeypatch):
-    monkeypatch.setattr("heterorl.common.generation.hf_engine._is_made_of", lambda cache, *, sliding: False)
+    monkeypatch.setattr("heterorl.common.generation.hf_batch._is_made_of", lambda cache, *, sliding: False)
     requests = [request(key) for key in range(4)]
     for one in requests:
         engine.submit(one)

@@ -42,7 +42,8 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
     recoveries: list[float] = []
     for name in ("coordinator", "learner", *SAMPLERS):
         cluster.start(name)
-    async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
+    policy = RetryPolicy(budget_s=2.0, cap_s=0.2)
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=policy) as client, cluster.guarded():
         witness = Witness(client, contract, seed=seed)
         try:
             await cluster.until(client, lambda status: status.head_version >= 2)

@@ -82,7 +82,8 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
     kept: Kept = {}
     for name in ("coordinator", "learner", *SAMPLERS):
         cluster.start(name)
-    async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
+    policy = RetryPolicy(budget_s=2.0, cap_s=0.2)
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=policy) as client, cluster.guarded():
         try:
             for number in range(kills):
                 names = list(WEIGHTS)

@@ -32,3 +32,11 @@ async def test_trajectories_go_on_when_processes_are_killed(tmp_path, record_pro
     assert summary["acknowledged"] >= summary["kills"], summary
     assert summary["continued"], summary
     assert min(summary["killed"].values()) >= 1, summary
+
+
+async def test_campaign_in_which_a_process_ends_by_itself_fails_and_does_not_wait(tmp_path):
+    """Without its learner a run takes groups until its queue is full; a campaign would wait for an hour."""
+    cluster = Cluster(tmp_path, learner={"max_steps": 2})
+    with pytest.raises(ExceptionGroup) as group:
+        await campaign(cluster, kills=1000, seed=11, pause_s=(60.0, 60.0))
+    assert "learner ended with 0" in str(group.value.exceptions[0])

@@ -7,6 +7,8 @@ import json
 import signal
 import sqlite3
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,21 @@ class Cluster:
         child.process.send_signal(signal.SIGKILL)
         child.process.wait()
         child.file.close()
+
+    @asynccontextmanager
+    async def guarded(self) -> AsyncIterator[None]:
+        """Fail as soon as a node ends by itself: the body may wait for it forever."""
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch())
+            yield
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            for name, child in self.children.items():
+                code = child.process.poll()
+                assert code is None, f"{name} ended with {code}: {child.log.read_text()[-2000:]}"
+            await asyncio.sleep(0.5)
 
     async def end(self, name: str) -> int:
         """End a node by SIGTERM, however long that takes; its exit code."""

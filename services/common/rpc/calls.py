@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -343,6 +343,42 @@ async def once(name: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
         return await attempt()
     except grpc.aio.AioRpcError as error:
         raise typed(name, error) from error
+
+
+async def answer_to(stub: Callable[[AsyncIterator[Any]], Awaitable[Any]], requests: AsyncGenerator[Any, None]) -> Any:
+    """Send a stream of requests, close it, and return the answer.
+
+    Raises errors of `requests`. gRPC reads a stream in a task of its own: it would read on after a failed call, and
+    hide the stream's errors.
+    """
+    handed: asyncio.Queue[Any] = asyncio.Queue(1)
+
+    async def taken() -> AsyncIterator[Any]:
+        while (request := await handed.get()) is not None:
+            yield request
+
+    call: Any = stub(taken())
+
+    async def read() -> None:
+        try:
+            async with contextlib.aclosing(requests):
+                async for request in requests:
+                    await handed.put(request)
+            await handed.put(None)
+        except Exception:
+            call.cancel()
+            raise
+
+    reading = asyncio.create_task(read())
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if reading.done() and not reading.cancelled():
+            reading.result()
+        raise
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
 
 
 def typed(name: str, error: grpc.aio.AioRpcError) -> HeterorlError:

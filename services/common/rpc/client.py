@@ -12,7 +12,7 @@ from heterorl.common.api import PieceFrames
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES, Service, registry_of
 from heterorl.common.process.pushed_metrics import pushing
-from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
+from heterorl.common.rpc.calls import WeightCalls, answer_to, once, readable, timed
 from heterorl.common.rpc.node_config import NodeConfig
 from heterorl.common.rpc.presigned import PresignedWrites
 from heterorl.common.types.common import Digest, Series, SiteId, StepReport, peer_words
@@ -128,7 +128,7 @@ class CoordinatorClient(WeightCalls):
     ) -> int:
         """Append frames to a payload; after Unreachable, continue from `query_upload`."""
 
-        async def requests() -> AsyncIterator[policy_pb2.UploadPayloadRequest]:
+        async def requests() -> AsyncGenerator[policy_pb2.UploadPayloadRequest, None]:
             yield policy_pb2.UploadPayloadRequest(
                 header=policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, offset=offset)
             )
@@ -138,11 +138,11 @@ class CoordinatorClient(WeightCalls):
 
         return await self._upload(requests())
 
-    async def _upload(self, requests: AsyncIterator[policy_pb2.UploadPayloadRequest]) -> int:
+    async def _upload(self, requests: AsyncGenerator[policy_pb2.UploadPayloadRequest, None]) -> int:
         async def attempt() -> int:
             async with self._channel.held() as lane:
                 with timed("UploadPayload"):
-                    return int((await lane.stubs["UploadPayload"](requests)).num_bytes)
+                    return int((await answer_to(lane.stubs["UploadPayload"], requests)).num_bytes)
 
         return await once("UploadPayload", attempt)
 
@@ -164,7 +164,7 @@ class CoordinatorClient(WeightCalls):
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
 
-        async def requests() -> AsyncIterator[policy_pb2.UploadPayloadRequest]:
+        async def requests() -> AsyncGenerator[policy_pb2.UploadPayloadRequest, None]:
             header = policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, is_put=True)
             yield policy_pb2.UploadPayloadRequest(header=header)
 

@@ -1,6 +1,7 @@
 """An engine alone on given requests: `python -m benchmarks.loop_engine JOB.json ANSWER.json`, of benchmarks.loop.
 
-All requests are its own from the beginning, so it is as busy as it can be. The answer is the span between the first
+It always has more requests than rows, so it is as busy as it can be. A request with `given` tokens is a trajectory:
+its next turn follows them at once. The answer is the span between the first
 fill's end and the last one's beginning; a file, because an engine writes to standard output what it likes.
 """
 
@@ -10,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,18 +50,41 @@ def main() -> None:
         base = parts.base()
         assert base is not None
         parts.engine.load(base, 0)
-        members = [len(request["lengths"]) for request in job["requests"]]
-        for key, (request, count) in enumerate(zip(job["requests"], members, strict=True)):
-            prompt = np.array(request["prompt"], np.int32)
-            parts.engine.submit(Request(key=key, prompt=prompt, seed=request["seed"], num_completions=count))
-        left, tokens, ends = sum(members), 0, []
+        rows = parts.engine.max_running
+        plays = any("given" in request for request in job["requests"])
+        waiting, playing = deque(enumerate(job["requests"])), {}
+
+        def begin() -> None:
+            key, request = waiting.popleft()
+            given = deque(request.get("given", []))
+            prompt, count = np.array(request["prompt"], np.int32), len(request["lengths"])
+            first = Request(
+                key=key, prompt=prompt, seed=request["seed"], num_completions=count, may_continue=bool(given)
+            )
+            playing[key] = given, first
+            parts.engine.submit(first)
+
+        num = sum(len(request["lengths"]) + len(request.get("given", [])) for request in job["requests"])
+        # More trajectories at once would not keep their turns in the engine.
+        for _ in range(min(2 * rows, len(waiting)) if plays else len(waiting)):
+            begin()
+        left, tokens, ends = num, 0, []
         while left:
             ended = [one for one in parts.engine.collect() if isinstance(one, Finished)]
             left -= len(ended)
             tokens += sum(one.completion.token_ids.size for one in ended)
             ends.append((time.monotonic(), tokens, left))
-        rows = parts.engine.max_running
-        steady = [(at, count) for at, count, remaining in ends if rows <= remaining <= sum(members) - rows]
+            for one in ended:
+                given, last = playing[one.key]
+                if given:
+                    answer = np.array(given.popleft(), np.int32)
+                    prompt = np.concatenate([last.prompt, one.completion.token_ids, answer])
+                    turn = dataclasses.replace(last, prompt=prompt, seed=last.seed + num, may_continue=bool(given))
+                    playing[one.key] = given, turn
+                    parts.engine.submit(turn)
+                elif plays and waiting:
+                    begin()
+        steady = [(at, count) for at, count, remaining in ends if rows <= remaining <= num - rows]
         span = span_of(steady if len(steady) > 1 else [(at, n) for at, n, _ in ends])
         Path(sys.argv[2]).write_text(json.dumps(dataclasses.asdict(span)), encoding="utf-8")
     finally:

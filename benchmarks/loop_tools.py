@@ -1,4 +1,6 @@
-"""Busy share of a sampler's engine while tools run, over a long line, against the same engine alone on the same turns.
+"""Busy share of a sampler's engine while tools run, over a long line, against the same engine alone.
+
+Alone, the engine draws as many trajectories, and each turn's answer comes at once.
 
 benchmarks.loop's world with trajectories of four turns. Between two turns a tool waits: log-normal, its mean three
 times the generation of a turn, which a run without waits measures first. An outage cuts the line.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -28,6 +31,7 @@ from benchmarks.curves.warm_start import build_tokenizer
 from benchmarks.loop import GROUP_SIZE, ROUND_TRIP_S, Case, alone, groups_of, sample
 from benchmarks.loop_engine import span_of
 from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.types.rollout import turns_of
 
 TURNS, WAITS, SIGMA = 4, 3.0, 0.6
 ENVIRONMENT = """import random
@@ -79,18 +83,21 @@ class ToolCase(Case):
         }  # fmt: skip
 
 
-def turns_of(directory: Path) -> list[dict[str, Any]]:
-    """Each drawn turn of the coordinator's groups as a request of its own."""
-    turns: list[dict[str, Any]] = []
+def trajectories_of(directory: Path) -> list[dict[str, Any]]:
+    """The coordinator's rollouts as requests: their drawn tokens by turn, and what was given between two turns."""
+    requests: list[dict[str, Any]] = []
     for group in groups_of(directory):
         for rollout in group.rollouts:
-            tokens = [*group.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
-            offset = group.prompt_token_ids.size
-            for span in rollout.spans:
-                if span.is_drawn:
-                    known = tokens[: offset + span.start]
-                    turns.append({"prompt": known, "seed": len(turns), "lengths": [span.end - span.start]})
-    return turns
+            tokens = rollout.token_ids.tolist()
+            drawn = turns_of(rollout)
+            requests.append(
+                {
+                    "prompt": group.prompt_token_ids.tolist(), "seed": len(requests), "lengths": [0],
+                    "given": [tokens[end:start] for (_, end), (start, _) in itertools.pairwise(drawn)],
+                    "turns": [end - start for start, end in drawn],
+                }
+            )  # fmt: skip
+    return requests
 
 
 def measure(case: ToolCase, *, seconds: float, outage_s: float, work: Path) -> dict[str, Any]:
@@ -98,9 +105,9 @@ def measure(case: ToolCase, *, seconds: float, outage_s: float, work: Path) -> d
     directory = work / f"{case.wait_s:g}-{outage_s:g}"
     directory.mkdir(parents=True)
     found = asyncio.run(sample(case, directory, seconds=seconds, outage_s=outage_s, source=None))
-    turns = turns_of(directory)
-    sampler, engine = span_of(found["ends"]), alone(case, directory, turns)
-    lengths = sorted(length for turn in turns for length in turn["lengths"])
+    trajectories = trajectories_of(directory)
+    sampler, engine = span_of(found["ends"]), alone(case, directory, trajectories)
+    lengths = sorted(length for one in trajectories for length in one["turns"])
     # All rows of the engine draw one turn in this time.
     turn_s = case.rows * sum(lengths) / len(lengths) / engine.tokens_per_s
     return {
@@ -109,7 +116,7 @@ def measure(case: ToolCase, *, seconds: float, outage_s: float, work: Path) -> d
         "engine_alone_tokens_per_s": round(engine.tokens_per_s, 1),
         "sampler_tokens_per_s": round(sampler.tokens_per_s, 1),
         "busy": round(sampler.tokens_per_s / engine.tokens_per_s, 3),
-        "drawn_turns": len(turns), "groups_lost": found["lost"], "span_s": round(sampler.seconds, 1),
+        "drawn_turns": len(lengths), "groups_lost": found["lost"], "span_s": round(sampler.seconds, 1),
         "length_p50": lengths[len(lengths) // 2],
     }  # fmt: skip
 

@@ -221,6 +221,7 @@ class PromptEvaluator:
             seed=seed_of(spec.draws, prompt_index=index, first=block.start),
             num_completions=len(block),
             sampling=spec.draws.sampling,
+            may_continue=draft.conversation is not None,
         )
         drawn = await self._drawn(spec, draft, request)
         if draft.conversation is not None:
@@ -247,7 +248,7 @@ class PromptEvaluator:
         while isinstance(came, Turn):
             request = Request(
                 key=next(self.builder.keys), prompt=came.context, seed=came.seed, num_completions=1,
-                sampling=spec.draws.sampling, first_member=number,
+                sampling=spec.draws.sampling, first_member=number, may_continue=True,
             )  # fmt: skip
             try:
                 (one,) = await self._drawn(spec, draft, request)

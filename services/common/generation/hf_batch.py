@@ -7,8 +7,9 @@ cache              keys and values of the columns so far
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from heterorl.common.generation.inference_engine import Completion, Finished, Request
 from heterorl.common.model.logprobs import draw, gumbel, gumbel_noise
 from heterorl.common.model.router_replay import RouterRecorder
-from heterorl.common.types.common import SamplingSemantics
+from heterorl.common.types.common import Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 
 
@@ -31,6 +32,63 @@ def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
     )
 
 
+KEPT_BYTES = 1 << 30
+"""Keys and values of all kept turns, on the engine's device."""
+KEPT_A_ROW = 8
+"""Kept turns for each row of the engine: tools may take several times as long as a turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptTurn:
+    """Keys and values of each layer, [heads, tokens, width]."""
+
+    size: int
+    layers: Sequence[tuple[Tensor, Tensor]]
+    num_bytes: int
+
+
+class KeptTurns:
+    """Kept turns of the loaded weights, for the thread that collects.
+
+    At most `most` of them and KEPT_BYTES stay; the oldest leave first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # By the bytes of their token ids, oldest first.
+        self._turns: dict[bytes, KeptTurn] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def keep(self, token_ids: Int32Array, turn: KeptTurn) -> None:
+        self._drop(token_ids.tobytes())
+        self._turns[token_ids.tobytes()] = turn
+        self._num_bytes += turn.num_bytes
+        while len(self) > self._most or self._num_bytes > KEPT_BYTES:
+            self._drop(next(iter(self._turns)))
+
+    def take(self, prompt: Int32Array) -> KeptTurn | None:
+        """Remove the longest turn that is the beginning of `prompt`."""
+        found = self._find(prompt)
+        return self._drop(found) if found is not None else None
+
+    def has(self, prompt: Int32Array) -> bool:
+        """Whether `take` would find a turn."""
+        return self._find(prompt) is not None
+
+    def _find(self, prompt: Int32Array) -> bytes | None:
+        sizes = {turn.size for turn in self._turns.values() if turn.size < prompt.size}
+        keys = (prompt[:size].tobytes() for size in sorted(sizes, reverse=True))
+        return next((key for key in keys if key in self._turns), None)
+
+    def _drop(self, key: bytes) -> KeptTurn | None:
+        turn = self._turns.pop(key, None)
+        self._num_bytes -= turn.num_bytes if turn else 0
+        return turn
+
+
 class Group:
     """Completions of one request; `members` are those that still have rows."""
 
@@ -40,6 +98,8 @@ class Group:
         self.sampling = request.sampling or sampling
         limit = self.sampling.max_new_tokens
         self.members = np.arange(num)
+        self.kept_turns: KeptTurns | None = None
+        """Those of the weights that read its prompt."""
         self.column = 0
         self.is_done = np.zeros(num, bool)
         self._tokens = np.zeros((num, limit), np.int32)
@@ -64,6 +124,10 @@ class Group:
             return torch.from_numpy(noise)
         whole = gumbel((self.request.num_completions, vocab_size), self._generator)
         return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
+
+    def read_by(self, member: int) -> Int32Array:
+        """Ids of the prompt and of the drawn tokens but the last."""
+        return np.concatenate([self.request.prompt, self._tokens[member, : self.column - 1]])
 
     def note_routed(self, record: np.ndarray[Any, Any]) -> None:
         """Keep the experts [rows, columns, bytes] of the pass before `take`."""
@@ -113,11 +177,12 @@ class Computing(Protocol):
 
     device: torch.device
     recorder: RouterRecorder | None
+    kept_turns: KeptTurns
     vocab_size: int
     end_token_ids: list[int]
 
-    def run(self, **inputs: Any) -> tuple[Any, int]:
-        """One pass and its version."""
+    def run(self, inputs: Callable[[], dict[str, Any]]) -> tuple[Any, int]:
+        """One pass and its version; no weights change during `inputs`."""
 
 
 class Rows:
@@ -126,9 +191,11 @@ class Rows:
     def __init__(self, groups: Sequence[Group], engine: Computing) -> None:
         self._groups = list(groups)
         self._engine = engine
-        self._ids, self._attention = _left_padded(groups, engine.device)
-        self._position = self._attention.cumsum(1).clamp(min=1) - 1
+        self._kept_turns = engine.kept_turns
         self._cache: Any = None
+        self._ids: Tensor
+        self._attention: Tensor
+        self._position: Tensor
 
     @property
     def num_running(self) -> int:
@@ -146,14 +213,7 @@ class Rows:
             engine.recorder.recording() if engine.recorder else contextlib.nullcontext([])
         )
         with recording as layers:
-            output, version = engine.run(
-                input_ids=self._ids,
-                attention_mask=self._attention,
-                position_ids=self._position,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            output, version = engine.run(self._inputs)
         if engine.recorder:
             record = engine.recorder.record(layers, num_rows=len(self._ids))
             for group, rows in self._rows_of_groups():
@@ -162,6 +222,7 @@ class Rows:
         noise = torch.cat([group.noise(engine.vocab_size) for group in self._groups])
         drawn, logprobs = self._drawn(output.logits[:, -1], noise.to(engine.device))
         ended = self._take(drawn.cpu().numpy(), logprobs.cpu().numpy(), version)
+        self._keep(ended)
         self._ids = drawn[:, None]
         self._attention = torch.cat([self._attention, self._attention.new_ones(len(drawn), 1)], 1)
         self._position = self._position[:, -1:] + 1
@@ -169,6 +230,56 @@ class Rows:
         if 0 < self.num_running <= len(drawn) // 2 and _is_made_of(self._cache, sliding=True):
             self._drop_ended()
         return ended
+
+    def _inputs(self) -> dict[str, Any]:
+        """What the loaded weights read next."""
+        self._kept_turns = self._engine.kept_turns
+        if self._cache is None:
+            self._begin()
+        return {
+            "input_ids": self._ids, "attention_mask": self._attention, "position_ids": self._position,
+            "past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1,
+        }  # fmt: skip
+
+    def _begin(self) -> None:
+        """Lay out the prompts, or what came since where turns are kept."""
+        prompts = [group.request.prompt for group in self._groups]
+        for group in self._groups:
+            group.kept_turns = self._kept_turns
+        kept = [self._kept_turns.take(prompt) for prompt in prompts]
+        # All rows read as many tokens, and padding stays on the left.
+        num_new = max(prompt.size - (turn.size if turn else 0) for prompt, turn in zip(prompts, kept, strict=True))
+        sizes = [max(0, prompt.size - num_new) if turn else 0 for prompt, turn in zip(prompts, kept, strict=True)]
+        repeats = torch.tensor([group.request.num_completions for group in self._groups])
+        ids, attention = _left_padded(prompts)
+        first = ids.shape[1] - num_new
+        self._ids, self._attention = (
+            rows.repeat_interleave(repeats, 0).to(self._engine.device) for rows in (ids[:, first:], attention)
+        )
+        self._position = (self._attention.cumsum(1).clamp(min=1) - 1)[:, first:]
+        if any(sizes):
+            self._cache = _cache_of(kept, sizes, repeats, width=first)
+
+    def _keep(self, ended: Sequence[Finished]) -> None:
+        """Keep ended completions that a later prompt may begin with."""
+        if not ended or self._engine.recorder or not self.is_joinable:
+            return
+        keys = {(one.key, one.member) for one in ended}
+        for group, rows in self._rows_of_groups():
+            # Other weights may have read a part of it.
+            if not group.request.may_continue or group.kept_turns is not self._kept_turns:
+                continue
+            for row, member in zip(range(rows.start, rows.stop), group.members.tolist(), strict=True):
+                if (group.request.key, member) in keys:
+                    ids = group.read_by(member)
+                    self._kept_turns.keep(ids, self._turn_of(row, ids.size))
+
+    def _turn_of(self, row: int, size: int) -> KeptTurn:
+        # Padding is on the left only; a copy, so that the whole batch does not stay.
+        layers = [
+            (layer.keys[row, :, -size:].clone(), layer.values[row, :, -size:].clone()) for layer in self._cache.layers
+        ]
+        return KeptTurn(size=size, layers=layers, num_bytes=sum(each.nbytes for layer in layers for each in layer))
 
     def join(self, others: Rows) -> None:
         """Add rows that have read their prompts; both must be joinable."""
@@ -232,19 +343,35 @@ class Rows:
                 layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
 
 
-def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, Tensor]:
-    prompts = [group.request.prompt for group in groups]
-    width = max(prompt.size for prompt in prompts)
-    input_ids = np.zeros((len(prompts), width), np.int64)
-    attention = np.zeros((len(prompts), width), np.int64)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - prompt.size :] = prompt
-        attention[row, width - prompt.size :] = 1
-    repeats = torch.tensor([group.request.num_completions for group in groups])
-    return (
-        torch.from_numpy(input_ids).repeat_interleave(repeats, 0).to(device),
-        torch.from_numpy(attention).repeat_interleave(repeats, 0).to(device),
-    )
+def _left_padded(rows: Sequence[np.ndarray[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """Ids and attention [rows, longest]."""
+    width = max(row.size for row in rows)
+    ids = np.zeros((len(rows), width), np.int64)
+    attention = np.zeros((len(rows), width), np.int64)
+    for place, row in enumerate(rows):
+        ids[place, width - row.size :] = row
+        attention[place, width - row.size :] = 1
+    return torch.from_numpy(ids), torch.from_numpy(attention)
+
+
+def _cache_of(kept: Sequence[KeptTurn | None], sizes: Sequence[int], repeats: Tensor, *, width: int) -> Any:
+    """The first `sizes` tokens of each kept turn, padded to `width` columns."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache()
+    like = next(turn for turn in kept if turn)
+    for number, alike in enumerate(like.layers):
+        both = []
+        for place in range(len(alike)):
+            rows = [
+                (turn.layers[number] if turn else alike)[place][:, :size]
+                for turn, size in zip(kept, sizes, strict=True)
+            ]
+            wide = torch.stack([_widened(row, width, dim=-2) for row in rows])
+            both.append(wide.repeat_interleave(repeats.to(wide.device), 0))
+        keys, values = both
+        cache.update(keys, values, number)
+    return cache
 
 
 def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
@@ -257,8 +384,9 @@ def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
 
 
 def _is_made_of(cache: Any, *, sliding: bool) -> bool:
-    """Whether all cache layers are known to hold only keys and values."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    """Whether a cache is known to hold only keys and values."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     known = (DynamicLayer, DynamicSlidingWindowLayer) if sliding else (DynamicLayer,)
-    return all(type(layer) in known for layer in getattr(cache, "layers", [None]))
+    # A model's own cache may hold a recurrent state next to its layers.
+    return type(cache) is DynamicCache and all(type(layer) in known for layer in cache.layers)

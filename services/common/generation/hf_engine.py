@@ -4,8 +4,9 @@
 
 Requests join between two tokens where the cache holds only keys and values of all columns. With a recurrent state they
 wait until all rows have ended. Keys, values and positions of a row do not depend on the other rows. Rows that began
-together form one batch and give the same bits at any time. The members of a group begin together and draw from one
-stream of noise.
+together form one batch and give the same bits at any time, unless a turn is kept: a later turn reads only what came
+since, and may differ by rounding from a whole read. The members of a group begin together and draw from one stream of
+noise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError, EngineError
-from heterorl.common.generation.hf_batch import Group, Rows
+from heterorl.common.generation.hf_batch import KEPT_A_ROW, Group, KeptTurns, Rows
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
@@ -98,6 +99,8 @@ class HfEngine:
         self.layout: Layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self.max_running = batch_rows
+        self._most_kept = KEPT_A_ROW * batch_rows
+        self._forget_turns()
         self.is_whole = True
         self.end_token_ids = list(end_token_ids)
         self.device = torch.device(device)
@@ -125,6 +128,7 @@ class HfEngine:
 
     def load(self, arena: Arena, version: int) -> None:
         with self._weights_lock.held():
+            self._forget_turns()
             try:
                 tensors.load(arena, self.model)
             except (RuntimeError, MemoryError) as error:
@@ -174,10 +178,16 @@ class HfEngine:
                     return list(ended)
         except Exception as error:
             self.cancel()
+            # Their memory may be what the pass lacked.
+            self._most_kept = 0
+            self._forget_turns()
             raise _failure(error) from error
         except BaseException:
             self.cancel()
             raise
+
+    def _forget_turns(self) -> None:
+        self.kept_turns = KeptTurns(self._most_kept)
 
     def cancel(self) -> None:
         with self._guard:
@@ -206,23 +216,30 @@ class HfEngine:
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
         """A token for joining groups, or all rows; rows left, ended completions."""
-        if joining:
-            new = Rows(joining, self)
-            ended = new.step()
-            if rows is None:
-                rows = new
-            elif new.num_running:
-                rows.join(new)
-        else:
+        if not joining:
             assert rows is not None
             ended = rows.step()
-        return (rows if rows.num_running else None), ended
+            return (rows if rows.num_running else None), ended
+        ended = []
+        # Rows whose earlier turns are kept read a few tokens: they do not wait for whole prompts.
+        continued = [self.kept_turns.has(group.request.prompt) for group in joining]
+        for is_continued in (True, False):
+            groups = [group for group, one in zip(joining, continued, strict=True) if one is is_continued]
+            if not groups:
+                continue
+            new = Rows(groups, self)
+            ended += new.step()
+            if rows is None:
+                rows = new if new.num_running else None
+            elif new.num_running:
+                rows.join(new)
+        return rows, ended
 
-    def run(self, **inputs: Any) -> tuple[Any, int]:
+    def run(self, inputs: Callable[[], dict[str, Any]]) -> tuple[Any, int]:
         with self._weights_lock.held():
             if self._is_torn:
                 raise EngineError("no whole version is loaded")
-            return self.model(**inputs), self.version
+            return self.model(**inputs()), self.version
 
 
 def _failure(error: Exception) -> EngineError:

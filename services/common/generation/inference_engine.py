@@ -5,9 +5,9 @@
     load     waits for the current token; running completions continue with the new weights
 
 Every engine states float32 log-probs of the policy that drew a token, in the contract's semantics, also of the end
-token. A result depends on seed and weights only, not on other requests. No completion begins with keys and values of
-another version. A completion that runs during a swap keeps its keys and values; its spans name the version whose logits
-each token and log-prob come from.
+token. Up to rounding, a result depends on seed and weights only, not on other requests. No completion begins with keys
+and values of another version. A completion that runs during a swap keeps its keys and values; its spans name the
+version whose logits each token and log-prob come from.
 
 The canary finds a sampler with other weights, temperature or kernels than it states. The text of such a sampler may
 look plausible, so learner and samplers compare log-probs of the answers of the first held-out prompts.
@@ -48,7 +48,8 @@ class Completion:
 class Request:
     """A prompt, int32 [T], to complete; `key` is unique among open requests.
 
-    An evaluation sets `sampling` in place of the run's; log-probs of its completions are not used.
+    An evaluation sets `sampling` in place of the run's; log-probs of its completions are not used. With `may_continue`
+    a later prompt may begin with this one and a completion, as the next turn of a trajectory does.
     """
 
     key: int
@@ -58,6 +59,7 @@ class Request:
     sampling: SamplingSemantics | None = None
     first_member: int = 0
     """Member of the group that the first completion is of; each member has its own draws."""
+    may_continue: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -240,7 +240,14 @@ class GenerationLoop:
         for key, turn in zip(keys, turns, strict=True):
             self._drafts.begin_turn(key, turn.draft, turn.member)
         requests = [
-            Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1, first_member=turn.member)
+            Request(
+                key=key,
+                prompt=turn.context,
+                seed=turn.seed,
+                num_completions=1,
+                first_member=turn.member,
+                may_continue=True,
+            )
             for key, turn in zip(keys, turns, strict=True)
         ]
         count, too_long, error = await asyncio.to_thread(self._submit_all, requests)
@@ -338,7 +345,13 @@ class GenerationLoop:
             self.collector.begin(drafts)
         in_flight, size = [draft.assignment.id for draft in self._drafts], self.builder.group_size
         requests = [
-            Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
+            Request(
+                key=draft.key,
+                prompt=draft.prompt_token_ids,
+                seed=draft.seed,
+                num_completions=size,
+                may_continue=draft.conversation is not None,
+            )
             for draft in drafts
         ]
 

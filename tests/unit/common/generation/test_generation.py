@@ -2,12 +2,11 @@
 
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_batch import _is_made_of
@@ -114,11 +113,20 @@ def test_rows_stay_in_a_cache_that_is_more_than_keys_and_values():
     layers = [DynamicLayer(), DynamicLayer()]
     window = DynamicSlidingWindowLayer(sliding_window=4)
 
-    assert _is_made_of(SimpleNamespace(layers=layers), sliding=False)
-    assert _is_made_of(SimpleNamespace(layers=[*layers, window]), sliding=True)
-    # A window keeps the last columns only: rows of another width do not fit beside them.
-    assert not _is_made_of(SimpleNamespace(layers=[*layers, window]), sliding=False)
-    assert not _is_made_of(SimpleNamespace(layers=[*layers, LinearAttentionLayer()]), sliding=True)
+    def cache_of(*layers, kind=DynamicCache):
+        cache = kind()
+        cache.layers = list(layers)
+        return cache
+
+    class OwnCache(DynamicCache):
+        """As MiniMax's: a recurrent state next to the layers."""
+
+    assert _is_made_of(cache_of(*layers), sliding=False)
+    assert _is_made_of(cache_of(*layers, window), sliding=True)
+    # A window keeps the last columns only: rows of another width do not fit there.
+    assert not _is_made_of(cache_of(*layers, window), sliding=False)
+    assert not _is_made_of(cache_of(*layers, LinearAttentionLayer()), sliding=True)
+    assert not _is_made_of(cache_of(*layers, kind=OwnCache), sliding=True)
     assert not _is_made_of(object(), sliding=True)
 
 

@@ -143,6 +143,16 @@ def test_record_is_that_of_each_row_alone_and_scoring_meanwhile_is_not_in_it(mod
             assert one.routed_experts == other.routed_experts
 
 
+def test_record_of_a_later_turn_has_its_whole_prompt(model_dir):
+    engine = _engine(model_dir)
+    prompt = PROMPTS[0]
+    for key in range(2):
+        engine.submit(Request(key=key, prompt=prompt, seed=1, num_completions=1, may_continue=True))
+        (one,) = (ended.completion for ended in engine.collect())
+        assert len(one.routed_experts) == (prompt.size + one.token_ids.size - 1) * 4
+        prompt = np.concatenate([prompt, one.token_ids, PROMPTS[1]])
+
+
 def test_evaluations_have_no_record(model_dir):
     engine = _engine(model_dir)
     greedy = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=1, max_new_tokens=4, logprob_mode=LogprobMode.RAW)

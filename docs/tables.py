@@ -167,6 +167,17 @@ def _sites() -> str:
     )  # fmt: skip
 
 
+def _kills() -> str:
+    found = _benchmark("kills")
+    kills = ", ".join(f"{name} {count}" for name, count in found["killed"].items())
+    ledger = "balanced" if found["ledger_balanced"] else "NOT balanced"
+    return (
+        f"Kills: {kills}. Of {found['groups']:,} groups and {found['versions']:,} versions {found['lost']} were lost"
+        f" and {found['duplicated']} trained twice; the ledger is {ledger}. A coordinator answered again within"
+        f" {found['coordinator_restart_s_max']:.1f} s."
+    )
+
+
 def _kills_stores() -> str:
     found = _benchmark("kills_stores")
     names = {
@@ -353,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regions": _regions,
     "sites": _sites,
     "sites-stores": _sites_stores,
+    "kills": _kills,
     "kills-stores": _kills_stores,
     "ingest": _ingest,
     "pull": _pull,

@@ -450,6 +450,7 @@ def test_the_last_score_counts(words, pattern, score):
         'e.g. {"score": 1}} and so {"score": 5,}',
         'Example {"score": 1}\n```\n"score": 5\n```',
         '{"score": 1} ... "score": 5',
+        'Not {"score": 1}: "score": null',
         'e.g. {"score": 1}\n```json\n{"score": 5, "why": "cut he',
         "e.g. {\"score\": 1} so {'score': 5}",
     ],

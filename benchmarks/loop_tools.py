@@ -92,7 +92,8 @@ def trajectories_of(directory: Path) -> list[dict[str, Any]]:
             drawn = turns_of(rollout)
             requests.append(
                 {
-                    "prompt": group.prompt_token_ids.tolist(), "seed": len(requests), "lengths": [0],
+                    "prompt": group.prompt_token_ids.tolist(), "seed": len(requests),
+                    "lengths": [int(rollout.token_ids.size)],
                     "given": [tokens[end:start] for (_, end), (start, _) in itertools.pairwise(drawn)],
                     "turns": [end - start for start, end in drawn],
                 }

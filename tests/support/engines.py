@@ -52,6 +52,15 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
     return HfEngine(model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), **values)
 
 
+def passes_of(engine: HfEngine, name: str) -> list[tuple[int, ...]]:
+    """Rows and columns of the input `name` in every pass from now on."""
+    seen: list[tuple[int, ...]] = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs[name].shape)), with_kwargs=True
+    )
+    return seen
+
+
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
     from heterorl.sampler.sampler_config import VllmEngineConfig
     from heterorl.sampler.vllm.vllm_engine import VllmEngine

@@ -99,7 +99,7 @@ class Group:
         limit = self.sampling.max_new_tokens
         self.members = np.arange(num)
         self.kept_turns: KeptTurns | None = None
-        """Those of the weights that read its prompt."""
+        """The kept turns of the weights that read its prompt."""
         self.column = 0
         self.is_done = np.zeros(num, bool)
         self._tokens = np.zeros((num, limit), np.int32)
@@ -191,8 +191,8 @@ class Rows:
     def __init__(self, groups: Sequence[Group], engine: Computing) -> None:
         self._groups = list(groups)
         self._engine = engine
-        self._kept_turns = engine.kept_turns
         self._cache: Any = None
+        self._kept_turns: KeptTurns
         self._ids: Tensor
         self._attention: Tensor
         self._position: Tensor
@@ -232,7 +232,7 @@ class Rows:
         return ended
 
     def _inputs(self) -> dict[str, Any]:
-        """What the loaded weights read next."""
+        """The model's inputs of the next pass."""
         self._kept_turns = self._engine.kept_turns
         if self._cache is None:
             self._begin()

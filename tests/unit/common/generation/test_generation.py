@@ -19,7 +19,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
-from tests.support.engines import Truth, disturbed
+from tests.support.engines import Truth, disturbed, passes_of
 
 
 def semantics(**changes):
@@ -94,16 +94,13 @@ def drawn_without_cache(engine, ids, seed, num_rows, limit):
 def test_rows_that_ended_leave_the_batch_and_change_nothing(model_dir):
     limit, seeds = 40, [1, 2, 3, 4]
     engine = engine_of(model_dir, max_new_tokens=limit)
-    widths = []
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    passes = passes_of(engine, "input_ids")
     drawn = [
         generate_all(engine, PROMPTS[i : i + 2], seeds=seeds[i : i + 2], num_per_prompt=4)
         for i in range(0, len(PROMPTS), 2)
     ]
-    assert widths[0] == 8
-    assert min(widths) <= 2
+    assert passes[0][0] == 8
+    assert min(rows for rows, _ in passes) <= 2
 
     expected = [drawn_without_cache(engine, ids, seed, 4, limit) for ids, seed in zip(PROMPTS, seeds, strict=True)]
     assert [[row.token_ids.tolist() for row in rows] for part in drawn for rows in part] == expected

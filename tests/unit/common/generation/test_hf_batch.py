@@ -12,7 +12,7 @@ from heterorl.common.generation.inference_engine import Finished, Lost, Request,
 from heterorl.common.model import tensors
 from heterorl.common.model.model_loading import token_limits_of
 from heterorl.common.types.rollout import FinishReason
-from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
+from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, passes_of, semantics, write_model
 from tests.support.one_batch import one_batch
 
 LIMIT = 40
@@ -32,12 +32,7 @@ def engine(model_dir):
 
 @pytest.fixture
 def widths(engine):
-    """Rows and columns of every pass."""
-    seen = []
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple(kwargs["attention_mask"].shape)), with_kwargs=True
-    )
-    return seen
+    return passes_of(engine, "attention_mask")
 
 
 def request(key):

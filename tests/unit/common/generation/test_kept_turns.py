@@ -7,7 +7,7 @@ import torch
 from heterorl.common.errors import EngineError
 from heterorl.common.generation import hf_batch
 from heterorl.common.generation.inference_engine import Request, in_order
-from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
+from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, passes_of, semantics, write_model
 
 LIMIT, NUM = 10, 3
 SAMPLING = semantics(max_new_tokens=LIMIT)
@@ -27,12 +27,7 @@ def engine(model_dir):
 
 @pytest.fixture
 def read(engine):
-    """Rows and new columns of every pass."""
-    seen = []
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    return seen
+    return passes_of(engine, "input_ids")
 
 
 def first(key, *, num=NUM, **changes):
@@ -104,18 +99,15 @@ def test_turns_of_a_model_that_measures_distance_by_column(tmp_path):
 
 def test_rows_that_get_many_and_few_tokens_are_as_wide_as_the_longest_text(engine, read):
     requests = [first(key, num=1) for key in range(2)]
-    widths = []
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["attention_mask"].shape[1]), with_kwargs=True
-    )
+    masks = passes_of(engine, "attention_mask")
     turns = next_turns(requests, drawn(engine, requests), first_key=10, lengths=(60, 1))
     longest = max(turn.prompt.size for turn in turns)
-    widths.clear()
+    masks.clear()
     read.clear()
 
     drawn(engine, turns)
 
-    assert widths[0] == longest
+    assert masks[0] == (2, longest)
     assert read[0] == (2, 61)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.clock import Bell, Clock, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
@@ -52,7 +52,7 @@ class CoordinatorContext:
     deadlines: Deadlines
     bell: Bell
     """Rings when groups or the lease change: for the learner's stream."""
-    head_bell: Bell
+    head_bell: SlowBell
     """Rings when a version is published: for all samplers, perhaps a thousand."""
     queue: Queue
     started: float

@@ -9,7 +9,7 @@ import contextlib
 from typing import Any
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
-from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.clock import Bell, Clock, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -78,7 +78,7 @@ class Coordinator:
     async def end_streams(self) -> None:
         self.context.closing.set()
         self.context.bell.ring()
-        self.context.head_bell.ring()
+        self.context.head_bell.ring_at_once()
 
     async def close(self) -> None:
         await self.end_streams()
@@ -156,7 +156,7 @@ async def open_context(
         sites=sites,
         deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s, started=now),
         bell=Bell(),
-        head_bell=Bell(),
+        head_bell=SlowBell(clock),
         queue=queue.Queue.of(config, ring),
         started=now,
     )

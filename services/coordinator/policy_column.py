@@ -54,6 +54,7 @@ class PolicyColumn:
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
         self._head: asyncio.Future[lineage.Head | None] | None = None
+        self._read_at = -1
 
     async def query_upload(self, *, digest: Digest) -> int:
         return self._context.blobs.query(digest)
@@ -161,17 +162,21 @@ class PolicyColumn:
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         while not self._context.closing.is_set():
-            ticket = self._context.head_bell.ticket()
-            if self._head is None or self._head.done():
-                # One read for all: a publication wakes every sampler.
-                self._head = self._context.database.submit(lineage.read_head)
-            head = await asyncio.shield(self._head)
-            if head is not None and head.version > after_version:
-                after_version = head.version
-                yield HeadUpdate(version=head.version, age_s=max(0.0, self._context.clock.wall() - head.published))
-            else:
-                await ticket.wait()
+            with self._context.head_bell.ticket() as ticket:
+                head = await self._newest()
+                if head is None or head.version <= after_version:
+                    await ticket
+                    continue
+            after_version = head.version
+            yield HeadUpdate(version=head.version, age_s=max(0.0, self._context.clock.wall() - head.published))
         raise Draining("the coordinator is stopping", retry_after_s=1.0)
+
+    async def _newest(self) -> lineage.Head | None:
+        """The head; one read for all who ask between two rings."""
+        rings = self._context.head_bell.num_rings
+        if self._head is None or rings != self._read_at or (self._head.done() and self._head.exception()):
+            self._head, self._read_at = self._context.database.submit(lineage.read_head), rings
+        return await asyncio.shield(self._head)
 
     async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
         return await self._context.database.run(lambda connection: Chain(connection, variant).signed_manifest(version))

@@ -299,8 +299,9 @@ async def test_group_whose_bytes_are_no_group_is_not_trained_on(begin):
 
 
 @pytest.mark.sqlite
-async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all(tmp_path):
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=100), ManualClock())
+async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all_in_turn(tmp_path):
+    clock = ManualClock()
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=100), clock)
     run = Run(core, tmp_path)
     await run.begin()
     await run.publish()
@@ -325,8 +326,13 @@ async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all(tmp
     await core.database.run(lambda connection: connection.set_trace_callback(None))
 
     await run.publish()
-    while len(seen) < 50:
-        await core.database.run(lambda _: None)
+    for told in (20, 40, 50):
+        while len(seen) < told:
+            await core.database.run(lambda _: None)
+        for _ in range(5):
+            await core.database.run(lambda _: None)
+        assert len(seen) == told
+        clock.advance(0.02)
     assert seen == [1] * 50
     await core.close()
     await asyncio.gather(*watchers, return_exceptions=True)

@@ -50,6 +50,14 @@ def end(played):
     played._loop.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_path():
+    """An environment loaded in this process adds its directory to PYTHONPATH, which later tests must not inherit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        yield
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """Loads an environment in this process, by name."""

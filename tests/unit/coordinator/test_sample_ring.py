@@ -327,6 +327,7 @@ async def test_a_note_takes_its_bytes_from_the_ring_too(tmp_path):
     await core.close()
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     "letter", ["x", "\N{GREEK SMALL LETTER PI}", "\N{CJK UNIFIED IDEOGRAPH-8A9E}", "\N{BEAR FACE}"]
 )

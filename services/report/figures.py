@@ -245,9 +245,15 @@ _BARS = "_.-=+*#"
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
+def newest_evaluated(reports: Sequence[StepReport]) -> StepReport | None:
+    """The newest report with a held-out accuracy."""
+    return next((report for report in reversed(reports) if report.evaluation_accuracy is not None), None)
+
+
 def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
     """The newest held-out accuracy."""
-    return next((r.evaluation_accuracy for r in reversed(reports) if r.evaluation_accuracy is not None), None)
+    report = newest_evaluated(reports)
+    return report.evaluation_accuracy if report else None
 
 
 def sparkline(values: Sequence[float], *, is_unicode: bool = False) -> str:

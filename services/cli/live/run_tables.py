@@ -44,18 +44,18 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus, *, width: int, accuracy: float | None = None) -> tuple[Table, ...]:
+def status_tables(status: RunStatus, *, width: int, evaluated: StepReport | None = None) -> tuple[Table, ...]:
     """Tables of a run and its sites, for `width` characters.
-    `accuracy` is the newest held-out one."""
+    `evaluated` is the newest report with a held-out reward."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
-    for name, value in status_rows(status, accuracy=accuracy):
+    for name, value in status_rows(status, evaluated=evaluated):
         # Names come from other machines, so markup is off.
         style = "bold red" if name == STANDS_STILL else ""
         run.add_row(Text(name, style=style), Text(value, style=style))
     return run, *site_tables(status.sites, head_version=status.head_version, width=width)
 
 
-def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
+def status_rows(status: RunStatus, *, evaluated: StepReport | None = None) -> list[tuple[str, str]]:
     """Names and values of a run's state; problems come first."""
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
@@ -76,7 +76,7 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
     ]
     report = status.last_report
     if report is not None:
-        rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
+        rows.insert(1, ("step", _step(report, evaluated, steps_wanted(status.facts))))
         if report.sources:
             rows.insert(2, ("sources", _sources(report)))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
@@ -136,8 +136,11 @@ def _prompts(status: RunStatus) -> list[tuple[str, str]]:
     ]
 
 
-def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
-    scored = "" if accuracy is None else f", held-out reward {accuracy:.3f}"
+def _step(report: StepReport, evaluated: StepReport | None, wanted: int) -> str:
+    # After a rollback it may be of a version that the run has left.
+    scored = (
+        f", held-out reward {evaluated.evaluation_accuracy:.3f} at version {evaluated.version}" if evaluated else ""
+    )
     return f"{step_words(report.step, wanted)}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 

@@ -41,7 +41,7 @@ def status(
     `heterorl certs issue operator me` makes that directory.
     """
     from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
-    from heterorl.report.figures import newest_accuracy
+    from heterorl.report.figures import newest_evaluated
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
@@ -50,7 +50,7 @@ def status(
         typer.echo(strict_json({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, width=console.width, accuracy=newest_accuracy(reports)))
+        console.print(*status_tables(answer, width=console.width, evaluated=newest_evaluated(reports)))
         console.print(*evaluation_tables(evaluations))
 
 
@@ -190,7 +190,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
 
     from heterorl.cli.live.run_tables import evaluation_tables, status_tables
     from heterorl.cli.live.step_curves import series
-    from heterorl.report.figures import newest_accuracy, sparkline
+    from heterorl.report.figures import newest_evaluated, sparkline
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:
@@ -200,8 +200,8 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("no answer from the coordinator yet"))
-    accuracy = newest_accuracy([view.reports[step] for step in sorted(view.reports)])
-    run, *sites = status_tables(view.status, width=width, accuracy=accuracy)
+    evaluated = newest_evaluated([view.reports[step] for step in sorted(view.reports)])
+    run, *sites = status_tables(view.status, width=width, evaluated=evaluated)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)

@@ -147,7 +147,7 @@ class ContractMismatch(RemoteError):
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
-    action = "take one that `heterorl rollback --list` shows; the coordinator's `keep_versions` bounds what stays"
+    action = "take one that `heterorl rollback --list` shows; roll back to one that no snapshot reaches, then pull"
     is_transient = False
 
 

@@ -299,6 +299,8 @@ class PromptEvaluator:
     def _note_submitted(self, request: Request, found: asyncio.Future[None]) -> None:
         if found.cancelled() or found.exception() is not None:
             self.evaluation_requests.drop(request.key)
+            # Requests wait for its rows.
+            self.news.ring()
 
     async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
         threads = self._threads.get(of.name)

@@ -175,7 +175,9 @@ def join(
     )  # fmt: skip
     in_flight = InFlightNote(config.state_dir)
     # Before the first registration, which states what this process can still answer.
-    left = outbox.turns.take(since=now() - parts.contract.trajectory_s)
+    # The contract states no time where trajectories have one turn.
+    longest_s = max(config.task.trajectory_s_of_all, parts.contract.trajectory_s)
+    left = outbox.turns.take(since=now() - longest_s)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
         bell=bell, rng=rng, left=in_flight.left,

@@ -12,6 +12,7 @@ noise.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ from heterorl.common.model.model_loading import load_pretrained, token_limits_of
 from heterorl.common.model.router_replay import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
+
+_LOG = logging.getLogger(__name__)
 
 
 class FairLock:
@@ -178,8 +181,10 @@ class HfEngine:
                     return list(ended)
         except Exception as error:
             self.cancel()
-            # Their memory may be what the pass lacked.
-            self._most_kept = 0
+            if self._most_kept and _is_out_of_memory(error):
+                # Their memory may be what the pass lacked.
+                self._most_kept = 0
+                _LOG.warning("the engine keeps no more turns of trajectories: the device was out of memory")
             self._forget_turns()
             raise _failure(error) from error
         except BaseException:
@@ -242,10 +247,14 @@ class HfEngine:
             return self.model(**inputs()), self.version
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU allocator raises RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error)
+
+
 def _failure(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    # The CPU allocator raises RuntimeError.
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
+    if _is_out_of_memory(error):
         return EngineError(f"the device is out of memory: {first_line(error)}", action="lower engine.batch_rows")
     return EngineError(f"the model failed: {type(error).__name__}: {first_line(error)}")

@@ -97,6 +97,12 @@ class TurnStore:
             return
         self._is_full = False
 
+    def note_resumed(self, assignments: Collection[int]) -> None:
+        """Count that groups go on; raises DiskFull."""
+        rows = [(assignment,) for assignment in assignments]
+        with self._transaction() as connection:
+            connection.executemany("UPDATE turns SET resumed = resumed + 1 WHERE assignment = ?", rows)
+
     def forget(self, assignments: Collection[int]) -> None:
         """Delete turns of groups given up; raises DiskFull, then they stay."""
         with self._transaction() as connection:
@@ -108,7 +114,7 @@ class TurnStore:
         connection.executemany("DELETE FROM turns WHERE assignment = ?", rows)
 
     def take(self, *, since: float) -> list[KeptGroup]:
-        """Groups to continue, each counted as resumed once more.
+        """Groups to continue.
 
         Deletes the others: resumed MAX_RESUMED times, damaged, or begun before `since`. Without room for these changes
         all turns stay for a later start.
@@ -139,7 +145,6 @@ class TurnStore:
                 self.drop(connection, [assignment])
                 continue
             groups.append(group)
-            connection.execute("UPDATE turns SET resumed = resumed + 1 WHERE assignment = ?", (assignment,))
             # Turns after a gap must not follow the turn that is drawn again.
             behind = "DELETE FROM turns WHERE assignment = ? AND member = ? AND number >= ?"
             members = {member for _, member, *_ in mine}

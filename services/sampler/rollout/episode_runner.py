@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -236,8 +237,9 @@ class EpisodeRunner:
             member.episode = await asyncio.shield(asyncio.wrap_future(opening))
         except asyncio.CancelledError:
             opening.cancel()
-            # A thread that began goes on, and the episode that it opens has no other owner.
-            opening.add_done_callback(lambda opened: self._close_opened(opened, loop))
+            # A thread that began goes on, and the episode that it opens has no other owner. A callback would close one
+            # that is open already in this thread, for seconds.
+            threading.Thread(target=self._close_opened, args=(opening, loop), daemon=True).start()
             raise
         except BaseException:
             self._room.release()

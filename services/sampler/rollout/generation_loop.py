@@ -151,6 +151,7 @@ class GenerationLoop:
                 self.collector.give_back([group.first.assignment])
                 continue
             resumed.append((draft, group))
+        await self._journal.note_resumed([group.first.assignment for _, group in resumed])
         # Only now: live episodes could hold the processes in which a prompt's own episode begins, and their next turns
         # would wait for this loop.
         for draft, group in resumed:
@@ -201,9 +202,8 @@ class GenerationLoop:
             return False
         # One engine of several restarts while the others generate.
         is_mend = pulled.version == self.swap.version
-        if not is_mend and (
-            self.evaluation_requests.keeps_version or (self._drafts.num_running and self.config.swap == "drain")
-        ):
+        is_kept = self.evaluation_requests.keeps_version and self.swap.version >= 0
+        if not is_mend and (is_kept or (self._drafts.num_running and self.config.swap == "drain")):
             return False
         self.is_swapping = True
         if self._drafts.num_running or is_mend:

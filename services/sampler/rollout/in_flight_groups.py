@@ -240,6 +240,12 @@ class TurnJournal:
             if turns:
                 await asyncio.to_thread(self.turns.keep, turns)
 
+    async def note_resumed(self, assignments: Collection[int]) -> None:
+        """Count that groups go on; not on a full disk."""
+        async with self.lock:
+            with contextlib.suppress(DiskFull):
+                await asyncio.to_thread(self.turns.note_resumed, assignments)
+
     async def forget(self, assignments: Collection[int]) -> None:
         """Delete turns of groups given up; on a full disk they stay."""
         async with self.lock:

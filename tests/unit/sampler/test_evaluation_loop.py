@@ -18,11 +18,13 @@ from heterorl.common.errors import (
     RewardError,
     Unreachable,
 )
+from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import HELD_OUT, MAX_HELD_OUT, EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.prompt_evaluator import SiteSet
+from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
+from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests
 from tests.support.games import Games
 from tests.support.run import SITE
 from tests.support.sampler_world import World
@@ -148,6 +150,21 @@ async def test_newer_weights_do_not_wait_for_results_that_a_broken_link_holds_ba
     del world.link.replaced["push_evaluation"]
     await world.passed(30.0, step_s=0.5)
     assert (await found(world)).summary.num_prompts > 0
+
+
+@pytest.mark.slow
+async def test_a_dead_engine_is_loaded_again_while_results_wait_for_the_link(world):
+    async def push_evaluation(**results):
+        raise Unreachable("the link is down")
+
+    await world.run.publish()
+    world.link.replaced["push_evaluation"] = push_evaluation
+    world.start()
+    await world.until(lambda: world.link.calls["push_evaluation"])
+    world.engine.batch_failures = [EngineDied("it is gone")]
+    await world.passed(10.0, step_s=0.5)
+
+    assert [version for version, _ in world.engine.loaded] == [0, 0]
 
 
 @pytest.mark.slow
@@ -480,6 +497,20 @@ async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(worl
     assert of.summary.average.num_prompts == 10
     assert "held-out prompt 0 cannot be drawn" in caplog.text
     assert "held-out prompt 1 cannot be drawn" in caplog.text
+
+
+async def test_a_refused_request_wakes_those_that_wait_for_its_rows():
+    requests, news = EvaluationRequests(), Bell()
+    requests.begin(5, 16, lambda _: None)
+    ticket, refused = news.ticket(), asyncio.get_running_loop().create_future()
+    refused.set_exception(PromptTooLong("engine.max_model_len", "8 tokens hold no prompt of 2 and 7 new ones"))
+
+    PromptEvaluator._note_submitted(
+        SimpleNamespace(evaluation_requests=requests, news=news), SimpleNamespace(key=5), refused
+    )
+
+    assert requests.num_running == 0
+    assert ticket.is_set()
 
 
 async def test_rewards_that_fail_are_counted_and_left_out(world):

@@ -276,6 +276,16 @@ def test_engine_that_ran_out_of_memory_keeps_none_from_then_on(engine, monkeypat
     assert len(engine.kept_turns) == 0
 
 
+def test_engine_that_failed_otherwise_keeps_turns_again(engine, monkeypatch):
+    request = first(0)
+    with monkeypatch.context() as patches:
+        patches.setattr(engine, "model", lambda **inputs: 1 / 0)
+        with pytest.raises(EngineError, match="the model failed"):
+            drawn(engine, [request])
+    drawn(engine, [request])
+    assert len(engine.kept_turns) == NUM
+
+
 def test_model_whose_layers_keep_a_window_only_keeps_no_turns(tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     model_dir = write_model(tmp_path, **window)

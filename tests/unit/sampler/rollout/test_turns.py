@@ -351,3 +351,25 @@ async def test_episode_whose_end_waits_for_a_thread_gives_its_place_back_after_t
     games.go.set()
     await asyncio.to_thread(runner._threads.shutdown)
     assert games.closed == 1
+
+
+async def test_episode_that_a_cancelled_member_opened_is_closed_beside_the_event_loop():
+    closed_by, is_closed = [], threading.Event()
+
+    class Opened:
+        def close(self):
+            closed_by.append(threading.current_thread())
+            is_closed.set()
+
+    runner = EpisodeRunner(max_live=1, max_new_tokens=4, max_trajectory_tokens=60, clock=ManualClock())
+    opening = asyncio.ensure_future(runner._open(SimpleNamespace(), SimpleNamespace(spec=SimpleNamespace(open=Opened))))
+    await asyncio.sleep(0)
+    # The pool's only thread has opened it; this loop has not heard of it.
+    runner._threads.submit(int).result()
+    opening.cancel()
+    await asyncio.wait([opening])
+
+    await asyncio.to_thread(is_closed.wait)
+    assert closed_by[0] is not threading.main_thread()
+    await runner._room.acquire()
+    runner.close()

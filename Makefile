@@ -168,7 +168,9 @@ bench-loop-tools: $(SETUP)  ## Measure how busy tools that wait keep a sampler's
 bench-sampler: $(ENGINES_SETUP)  ## Measure tokens per second and the pause of a swap, for transformers and vLLM
 bench-routing: $(ENGINES_SETUP)  ## Measure the share of routing in the bf16 difference between engines, for mixtures of experts, with and without replay; 8 minutes
 bench-slices: $(SETUP)  ## Measure a rank's peak memory for rollouts of 8,192 tokens, whole and in slices of two ranks; 3 minutes
-bench-sites: $(SETUP)  ## Measure one coordinator's cost of 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups; 4 minutes
+bench-sites: $(SETUP)  ## Measure one coordinator's cost of 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups, of 10,000 sites on virtual time; 8 minutes
+bench-starts: $(SETUP)  ## Measure imports by service, and the time from a SIGKILL to the next trained group; 4 minutes
+bench-swaps: $(SETUP)  ## Measure the pause of an engine for new weights: models of 0.1 and 1 billion weights, arrays of 8 billion; 18 GB of memory
 bench-verify: $(SETUP)  ## Measure the checks of untrusted sites: each cheat's detection, honest rollouts' false rejects; 4 minutes
 bench-verify-turns: $(SETUP)  ## Measure the same of trajectories of several turns: each forgery, honest trajectories; 10 minutes
 bench-view: $(SETUP)  ## Time a page of `heterorl view` with 50,000 samples, against a bare page of its size; 3 minutes

@@ -9,8 +9,10 @@ what it takes while the same sites only watch and beat, which stands beside it.
 Then a store gets a history of versions and consumed groups by SQL, and the same sites: a start and each latency beside
 those of an empty store.
 
-Last, most sites once more with the store in a file of SQLite's and in PostgreSQL, one after the other: `stores`. The
-server is on this machine and its disk, reached by a socket of the machine; its CPU stands in a column of its own.
+Then most sites once more, three times with the store in a file of SQLite's and once in PostgreSQL: `stores`. The server
+is on this machine and its disk, reached by a socket of the machine; its CPU stands in a column of its own. Last, 1,000
+and 10,000 sites on virtual time (`simulated`, benchmarks/sites_simulated.py).
+
 `--only stores` measures these rows alone, and leaves the others in the file as they are.
 
     python -m benchmarks.sites --out benchmarks/results/sites.json
@@ -29,7 +31,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import sites_simulated
 from benchmarks.pull import contract_of, free_port
 from benchmarks.serve import connect
 from benchmarks.site_load import GROUP_SIZE, TOKENS
@@ -59,6 +62,9 @@ PER_VERSION = 500
 HEARTBEAT_S = 2.0
 """As a sampler's default."""
 CREDITS = 2 * PER_VERSION
+RUNS_OF_SQLITE = 3
+SIMULATED = (1_000, 10_000)
+PARTS = ("rows", "history", "stores", "simulated")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -219,6 +225,7 @@ async def measure(
     directory: Path, *, sites: int, rate: float, idle_s: float, load_s: float, reference: str, url: str = ""
 ) -> dict[str, Any]:
     """One row: a coordinator over the directory, so many sites."""
+    load_before = os.getloadavg()[0]
     child, address, start_s = open_coordinator(directory, url)
     pid = child.process.pid
     try:
@@ -266,6 +273,7 @@ async def measure(
         "reference_p99_ms": percentile(seconds["reference"], 0.99),
         "rss_mb": round(resident, 1),
         "start_s": round(start_s, 2),
+        "load_average_before": round(load_before, 2),
         "other_outcomes": {k: v for k, v in sampled["groups"].items() if k not in ("PUSH_STATUS_ACCEPTED", "heads")},
         "heads_seen": sampled["groups"].get("heads", 0),
     }
@@ -325,8 +333,10 @@ async def bare_server() -> AsyncIterator[str]:
 
 async def measure_stores(directory: Path, *, sites: int, **common: Any) -> list[dict[str, Any]]:
     """The most sites, with the store in SQLite and in PostgreSQL."""
-    rows = [{"store": "sqlite", **await measure(directory / "store-sqlite", sites=sites, **common)}]
-    print(json.dumps(rows[-1]), flush=True)
+    rows = []
+    for number in range(RUNS_OF_SQLITE):
+        rows.append({"store": "sqlite", **await measure(directory / f"store-{number}", sites=sites, **common)})
+        print(json.dumps(rows[-1]), flush=True)
     if postgres_binaries() is None:
         print("PostgreSQL is not installed: make programs", flush=True)
         return rows
@@ -347,35 +357,66 @@ def family_cpu_s(pid: int) -> float:
     root = psutil.Process(pid)
     spent = 0.0
     for process in (root, *root.children(recursive=True)):
-        times = process.cpu_times()
-        spent += times.user + times.system + (times.children_user + times.children_system if process == root else 0.0)
+        # One that has just ended counts with the root's children.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            of_ended = times.children_user + times.children_system if process == root else 0.0
+            spent += times.user + times.system + of_ended
     return spent
 
 
 async def measure_all(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows, or those that were asked for."""
-    common = {"rate": arguments.rate, "idle_s": arguments.idle_s, "load_s": arguments.load_s}
-    most = max(arguments.sites)
-    rows, history = [], []
     async with bare_server() as reference:
-        if arguments.only == "stores":
-            return {"stores": await measure_stores(directory, sites=most, reference=reference, **common)}
-        for sites in arguments.sites:
-            rows.append(await measure(directory / f"sites-{sites}", sites=sites, reference=reference, **common))
-            print(json.dumps(rows[-1]), flush=True)
-        sites = min(100, most)
-        for versions, groups in ((0, 0), (arguments.versions, arguments.groups)):
-            place = directory / "history"
-            if versions:
-                began = time.perf_counter()
-                write_history(place / "coordinator" / "coordinator.sqlite", versions=versions, groups=groups)
-                print(f"a history of {groups} groups took {time.perf_counter() - began:.0f} s", flush=True)
-            row = await measure(place, sites=sites, reference=reference, **common)
-            size = (place / "coordinator" / "coordinator.sqlite").stat().st_size
-            history.append({"versions": versions, "groups": groups, "store_mb": round(size / 1e6, 1), **row})
-            print(json.dumps(history[-1]), flush=True)
-        stores = await measure_stores(directory, sites=most, reference=reference, **common)
-    return {"rows": rows, "history": history, "stores": stores}
+        common = {
+            "rate": arguments.rate, "idle_s": arguments.idle_s, "load_s": arguments.load_s, "reference": reference,
+        }  # fmt: skip
+        most = max(arguments.sites)
+        parts: dict[str, Callable[[], Awaitable[Any]]] = {
+            "rows": lambda: measure_rows(directory, arguments.sites, **common),
+            "history": lambda: measure_history(directory / "history", arguments, sites=min(100, most), **common),
+            "stores": lambda: measure_stores(directory, sites=most, **common),
+            "simulated": lambda: measure_simulated(directory),
+        }
+        return {name: await part() for name, part in parts.items() if arguments.only in ("", name)}
+
+
+async def measure_simulated(directory: Path) -> dict[str, Any]:
+    """Many sites on virtual time, beside a coordinator as a process."""
+    child, address, _ = open_coordinator(directory / "called")
+    try:
+        return await sites_simulated.measure(
+            directory, sites=SIMULATED, heartbeat_s=HEARTBEAT_S, address=address, pid=child.process.pid
+        )
+    finally:
+        stop([child])
+
+
+async def measure_rows(directory: Path, sites: Sequence[int], **common: Any) -> list[dict[str, Any]]:
+    """Growing numbers of sites."""
+    rows = []
+    for num_sites in sites:
+        rows.append(await measure(directory / f"sites-{num_sites}", sites=num_sites, **common))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+async def measure_history(
+    directory: Path, arguments: argparse.Namespace, *, sites: int, **common: Any
+) -> list[dict[str, Any]]:
+    """An empty store, and the same one with a long history."""
+    history = []
+    store = directory / "coordinator" / "coordinator.sqlite"
+    for versions, groups in ((0, 0), (arguments.versions, arguments.groups)):
+        if versions:
+            began = time.perf_counter()
+            write_history(store, versions=versions, groups=groups)
+            print(f"a history of {groups} groups took {time.perf_counter() - began:.0f} s", flush=True)
+        row = await measure(directory, sites=sites, **common)
+        store_mb = round(store.stat().st_size / 1e6, 1)
+        history.append({"versions": versions, "groups": groups, "store_mb": store_mb, **row})
+        print(json.dumps(history[-1]), flush=True)
+    return history
 
 
 def main() -> None:
@@ -388,9 +429,8 @@ def main() -> None:
     parser.add_argument("--load-s", type=float, default=20.0)
     parser.add_argument("--versions", type=int, default=100_000)
     parser.add_argument("--groups", type=int, default=1_000_000)
-    parser.add_argument("--only", choices=["stores"], help="measure these rows alone")
+    parser.add_argument("--only", choices=PARTS, default="", help="measure these rows alone")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="heterorl-sites-") as directory:
         found = asyncio.run(measure_all(Path(directory), arguments))
     conditions = {
@@ -398,9 +438,7 @@ def main() -> None:
         "heartbeat_s": HEARTBEAT_S,
         "cores": os.cpu_count(),
         "processor": platform.processor() or "cpu",
-        "load_average_before": round(load, 2),
     }
-    found["stores"] = [{**row, "load_average_before": round(load, 2)} for row in found["stores"]]
     earlier = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.only else conditions
     results: dict[str, Any] = {**earlier, **found}
     names = ["sites", "groups_per_s", "cpu_ms_per_group", "idle_cpu_share", "lease_p99_ms", "heartbeat_p99_ms",

@@ -214,6 +214,56 @@ def _sites_stores() -> str:
     )
 
 
+def _sites_simulated() -> str:
+    kinds = ("heartbeat", "watch", "plan", "lease and push")
+    return table(
+        ["sites", *(f"{kind}, a second" for kind in kinds[:3]), *(f"{kind}, cores" for kind in kinds), "all, cores"],
+        [
+            [
+                f"{r['sites']:,}",
+                *(f"{r['kinds'][kind]['calls_per_s']:,.0f}" for kind in kinds[:3]),
+                *(f"{r['kinds'][kind]['core_share']:.2f}" for kind in kinds),
+                f"{r['core_share']:.2f}",
+            ]
+            for r in _benchmark("sites")["simulated"]["rows"]
+        ],
+    )
+
+
+def _starts() -> str:
+    found = _benchmark("starts")
+    restarts = {r["service"]: r for r in found["restarts"]}
+    return table(
+        ["process", "imports, CPU", "of it libraries", "SIGKILL to the next trained group", "longest"],
+        [
+            [
+                r["service"],
+                f"{r['cpu_s']:.2f} s",
+                f"{r['libraries_cpu_s']:.2f} s",
+                *(
+                    f"{restarts[r['service']][key]:.1f} s" if r["service"] in restarts else "-"
+                    for key in ("median_s", "max_s")
+                ),
+            ]
+            for r in found["imports"]
+        ],
+    )
+
+
+def _swaps() -> str:
+    return table(
+        ["weights", "engine", "pause", "longest", "a bare copy"],
+        [
+            [
+                f"{r['weights'] / 1e9:.2g} B",
+                {"engine hf": "hf", "arrays": "none, arrays"}[r["what"]],
+                *(f"{r[key]:.2f} s" for key in ("pause_s", "pause_max_s", "copy_s")),
+            ]
+            for r in _benchmark("swaps")["rows"]
+        ],
+    )
+
+
 def _ingest() -> str:
     rows = {(r["group_bytes"], r["system"]): r for r in _benchmark("ingest")["rows"]}
     systems = ("heterorl", "postgres", "jetstream", "disk")
@@ -364,6 +414,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "regions": _regions,
     "sites": _sites,
     "sites-stores": _sites_stores,
+    "sites-simulated": _sites_simulated,
+    "starts": _starts,
+    "swaps": _swaps,
     "kills": _kills,
     "kills-stores": _kills_stores,
     "ingest": _ingest,

@@ -8,19 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.gpu.rows import Place, Rows, seconds
 from benchmarks.learner import VOCAB_SIZE, write_model
+from benchmarks.swaps import LARGE_WEIGHTS, array_swap
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import ScoredText, generate_all
-from heterorl.common.model.staging import Part, each_part, part_of, to_device
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.plan.assumptions import Assumptions
 
 GROUP_SIZE = 8
-LARGE_WEIGHTS = 8_000_000_000
-LAYER_WEIGHTS = 200_000_000
 
 
 def run(rows: Rows, place: Place) -> None:
@@ -76,17 +73,7 @@ def _engine(rows: Rows, place: Place, model_dir: str, parameters: int) -> None:
 
 def _large_swap(rows: Rows, place: Place) -> None:
     """Arrays of a large model's size, copied as a swap copies: from the host's memory into tensors on the card."""
-    count = place.pick(LARGE_WEIGHTS // LAYER_WEIGHTS, 2)
-    size = place.pick(LAYER_WEIGHTS, 1_000_000)
-    host = [torch.zeros(size, dtype=torch.int16).fill_(number) for number in range(count)]
-    held = [torch.empty(size, dtype=torch.int16, device=place.device) for _ in range(count)]
-
-    def copy_part(number: int, part: Part) -> None:
-        to_device(part_of(host[number], part), part_of(held[number], part))
-
-    def swap() -> None:
-        each_part(copy_part, held)
-
-    forecast = 2 * count * size / Assumptions().pcie_gb_s / 1e9
-    pause = seconds(swap, device=place.device, repeats=2)
-    rows.add(f"arrays of {count * size / 1e9:.3g} B weights: pause of a swap", pause, "s", forecast=forecast)
+    weights = place.pick(LARGE_WEIGHTS, 2_000_000)
+    forecast = 2 * weights / Assumptions().pcie_gb_s / 1e9
+    pause = seconds(array_swap(weights, device=place.device), device=place.device, repeats=2)
+    rows.add(f"arrays of {weights / 1e9:.3g} B weights: pause of a swap", pause, "s", forecast=forecast)

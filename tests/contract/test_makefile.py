@@ -21,6 +21,7 @@ BENCHES = {
     "hf-rows": "hf_rows", "group-rows": "group_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
     "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "loop-tools": "loop_tools", "sites": "sites", "slices": "slices",
+    "starts": "starts", "swaps": "swaps",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
     "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
     "regions": "regions", "verify-turns": "verify_turns",

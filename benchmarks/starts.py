@@ -1,9 +1,9 @@
 """Seconds of a start: imports by service, and from a SIGKILL to the next trained group.
 
-Imports are CPU seconds, the least of several processes. *Libraries* are the same modules without heterorl's, alone.
-Then a coordinator, a learner and a sampler train a tiny model (settings of tests/support/cluster.py). One of them is
-killed and started again at once, and the clock runs until a version consumes a group. After the sampler's end this is a
-group that it made after its start: those in the queue and in its outbox do not count.
+Imports are CPU seconds, the least of several processes. *Libraries* are the modules of other packages alone. Then a
+coordinator, a learner and a sampler train a tiny model (settings of tests/support/cluster.py). One of them is killed
+and started again at once, and the clock runs until a version consumes a group. After the sampler's end this is a group
+that it made after its start: those in the queue and in its outbox do not count.
 
     python -m benchmarks.starts --out benchmarks/results/starts.json
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.run import LedgerCounts
+from heterorl.common.types.run import RunStatus
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 
@@ -37,6 +37,7 @@ MODULES = {
     "torch alone": "torch",
 }
 SERVICES = {"coordinator": "coordinator", "sampler": "site-a", "learner": "learner"}
+OWN = {*sys.stdlib_module_names, "heterorl", "__main__"}
 OUTSTANDING = 16
 _REPORT = "import os, json, sys; t = os.times(); print(json.dumps([t.user + t.system, list(sys.modules)]))"
 
@@ -57,10 +58,11 @@ def import_rows(repeats: int) -> list[dict[str, Any]]:
     rows = []
     for service, module in MODULES.items():
         whole, names = imported(f"import {module}", repeats)
+        parts = [name.split(".") for name in names]
         others = [
-            name for name in names if name.split(".")[0] not in {*sys.stdlib_module_names, "heterorl", "__main__"}
+            ".".join(words) for words in parts if words[0] not in OWN and all(word.isidentifier() for word in words)
         ]
-        lines = [f"try: import {name}\nexcept Exception: pass" for name in others if name.isidentifier() or "." in name]
+        lines = [f"try: import {name}\nexcept Exception: pass" for name in others]
         libraries, _ = imported("\n".join(lines), repeats)
         rows.append(
             {
@@ -77,9 +79,8 @@ def import_rows(repeats: int) -> list[dict[str, Any]]:
 async def restart_rows(directory: Path, repeats: int) -> list[dict[str, Any]]:
     """Seconds from SIGKILL to the next trained group, by service."""
     cluster = Cluster(directory, coordinator={"max_outstanding_groups": OUTSTANDING})
-    for name in ("coordinator", *SERVICES.values()):
-        if name not in cluster.children:
-            cluster.start(name)
+    for name in SERVICES.values():
+        cluster.start(name)
     policy = RetryPolicy(budget_s=1.0, cap_s=0.05)
     rows = []
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=policy) as client, cluster.guarded():
@@ -98,33 +99,22 @@ async def restart_rows(directory: Path, repeats: int) -> list[dict[str, Any]]:
 
 async def restart(cluster: Cluster, client: CoordinatorClient, name: str) -> float:
     """Kill one process, start it again; seconds until a version consumes a group that was not trained before."""
-    head = (await counts(client))[0]
+    head = (await cluster.until(client, lambda _: True)).head_version
     await cluster.until(client, lambda status: status.head_version >= head + 2)
     started = time.perf_counter()
     cluster.kill(name)
     is_sampler = name == SERVICES["sampler"]
     spooled = len(cluster.outbox_sequences(name)[1]) if is_sampler else 0
     cluster.start(name)
-    _, ledger = await counts(client)
+    ledger = (await cluster.until(client, lambda _: True)).ledger
     settled = ledger.acked + spooled if is_sampler else ledger.consumed
-    while True:
-        _, ledger = await counts(client)
-        if ledger.consumed + is_sampler * sum(ledger.dropped.values()) > settled:
-            return time.perf_counter() - started
-        await asyncio.sleep(0.02)
 
+    def is_trained(status: RunStatus) -> bool:
+        ended = sum(status.ledger.dropped.values()) if is_sampler else 0
+        return status.ledger.consumed + ended > settled
 
-async def counts(client: CoordinatorClient) -> tuple[int, LedgerCounts]:
-    """Head and ledger, as soon as the coordinator answers."""
-    while True:
-        try:
-            status = await client.get_status()
-        except Exception as error:  # noqa: BLE001 - the coordinator may be dead
-            last = error
-            assert last
-        else:
-            return status.head_version, status.ledger
-        await asyncio.sleep(0.02)
+    await cluster.until(client, is_trained)
+    return time.perf_counter() - started
 
 
 def main() -> None:

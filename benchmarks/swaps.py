@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -73,9 +74,9 @@ def row(what: str, weights: int, taken: Sequence[float], repeats: int) -> dict[s
     return {
         "what": what,
         "weights": weights,
-        "pause_s": round(sorted(taken)[len(taken) // 2], 4),
+        "pause_s": round(statistics.median(taken), 4),
         "pause_max_s": round(max(taken), 4),
-        "copy_s": round(sorted(bare)[len(bare) // 2] * weights / source.size, 4),
+        "copy_s": round(statistics.median(bare) * weights / source.size, 4),
     }
 
 

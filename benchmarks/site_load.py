@@ -10,6 +10,7 @@ take). An empty unary call to another process is timed all the while: what this 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -182,6 +183,8 @@ async def serve(options: dict[str, Any]) -> None:
     sites = [Site(number, options, samples) for number in range(options["sites"])]
     for site in sites:
         await site.register(contract)
+    # The pauses of this process are no latency of the coordinator.
+    gc.freeze()
     background = [asyncio.create_task(site.watch()) for site in sites]
     background += [asyncio.create_task(site.beat(options["heartbeat_s"], rng)) for site in sites]
     background.append(asyncio.create_task(_time_reference(options["reference"], samples)))

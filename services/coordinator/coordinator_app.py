@@ -7,6 +7,7 @@ get `stop_grace_s`, the store closes last. SIGKILL loses no acknowledged data ei
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 
@@ -122,6 +123,8 @@ async def _serve(
         await asyncio.to_thread(announce, config.data_dir, config.listen, port, service="coordinator")
         _LOG.info("the coordinator of run %s listens on port %d, metrics on port %d", config.run_id, port, metrics_port)
         process.notifier.ready(f"run {config.run_id}, port {port}")
+        # Collections look at later objects only: with all modules' they took 80 ms every 2 s at 1,000 sites.
+        gc.freeze()
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, server, process.clock))
             merger = tasks.create_task(core.context.merger.run())

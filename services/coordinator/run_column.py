@@ -142,12 +142,7 @@ class RunColumn:
         return verdict
 
     async def get_status(self) -> RunStatus:
-        used, problem = self._context.blobs.used_bytes, self._context.disk.problem
-        return await self._context.database.run(
-            lambda connection: status_report.run_status(
-                connection, self._context, store_bytes=used, store_problem=problem
-            )
-        )
+        return await status_report.run_status(self._context)
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish an earlier version's content.

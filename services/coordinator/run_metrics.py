@@ -5,6 +5,7 @@ Each label has a closed set of values, or is the bounded label of a site.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -73,8 +74,9 @@ async def observe_run(core: Coordinator) -> int:
         metrics.SAMPLE_BYTES.labels(kind.value).set(num_bytes)
     _observe_variants(status)
     _observe_ledger(status.ledger)
-    _observe_sites(status.sites, bytes_by_site)
-    _observe_quotas(core, {entry.site for entry in status.sites}, bytes_by_site)
+    # 3,000 gauges of 1,000 sites would hold the event loop for 10 to 60 ms.
+    await asyncio.to_thread(_observe_sites, status.sites, bytes_by_site)
+    await asyncio.to_thread(_observe_quotas, core, {entry.site for entry in status.sites}, bytes_by_site)
     await core.run.note_refusals()
     await core.evaluation.observe()
     return len(status.sites)

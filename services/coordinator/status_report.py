@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -13,7 +14,7 @@ from heterorl.common.types.run import RunStatus, SiteStatus
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.payloads import payload_index
-from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites.sites import SiteRows
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage, published_variants, rollback_order
@@ -66,11 +67,35 @@ def shortened(sites: Sequence[SiteStatus], *, max_bytes: int) -> tuple[SiteStatu
     )
 
 
-def run_status(
+async def run_status(context: CoordinatorContext) -> RunStatus:
+    """The status of the run.
+
+    The store's thread reads the sites' rows, another makes 1,000 statuses of them in 10 ms.
+    """
+    used, problem = context.blobs.used_bytes, context.disk.problem
+
+    def read(connection: Connection) -> tuple[RunStatus, SiteRows]:
+        status = _read_status(connection, context, store_bytes=used, store_problem=problem)
+        rows = context.sites.read(
+            connection,
+            window_groups=context.config.quarantine_window_groups,
+            max_lost_share=context.config.max_lost_share,
+            holdings=context.deadlines.holdings(connection, context.clock.monotonic()),
+        )
+        return status, rows
+
+    status, rows = await context.database.run(read)
+    sites = await asyncio.to_thread(
+        context.sites.statuses, rows, context.clock.monotonic(), quotas=context.queue.quotas
+    )
+    most = context.config.max_message_bytes // 4
+    return dataclasses.replace(status, sites=shortened(sites, max_bytes=most))
+
+
+def _read_status(
     connection: Connection, context: CoordinatorContext, *, store_bytes: int, store_problem: str
 ) -> RunStatus:
-    """The status of the run.
-    `store_bytes` and `store_problem` are of the event loop."""
+    """All but the sites."""
     config, now = context.config, context.clock.monotonic()
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
@@ -92,17 +117,7 @@ def run_status(
         bytes_full=head.full_bytes if head else 0,
         bytes_last=head.last_bytes if head else 0,
         changed_fraction=head.changed_fraction if head else 0.0,
-        sites=shortened(
-            context.sites.statuses(
-                connection,
-                now,
-                quotas=context.queue.quotas,
-                window_groups=config.quarantine_window_groups,
-                holdings=context.deadlines.holdings(connection, now),
-                problems=quarantine.lost_problems(connection, config.max_lost_share),
-            ),
-            max_bytes=config.max_message_bytes // 4,
-        ),
+        sites=(),
         last_report=value_of_row(StepReport, json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,

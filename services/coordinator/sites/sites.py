@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import NotRegistered
@@ -25,6 +25,21 @@ MAX_SEEN = 16
 Holder = tuple[str, str]
 GROUPS_TIMED = 20
 """Groups over which the mean duration of a site's groups decays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRows:
+    """The store's rows of all sites, by site or holder."""
+
+    incarnations: Sequence[incarnations.Row]
+    holdings: Mapping[Holder, tuple[int, int]]
+    """Assignments that a holder has, and those of them that are away."""
+    quarantines: Mapping[str, str]
+    failures: Mapping[str, int]
+    waiting_bytes: Mapping[str, int]
+    revoked: Mapping[str, int]
+    problems: Mapping[str, str]
+    """The coordinator's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,7 @@ class _Seen:
 class Sites:
     """Registrations and last signs of life.
 
-    The event loop writes signs of life; the store's thread reads them and may forget an incarnation.
+    The event loop writes signs of life; other threads read them, and the store's may forget an incarnation.
     """
 
     def __init__(self, *, max_work_ahead_s: float) -> None:
@@ -157,33 +172,35 @@ class Sites:
         row = connection.execute("SELECT variant FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
-    def statuses(
+    def read(
         self,
         connection: Connection,
-        now: float,
         *,
-        quotas: Quotas,
         window_groups: int,
+        max_lost_share: float,
         holdings: Mapping[Holder, tuple[int, int]],
-        problems: Mapping[str, str],
-    ) -> tuple[SiteStatus, ...]:
-        """Statuses of all sites: the newest incarnations, and the sum of others.
-
-        `holdings` gives held and away assignments by holder, `problems` the coordinator's own by site.
-        """
+    ) -> SiteRows:
+        """All sites: the newest incarnations, and the sum of others."""
         active = {site: {*own} for site, own in self._seen.copy().items()}
         for site, incarnation in holdings:
             active.setdefault(site, set()).add(incarnation)
-        rows = incarnations.shown(connection, active)
-        quarantines = quarantine.read_reasons(connection)
-        failures = quarantine.count_failures(connection, window_groups=window_groups)
-        waiting = tallies.waiting_by_site(connection)
-        revoked = revoked_sites(connection)
+        return SiteRows(
+            incarnations=incarnations.shown(connection, active),
+            holdings=holdings,
+            quarantines=quarantine.read_reasons(connection),
+            failures=quarantine.count_failures(connection, window_groups=window_groups),
+            waiting_bytes=tallies.waiting_by_site(connection),
+            revoked=revoked_sites(connection),
+            problems=quarantine.lost_problems(connection, max_lost_share),
+        )
+
+    def statuses(self, rows: SiteRows, now: float, *, quotas: Quotas) -> tuple[SiteStatus, ...]:
+        """Statuses of the sites read; may run on any thread."""
         statuses = []
-        for row in rows:
+        for row in rows.incarnations:
             site, incarnation = row.site, row.incarnation
             seen = self._of(site, incarnation)
-            held, away = holdings.get((site, incarnation), (0, 0))
+            held, away = rows.holdings.get((site, incarnation), (0, 0))
             statuses.append(
                 SiteStatus(
                     site=SiteId(site),
@@ -198,14 +215,14 @@ class Sites:
                     work_away=away,
                     work_ahead_s=row.ahead_s,
                     canary_difference=seen.canary_difference if seen else None,
-                    quarantine=quarantines.get(site, ""),
+                    quarantine=rows.quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
-                    problem=_problem(revoked.get(site), seen) or problems.get(site, ""),
-                    is_revoked=site in revoked,
+                    problem=_problem(rows.revoked.get(site), seen) or rows.problems.get(site, ""),
+                    is_revoked=site in rows.revoked,
                     variant=row.variant,
-                    groups_failed=failures.get(site, 0),
+                    groups_failed=rows.failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
-                    quota_used=max(quotas.used(site, now, pending_bytes=waiting.get(site, 0)).values()),
+                    quota_used=max(quotas.used(site, now, pending_bytes=rows.waiting_bytes.get(site, 0)).values()),
                     is_stopped=seen is not None and seen.is_stopped,
                 )
             )

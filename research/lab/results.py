@@ -135,8 +135,8 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
     A run that diverged has collapsed: its last accuracy is 0, and so is every evaluation from that step on.
 
     `best` is that of a single checkpoint; `best_per_benchmark` is the mean over benchmarks of each one's own best
-    checkpoint, which is never smaller. `last` is the mean of the last `regime.last_evaluations`. `warm_start_accuracy`
-    is the evaluation of version 0.
+    checkpoint, which is never smaller. `last` is the mean of the last `regime.last_evaluations`, `last_greedy`
+    is of the likeliest tokens at the end (engine `fast` alone). `warm_start_accuracy` is the evaluation of version 0.
     """
     steps = [row for row in outcome.steps if outcome.diverged_at is None or (row["step"] or 0) < outcome.diverged_at]
     columns = {name: [_finite(row[name]) for row in steps] for name in (steps or [{}])[0]}
@@ -151,6 +151,7 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
         "warm_start_accuracy": accuracies[0] if accuracies else None,
         "best": best,
         "last": last,
+        "last_greedy": None if outcome.diverged_at is not None or not evaluations else evaluations[-1].get("greedy"),
         "gap": None if best is None or last is None else best - last,
         "best_per_benchmark": _best_per_benchmark(evaluations),
         **{name: _mean(columns.get(source, [])) for name, source in _MEANS.items()},

@@ -122,8 +122,25 @@ class Evaluations:
             drawing.draw(folded, [some[number] for some in works], version=version)
             for number, drawing in enumerate(self._drawings)
         ]
-        return [
+        rows = [
             self._row(np.concatenate([one.rewards_GM[:, 0] for one in of_run]), version)
+            for of_run in zip(*drawn, strict=True)
+        ]
+        if version < self._regime.max_steps:
+            return rows
+        return [
+            row | {"greedy": greedy} for row, greedy in zip(rows, self._greedy(folded, works[0], rows), strict=True)
+        ]
+
+    def _greedy(self, folded: Folded, works: Sequence[Work], rows: Sequence[Any]) -> list[float]:
+        """Accuracy of the likeliest tokens, of each of the weights: without noise the largest score is drawn."""
+        quiet = [replace(work, noise_GMTV=torch.zeros_like(work.noise_GMTV)) for work in works]
+        drawn = [
+            drawing.draw(folded, [work] * len(rows), version=self._regime.max_steps)
+            for drawing, work in zip(self._drawings, quiet, strict=True)
+        ]
+        return [
+            float(np.concatenate([one.rewards_GM[:, 0] for one in of_run]).mean())
             for of_run in zip(*drawn, strict=True)
         ]
 

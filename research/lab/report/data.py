@@ -52,6 +52,7 @@ class Run(_Record):
     warm_start_accuracy: Number = None
     best: Number = None
     last: Number = None
+    last_greedy: Number = None
     gap: Number = None
     best_per_benchmark: Number = None
     kl_mean: Number = None

@@ -142,3 +142,10 @@ def test_every_version_is_evaluated_with_its_own_noise_where_that_is_asked(model
 
     assert len({found["accuracy"] for found in same["evaluations"]}) == 1
     assert len({found["accuracy"] for found in own["evaluations"]}) > 1
+
+
+def test_greedy_accuracy_is_that_of_a_temperature_near_zero(models):
+    drawn, cold = (run_together([cell_of(evaluation_temperature=t)], models)[0] for t in (1.0, 1e-4))
+
+    assert drawn["last"] != cold["last"]
+    assert drawn["last_greedy"] == cold["last_greedy"] == cold["last"]

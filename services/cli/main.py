@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import importlib
 import importlib.util
 import io
@@ -38,6 +37,7 @@ from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, OperatorError
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.config_file import explain, read_tables
+from heterorl.common.process.files import NO_ROOM
 
 app = typer.Typer(
     name="heterorl",
@@ -349,7 +349,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _refusal(error: OSError) -> OperatorError | None:
     """The error for an unusable file or disk; None for other faults."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = error.errno in NO_ROOM
     if error.filename is None:
         return OperatorError("no space left on the disk", action="free space, then retry") if is_full else None
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename

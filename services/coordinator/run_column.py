@@ -189,6 +189,7 @@ class RunColumn:
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
         if due := self._context.queue.quotas.due_summaries(instant):
             await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+            self._context.queue.quotas.summed(due, instant)
 
     def note_standstill(self, sites: Sequence[str]) -> None:
         """Log once when quarantines stop the run or it goes on."""

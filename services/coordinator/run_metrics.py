@@ -29,7 +29,7 @@ _PUSH_DROPS = (
 """Reasons of a push that is dropped."""
 
 SILENCE_LIMIT_S = 86_400.0
-"""Silence after which a site's gauges are no longer shown."""
+"""Silence after which a site's gauges but its quotas' are no longer shown."""
 TRAINED_LABEL = "trained"
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION, metrics.SITE_SILENCE_SECONDS, metrics.SITE_STOPPED, metrics.SITE_WORK_GROUPS,

@@ -19,6 +19,8 @@ from typing import IO, BinaryIO
 from heterorl.common.errors import DiskFull
 
 _LOG = logging.getLogger(__name__)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk and of a full quota."""
 
 
 @contextlib.contextmanager
@@ -71,7 +73,7 @@ def room(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise DiskFull(str(directory)) from error
         raise
 

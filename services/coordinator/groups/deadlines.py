@@ -96,11 +96,19 @@ class Deadlines:
             self._look_at(connection, (site, incarnation), now)
 
     def holdings(self, connection: Connection, now: float) -> dict[Holder, tuple[int, int]]:
-        """Each holder's assignments, and how many of them are away now."""
+        """Each holder's assignments but held-out prompts, and how many are away now."""
         found = {}
+        prompts = connection.execute(
+            "SELECT site, incarnation, count(*), sum(is_away) FROM temp.out_work WHERE assignment >= ?"
+            " GROUP BY site, incarnation",
+            (HELD_OUT,),
+        )
+        held_out = {(site, incarnation): (count, gone) for site, incarnation, count, gone in prompts}
         rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
         for site, incarnation, held, away in rows:
             holder = site, incarnation
+            count, gone = held_out.get(holder, (0, 0))
+            held, away = held - count, away - gone
             _, is_silent = self._silence(holder, now)
             is_away = is_silent and self._term(connection, holder, is_silent=True).is_away
             found[holder] = held, held if is_away else away

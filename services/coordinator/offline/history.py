@@ -6,7 +6,6 @@ store is copied to a temporary directory first.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import shutil
 import sqlite3
@@ -20,6 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.process.files import NO_ROOM
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef
 from heterorl.coordinator.store.database import get_meta
@@ -139,7 +139,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             for file in (path, log):
                 shutil.copyfile(file, Path(directory) / file.name)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
             num_bytes = path.stat().st_size + log.stat().st_size
             problem = f"{Path(directory).parent} has no room for a copy of {path}, {num_bytes} bytes with its log"

@@ -92,7 +92,7 @@ async def _open_bucket(
         on_full=on_full,
         storage=storage,
     )
-    cache = BucketCache(files, storage)
+    cache = BucketCache(files, storage, on_failed=database.fail)
     for digest in await asyncio.to_thread(files.whole):
         if storage.size(digest) is not None:
             cache.note(digest)

@@ -165,8 +165,9 @@ class Quotas:
         """New refusals by site and quota; empty if no summary is due."""
         if now - self._summary_time < SUMMARY_S:
             return Counter()
-        refused = self.refused.copy()
-        new, self._summed = refused - self._summed, refused
-        if new:
-            self._summary_time = now
-        return new
+        return self.refused - self._summed
+
+    def summed(self, summaries: Counter[tuple[str, str]], now: float) -> None:
+        """Note that due summaries are in the audit log."""
+        self._summed += summaries
+        self._summary_time = now

@@ -207,7 +207,8 @@ class Sites:
                     incarnation=incarnation,
                     policy_version=seen.policy_version if seen else -1,
                     state_root=seen.state_root if seen else "",
-                    last_seen_s=now - seen.at if seen else -1.0,
+                    # A heartbeat may come after `now` was read.
+                    last_seen_s=max(0.0, now - seen.at) if seen else -1.0,
                     groups_accepted=row.accepted,
                     groups_dropped=row.dropped,
                     tokens_per_s=seen.tokens_per_s if seen else 0.0,

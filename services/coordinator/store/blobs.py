@@ -1,7 +1,7 @@
 """Payload files named by their digest.
 
     data_dir/blobs/ab/<digest>      complete, verified, never changed
-    data_dir/partial/<digest>       an upload; `query` reports its length after an fsync
+    data_dir/partial/<digest>       an upload; `query` reports its length
     data_dir/damaged/<digest>       a payload whose bytes changed on disk; for inspection, until room is missing
 
 A name exists only when all its bytes are durable and right: verify, fsync file, rename, fsync directory. A file whose

@@ -10,7 +10,6 @@ none                     the disk refuses writes; no acknowledged data is lost
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from heterorl.common.errors import DiskFull, OperatorError, StoreFull
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import NO_ROOM
 
 _LOG = logging.getLogger(__name__)
 LARGEST_SHARE = 32
@@ -31,7 +31,7 @@ RETRY_AFTER_S = 5.0
 
 def operators_error(data_dir: Path, error: OSError) -> OperatorError:
     """The operator's error for an OSError on data_dir."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         return DiskFull(str(data_dir))
     return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")
 

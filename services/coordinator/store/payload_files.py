@@ -17,11 +17,10 @@ from typing import BinaryIO
 
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
 from heterorl.common.process import files
-from heterorl.common.process.files import make_directory, opened_directory, sync_directory
+from heterorl.common.process.files import NO_ROOM, make_directory, opened_directory, sync_directory
 from heterorl.common.types.common import is_digest
 
 BUSY_S = 2.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EACCES, errno.EPERM,
     errno.ESTALE, errno.ETIMEDOUT,
@@ -131,7 +130,7 @@ def unreadable(error: OSError) -> Busy:
 
 def typed_error(error: OSError) -> Exception:
     """StoreFull without room, Busy if the system refused, else CorruptStore."""
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
     if error.errno in _REFUSED:
         return Busy(f"the coordinator cannot store a payload now: {error.strerror}", retry_after_s=BUSY_S)

@@ -6,13 +6,13 @@ the same time.
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
+import tempfile
 from pathlib import Path
 
 from heterorl.common.errors import CorruptStore, DiskFull
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import NO_ROOM, make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database_engine import Fault
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA, SCHEMA_VERSION
@@ -26,13 +26,14 @@ class SqliteEngine:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.connection = connection
+        self._path = path
 
     @classmethod
     def open(cls, path: Path) -> SqliteEngine:
         """Open or create the file and check it; raises as `connect`."""
-        return cls(connect(path))
+        return cls(connect(path), path)
 
     def begin(self) -> None:
         self.connection.execute("BEGIN IMMEDIATE")
@@ -55,11 +56,24 @@ class SqliteEngine:
     def fault(self, error: Exception) -> Fault:
         if isinstance(error, _OPERATION_ERRORS):
             return Fault.OPERATION
-        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        return Fault.FULL if is_full else Fault.FATAL
+        code = getattr(error, "sqlite_errorcode", None)
+        # SQLite tells a full quota from no other failed write.
+        is_quota = code == sqlite3.SQLITE_IOERR_WRITE and _has_no_room(self._path.parent)
+        return Fault.FULL if code == sqlite3.SQLITE_FULL or is_quota else Fault.FATAL
 
     def close(self) -> None:
         self.connection.close()
+
+
+def _has_no_room(directory: Path) -> bool:
+    """Whether a file of one block finds no room there."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(1 << 16))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in NO_ROOM
+    return False
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -72,7 +86,7 @@ def connect(path: Path) -> sqlite3.Connection:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
             raise DiskFull(str(path.parent)) from error
         raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
     try:

@@ -90,6 +90,13 @@ async def world(tmp_path):
     await world.core.close()
 
 
+async def test_prompts_that_a_site_holds_are_not_shown_as_groups(world):
+    await world.ask(count=2)
+    await world.run.lease(3)
+    first, _ = (await world.core.get_status()).sites
+    assert (first.work_leased, first.work_away) == (3, 0)
+
+
 async def test_a_version_is_planned_handed_out_and_summed_up(world):
     grants = [await world.ask(), await world.ask(site=B), await world.ask()]
 

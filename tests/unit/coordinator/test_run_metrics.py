@@ -113,6 +113,13 @@ async def test_run_is_shown_as_the_store_holds_it(core, run, clock):
         assert shown("coordinator_ledger_dropped_groups", reason=reason.value) == 0
 
 
+async def test_site_that_is_heard_while_gauges_are_read_keeps_them(core, run, clock):
+    core.context.sites._seen[SITE][INCARNATION].at = clock.monotonic() + 0.01
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 0.0
+
+
 async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(core, run, clock):
     await run.lease(1)
     clock.advance(60.0)

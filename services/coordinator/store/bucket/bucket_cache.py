@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from heterorl.common.errors import Busy
+from heterorl.common.errors import Busy, CorruptStore
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
@@ -96,9 +97,13 @@ class BucketCache(PayloadCache):
     """Copies of one bucket's payloads among the files of one directory.
     Belongs to the event loop."""
 
-    def __init__(self, files: CacheFiles, storage: BucketStorage) -> None:
+    def __init__(
+        self, files: CacheFiles, storage: BucketStorage, *, on_failed: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """`on_failed` hears of a failed disk, also without a reader."""
         self._files = files
         self._storage = storage
+        self._on_failed = on_failed
         self._in_use: Counter[Digest] = Counter()
         self._num_readers = 0
         """Readers that have room for all their payloads."""
@@ -185,8 +190,16 @@ class BucketCache(PayloadCache):
         """Delete a copy, which counts as gone at once; returns its bytes."""
         self._going.add(digest)
         dropping = asyncio.ensure_future(self._files.drop(digest))
-        dropping.add_done_callback(lambda _: self._going.discard(digest))
+        dropping.add_done_callback(lambda done: self._dropped(digest, done))
         return await asyncio.shield(dropping)
+
+    def _dropped(self, digest: Digest, done: asyncio.Future[int]) -> None:
+        self._going.discard(digest)
+        self._check_disk(done)
+
+    def _check_disk(self, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and isinstance(error := done.exception(), CorruptStore):
+            self._on_failed(str(error))
 
     def _is_there(self, digest: Digest) -> bool:
         return digest not in self._going and self._files.has(digest)
@@ -276,6 +289,7 @@ class BucketCache(PayloadCache):
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
         del self._fetches[digest]
+        self._check_disk(done)
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
             _LOG.debug("payload %s cannot be fetched now: %s", digest[:12], error)
         self._give_back(digest)

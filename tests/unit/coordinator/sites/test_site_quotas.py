@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heterorl.common.errors import StoreFull
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator import run_metrics
@@ -181,7 +182,10 @@ async def test_loud_site_takes_no_more_than_its_turn_of_a_batch(tmp_path, settin
     await core.close()
 
 
-async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up(tmp_path):
+async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up(tmp_path, monkeypatch):
+    def refuses(*_, **__):
+        raise StoreFull("the coordinator's disk is full")
+
     clock = ManualClock()
     config = CoordinatorConfig(
         data_dir=tmp_path / "data", groups_per_version=8, site_groups_per_s=1.0, site_burst_s=2.0
@@ -201,6 +205,10 @@ async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up
     assert settle(outcomes) == ([1, 2], pytest.approx(1.0))
     (site,) = (await core.get_status()).sites
     assert (site.groups_refused, site.quota_used) == (2, pytest.approx(1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(audit, "note_refusals", refuses)
+        with pytest.raises(StoreFull):
+            await core.run.note_refusals()
     await core.run.note_refusals()
     clock.advance(2.0)
     assert {outcome.status for outcome in await core.push_groups(groups[2:])} == {PushStatus.ACCEPTED}

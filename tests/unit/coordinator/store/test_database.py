@@ -1,13 +1,15 @@
 """The store's thread: what shares a commit, what fails alone, what ends the process."""
 
 import asyncio
+import errno
 import sqlite3
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
+from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -248,3 +250,30 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
         await (await open_database(path)).close()
     with pytest.raises(CorruptStore), read_histories(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("problem", "error"), [(errno.EDQUOT, StoreFull), (None, CorruptStore)])
+async def test_full_quota_fails_one_operation_and_another_failed_write_ends_the_store(
+    database, monkeypatch, problem, error
+):
+    def refuses():
+        raised = sqlite3.OperationalError("disk I/O error")
+        raised.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+        raise raised
+
+    def probe(**wanted):
+        if problem is not None:
+            raise OSError(problem, "Disk quota exceeded")
+        return tempfile.NamedTemporaryFile(**wanted)
+
+    monkeypatch.setattr(sqlite_engine.tempfile, "TemporaryFile", probe)
+    with monkeypatch.context() as patch:
+        patch.setattr(database._engine, "commit", refuses)
+        with pytest.raises(error):
+            await database.run(lambda c: set_meta(c, "a", "1"))
+
+    if error is StoreFull:
+        await database.run(lambda c: set_meta(c, "b", "1"))
+        assert await database.run(lambda c: (get_meta(c, "a"), get_meta(c, "b"))) == (None, "1")
+    else:
+        assert database.on_fatal.done()

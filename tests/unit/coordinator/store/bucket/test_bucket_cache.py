@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from blake3 import blake3
 
+from heterorl.common.errors import CorruptStore
 from heterorl.coordinator.store.bucket import bucket_cache
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, WHOLE_READS, BucketCache, CacheFiles
 from heterorl.coordinator.store.payload_storage import Repair
@@ -77,7 +78,8 @@ def copies(home, tmp_path, monkeypatch):
         on_full=lambda: None,
     )
     files.freed = CountingBell()
-    copies = BucketCache(files, home)
+    home.failed = []
+    copies = BucketCache(files, home, on_failed=home.failed.append)
     return copies
 
 
@@ -209,3 +211,19 @@ async def test_wrong_payload_is_read_again_only_while_readers_wait(copies, home,
 
     assert home.num_wrong == WHOLE_READS - 1
     assert (copies._files._used, copies._fetches) == (0, {})
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_failed_disk_of_a_copy_is_told_so_that_the_process_ends(copies, home, monkeypatch, is_dropped):
+    """Its caller may be a loop that takes the error for the end of the store."""
+    await read(copies, A)
+
+    async def fails(*_, **__):
+        raise CorruptStore("the disk of the payloads failed")
+
+    monkeypatch.setattr(copies._files if is_dropped else home, "drop" if is_dropped else "fetch", fails)
+    with pytest.raises(CorruptStore):
+        await (copies.make_room(1) if is_dropped else read(copies, B))
+
+    (said,) = home.failed
+    assert said.startswith("the disk of the payloads failed")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from heterorl_research.lab.claims.claim import ONLINE, Claim
+from heterorl_research.lab.claims.gates import of_gates
 from heterorl_research.lab.claims.length import by_length
 from heterorl_research.lab.claims.order import (
     against_gspo,
@@ -111,5 +112,6 @@ CLAIMS: tuple[Claim, ...] = (
     *better(),
     *by_length(),
     *of_whole(),
+    *of_gates(),
 )
 """The table, in the order in which it is shown."""

@@ -47,6 +47,7 @@ BETTER = "Is there a better rule than GEPO?"
 ONE_RULE = "Is one rule with one setting good everywhere?"
 LENGTH = "What makes GEPO fall with 101 tokens?"
 CLIFF = "Which rule for completions of 301 tokens?"
+GATES = "Is it the size of the gate, or the weight?"
 
 
 def declare(question: str, claim: str, experiment: str, a: Side, b: Side | None, **test: Any) -> Claim:

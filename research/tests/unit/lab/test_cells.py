@@ -18,7 +18,7 @@ from heterorl_research.lab.run import find_experiment
 
 WITH_PROTOCOL = [
     "horizon", "sawtooth", "ladder", "plane", "lengths", "long", "clips", "clips256", "candidates", "candidates_ends",
-    "confirm", "arms", "s6_latency", "whole", "whole_ends", "whole_lengths", "gates21", "gates101", "ramp",
+    "confirm", "arms", "s6_latency", "whole", "whole_ends", "whole_lengths", "gates21", "gates101",
     "reference", "cliff301", "stale2026",
 ]  # fmt: skip
 SHIPPED = [
@@ -221,7 +221,7 @@ def test_names_cannot_leave_their_directory():
 
 def test_an_unknown_experiment_lists_those_that_are_shipped():
     with pytest.raises(
-        ConfigError, match="lengths, long, plane, quick, ramp, recommend, reference, s6_latency, s7_sweeps, sawtooth"
+        ConfigError, match="lengths, long, plane, quick, recommend, reference, s6_latency, s7_sweeps, sawtooth"
     ):
         find_experiment("stale65")
 

@@ -65,6 +65,13 @@ def raising(batch: LossBatch, *, when_rows: int = 0) -> LossOutput:
     return LossOutput(losses=-batch.learner_BT * batch.advantages_B[:, None])
 
 
+def raising_on_age(batch: LossBatch, *, age: int) -> LossOutput:
+    """Raises on passes with a token of this age."""
+    if (batch.ages_BT == age).any():
+        raise LookupError("no such rollout")
+    return LossOutput(losses=-batch.learner_BT * batch.advantages_B[:, None])
+
+
 def returning(batch: LossBatch, *, what: str) -> object:
     """Returns what is no loss, or one that leads nowhere."""
     good_BT = -batch.learner_BT * batch.advantages_B[:, None]

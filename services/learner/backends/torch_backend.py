@@ -116,9 +116,14 @@ class TorchBackend(StepRecorder):
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
         batch = build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version)
-        with self.computing():
-            samples = self._passes.accumulate(batch)
-        end = self._end_step(samples, step=step, update=self._update)
+        try:
+            with self.computing():
+                samples = self._passes.accumulate(batch)
+            end = self._end_step(samples, step=step, update=self._update)
+        except BaseException:
+            # The step after an undo must not add to this one's gradient.
+            self._optimizer.zero_grad(set_to_none=True)
+            raise
         self.last_log_ratios = wanted_log_ratios(samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)

@@ -137,6 +137,14 @@ class Passes:
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         """Leave the gradient of the whole step's loss in the engine.
         Returns all ranks' samples, on every rank."""
+        try:
+            return self._accumulate(batch)
+        finally:
+            if self.replay is not None:
+                # The next caller of the model has other tokens.
+                self.replay.use(None)
+
+    def _accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         shares = share_out(
             batch.sequences,
             num_ranks=self.ranks.world_size // self.sharing,
@@ -174,9 +182,6 @@ class Passes:
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
         self.note_pass(shares.num_passes, shares.num_passes)
-        if self.replay is not None:
-            # The next caller of the model has other tokens.
-            self.replay.use(None)
         return everyone
 
     def _collated(self, own: Sequence[list[TrainingSequence]], number: int) -> MicroBatch:

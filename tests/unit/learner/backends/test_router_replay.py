@@ -14,14 +14,16 @@ from heterorl.common.generation.inference_engine import Request, ScoredText, gen
 from heterorl.common.model.router_replay import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.wire.sealed_groups import canonical, open_group, seal
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.checks.findings import SOUND
 from heterorl.learner.checks.verifier import Limits, judge
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.batch import build_batch, collate
 from heterorl.learner.train.model import learner_logprobs, prepare
 from heterorl.v1 import rollout_pb2
-from tests.support.training import SAMPLING, VOCAB_SIZE, group, rollout, tiny_model
+from tests.support.training import SAMPLING, VOCAB_SIZE, group, queued, rollout, tiny_model
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 4], [5, 6, 7, 8, 9, 9, 2], [9], [11, 3, 3])]
 EXPERTS = 6
@@ -110,6 +112,27 @@ def test_rollouts_without_a_record_are_routed_by_the_learner(model_dir):
     num_bare = sum(one.token_ids.size for one in bare)
     assert (found[0] - found[1])[:num_bare].abs().max() < 1e-6
     assert (found[0] - found[1])[num_bare:].abs().mean() > 0.1
+
+
+def test_step_that_fails_leaves_no_record_for_the_next_caller_of_the_model(model_dir):
+    groups = [queued(one) for one in _drawn(_engine(model_dir))]
+    backend = TorchBackend(
+        model_dir=model_dir,
+        config=TorchBackendConfig(lr=1e-3),
+        loss=CustomLossConfig(function="tests.support.custom_losses:raising"),
+        sampling=SAMPLING,
+        replays_routing=True,
+    )
+    micro_batch = collate(
+        build_batch([groups[0].group], loss=GepoConfig(), head_version=1).sequences, batching="padded"
+    )
+    expected_N, _ = learner_logprobs(backend.torch_model, micro_batch, temperature=1.0)
+
+    with pytest.raises(ConfigError, match="no such rollout"):
+        backend.train_step(groups, head_version=1, step=1)
+
+    actual_N, _ = learner_logprobs(backend.torch_model, micro_batch, temperature=1.0)
+    assert torch.equal(actual_N, expected_N)
 
 
 def test_record_is_that_of_each_row_alone_and_scoring_meanwhile_is_not_in_it(model_dir):

@@ -17,6 +17,7 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import CustomLossConfig, GspoConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
+from heterorl.learner.step_metrics import PassCount
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.custom_loss_check import check_custom_loss
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, OWN_LOSS, groups_of, run_loss
@@ -174,6 +175,22 @@ def test_an_error_in_the_run_names_the_users_line(model_dir):
 
     with pytest.raises(ConfigError, match=r"raised LookupError: no such rollout \(.*custom_losses.py, line \d+\)"):
         _trained(model_dir, loss, micro_batch_tokens=4096)
+
+
+def test_a_step_that_fails_after_a_pass_leaves_no_gradient_for_the_next_one(model_dir):
+    loss, config = _own("raising_on_age", options={"age": 7}), TorchBackendConfig(lr=1e-3, micro_batch_tokens=64)
+    passes = PassCount()
+    clean, failed = (
+        TorchBackend(model_dir=model_dir, config=config, loss=loss, sampling=SAMPLING, passes=passes) for _ in range(2)
+    )
+
+    with pytest.raises(ConfigError, match="no such rollout"):
+        failed.train_step([*random_groups(3), *random_groups(1, max_tokens=1, version=-6)], head_version=1, step=1)
+    assert passes.counts[0] > 0, "a pass has left its gradient"
+    for backend in (clean, failed):
+        backend.train_step(random_groups(seed=2), head_version=1, step=1)
+
+    assert is_identical(weights(failed.torch_model), weights(clean.torch_model))
 
 
 def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(model_dir):

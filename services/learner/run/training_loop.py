@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import enum
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.api import LearnerApi
@@ -26,11 +27,12 @@ from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection, without_stale
+from heterorl.common.types.sample import EvaluationSample
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
 from heterorl.learner.checks.findings import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
-from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.evaluate import Evaluation, Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
 from heterorl.learner.run.inbox import Inbox
@@ -59,9 +61,18 @@ class _Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Evaluated:
+    """An evaluation that is not recorded yet, and its samples."""
+
+    evaluation: Evaluation
+    samples: Sequence[EvaluationSample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ready:
     draft: Draft
     trained: _Trained
+    evaluated: _Evaluated | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +107,7 @@ class TrainingLoop:
         if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
             # The baseline; version 0 is published, so no sampler waits.
             version, shadow = self._head()
-            await self._evaluate(shadow, version)
+            self._note(await self._evaluate(shadow, version))
         ready: _Ready | None = None
         while True:
             try:
@@ -145,18 +156,22 @@ class TrainingLoop:
         with self.progress.phase(LearnerPhase.PUBLISHING):
             arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
+        evaluated: _Evaluated | None = None
         if self._is_evaluation_due(version):
-            accuracy = await self._evaluate(arena, version)
+            evaluated = await self._evaluate(arena, version)
+            accuracy = evaluated.evaluation.accuracy
             trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
         is_last = self.step >= self.config.max_steps
         with self.progress.phase(LearnerPhase.PUBLISHING):
             draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
         self._parent = (version, arena)
-        return _Ready(draft=draft, trained=trained)
+        return _Ready(draft=draft, trained=trained, evaluated=evaluated)
 
     async def _publish(self, ready: _Ready) -> None:
         trained = ready.trained
         await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
+        if ready.evaluated is not None:
+            self._note(ready.evaluated)
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
         self.notes.published(trained.consumed)
@@ -227,16 +242,20 @@ class TrainingLoop:
         every = self.config.evaluation.every_versions
         return self.evaluator is not None and every > 0 and version % every == 0
 
-    async def _evaluate(self, weights: Weights, version: int) -> float | None:
+    async def _evaluate(self, weights: Weights, version: int) -> _Evaluated:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
             evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
-        self.notes.evaluated(self.evaluator.last_samples)
+        return _Evaluated(evaluation=evaluation, samples=self.evaluator.last_samples)
+
+    def _note(self, evaluated: _Evaluated) -> None:
+        """Record the evaluation of a published version."""
+        evaluation = evaluated.evaluation
+        self.notes.evaluated(evaluated.samples)
         self.publisher.training_log.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
-            _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)
-        return evaluation.accuracy
+            _LOG.info("version %d: held-out reward %.3f", evaluation.version, evaluation.accuracy)
 
     async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
         """Groups for a step on version `head`; none when the inbox closed.

@@ -15,6 +15,7 @@ from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.checks.replay import Canary
+from heterorl.learner.evaluate import Evaluation
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish import publisher
 from heterorl.learner.run.state_directory import read_incarnation
@@ -155,6 +156,38 @@ async def test_steps_that_end_the_run_do_not_end_the_version_under_way(core, tmp
     with pytest.raises(OperatorError, match="2 steps in a row"):
         await learning
     assert (await core.get_status()).head_version == 1
+
+
+class Noting:
+    """An evaluator that notes the versions that it was given."""
+
+    last_samples = ()
+
+    def __init__(self):
+        self.versions = []
+
+    def evaluate(self, _arena, version):
+        self.versions.append(version)
+        return Evaluation(version=version, accuracy=0.5, num_prompts=1, num_completions=1, num_errors=0, seconds=1.0)
+
+
+async def test_version_that_is_never_published_has_no_evaluation(tmp_path):
+    """Version 1 ends the run while the step of version 2 computes."""
+    core = await open_coordinator(tmp_path, max_versions=1)
+    moment, evaluator = Moment(), Noting()
+    api = Gated(core, moment, wait_at=("publish_version", 2))
+    config = learner_config(tmp_path, evaluation={"every_versions": 1})
+    learning = asyncio.create_task(learn(config, api, moment.backend, evaluator=evaluator))
+    await fill(core, QUEUE)
+    await api.is_reached.wait()
+    await moment.begun()
+    api.proceed.set()
+    moment.end()
+
+    assert (await learning).version == 1
+    assert evaluator.versions == [0, 1, 2]
+    assert [row["version"] for row in rows(config.state_dir / "evaluations.jsonl")] == [0, 1]
+    await core.close()
 
 
 async def test_without_overlap_a_step_waits_for_the_commit(core, tmp_path):
@@ -449,7 +482,7 @@ def torch_backend(tmp_path, **changes):
     return TorchBackend(model_dir=path, config=config, loss=GepoConfig(), sampling=SAMPLING)
 
 
-class Noting(FragileApi):
+class NotingCanaries(FragileApi):
     """A coordinator's api that keeps the canaries of versions."""
 
     def __init__(self, core):
@@ -488,7 +521,7 @@ async def test_weights_and_canary_are_those_of_a_learner_that_waits(tmp_path, fo
         canary = Canary(backend.torch_model, texts, temperature=1.0)
         contract = make_contract(backend.layout)
         core = await open_coordinator(directory)
-        api = Noting(core)
+        api = NotingCanaries(core)
         config = learner_config(directory, max_steps=6, overlap_publication=overlap)
         await asyncio.gather(
             learn(config, api, backend, contract=contract, canary=canary), fill(core, 12, contract=contract)

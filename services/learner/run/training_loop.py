@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import enum
 import logging
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -199,8 +200,11 @@ class TrainingLoop:
             with self.progress.phase(LearnerPhase.COMPUTING):
                 report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
             times = self.progress.end_step(is_applied=report.is_applied)
-            report = dataclasses.replace(report, times=times, num_replaced=self.num_replaced)
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
+            ages_s = [queued.policy_age_s + held for queued, held in zip(groups, held_s, strict=True)]
+            report = dataclasses.replace(
+                report, times=times, num_replaced=self.num_replaced, policy_age_p50_s=statistics.median(ages_s)
+            )
             observe_step(report, groups, head_version=head, held_s=held_s, metrics_of_loss=self.backend.last_metrics)
             if not report.is_applied:
                 await self._reject(report, groups)

@@ -179,7 +179,7 @@ class StepEnd:
 
         `version` is the one it leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats: mean
         over rollouts of sum_t k3_t (see `objectives.kl_estimates`). `ess_fraction` and `iw_variance` (ddof 0) are of
-        the loss's own weights. `entropy` is a mean over tokens; staleness and policy age are over groups.
+        the loss's own weights. `entropy` is a mean over tokens; staleness and policy age, on arrival, are over groups.
         """
         weights_M = _concatenate([sample.weights_M for sample in self.samples])
         kl_B = _concatenate([sample.kl_B for sample in self.samples])

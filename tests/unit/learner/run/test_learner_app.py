@@ -323,6 +323,21 @@ async def test_staleness_is_counted_from_the_head_when_resumed(coordinator, tmp_
     assert [(report.version, report.staleness_max) for report in backend.reports] == [(3, 2)]
 
 
+async def test_policy_age_of_a_step_counts_the_time_that_the_learner_held_its_groups(
+    coordinator, tmp_path, monkeypatch
+):
+    config, backend = learner_config(tmp_path, max_steps=1), NumpyBackend()
+    loop, passed_s = asyncio.get_running_loop(), [0.0]
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed_s[0])
+    backend.on_step = lambda: passed_s.__setitem__(0, 100.0)
+
+    await asyncio.gather(learn(config, coordinator, backend), fill(coordinator, GROUPS_PER_STEP))
+
+    (report,) = await coordinator.list_steps(after_step=0, limit=10)
+    assert report.policy_age_p50_s >= 100.0
+
+
 # ---- the lease
 
 

@@ -76,29 +76,34 @@ class Backoff:
         self.num_failures = 0
         self.said = ""
 
-    async def wait(self, error: Exception | None = None) -> None:
+    async def wait(self, error: Exception | None = None, *, what: str = "") -> None:
         """Sleep before the next attempt, or raise a permanent failure.
 
-        Logs what it waits for when that changes, and every REMIND_S.
+        Logs what it waits for when that changes, and every REMIND_S. Without `what` the kind of the error chooses the
+        words.
         """
         delay_s = self.delay_s() if error is None else self.next_delay(error)
         if error is not None:
-            self._say(error)
+            self._say(error, what)
         await self.clock.sleep(delay_s)
 
-    async def retry(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Repeat an idempotent call until it succeeds; raises permanent refusals."""
+    async def retry(self, call: Callable[[], Awaitable[ResultT]], *, resets: bool = True) -> ResultT:
+        """Repeat an idempotent call until it succeeds; raises permanent refusals.
+
+        A call that only asks how another one went `resets` nothing: its success ends no row of failures.
+        """
         while True:
             try:
                 result = await call()
             except (RemoteError, TimeoutError) as error:
                 await self.wait(error)
             else:
-                self.reset()
+                if resets:
+                    self.reset()
                 return result
 
-    def _say(self, error: Exception) -> None:
-        what = next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
+    def _say(self, error: Exception, what: str) -> None:
+        what = what or next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
         now = self.clock.monotonic()
         if what != self.said or now - self.said_at >= REMIND_S:
             _LOG.warning("%s: %s", what, str(error) or type(error).__name__)

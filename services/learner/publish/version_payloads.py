@@ -20,6 +20,7 @@ from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, 
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.puller import TrustedPuller
+from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
@@ -144,9 +145,9 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
         StaleEpoch: the lease is lost.
         DigestMismatch: the file does not have the digest of its name.
     """
-    num_mismatches, before, may_put = 0, -1, True
+    num_mismatches, before, may_put, is_answered = 0, -1, True, False
     while True:
-        durable = await backoff.retry(lambda: api.query_upload(digest=payload.digest))
+        durable = await _durable(api, payload.digest, before, backoff)
         if durable >= payload.num_bytes:
             return
         # A partly streamed payload continues by stream.
@@ -155,10 +156,12 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             durable = await _put(api, payload, path, epoch=epoch, backoff=backoff)
             if durable >= payload.num_bytes:
                 return
-        if durable == before:
+        if durable <= before and is_answered:
             # An answered upload without progress must not repeat without a wait.
-            await backoff.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
-        before = durable
+            kept = f"{durable} of {payload.num_bytes} bytes of {payload.digest[:12]}"
+            problem = RemoteError(kept, action="look at the coordinator's log")
+            await backoff.wait(problem, what="the coordinator keeps no more of a payload, retrying")
+        before, is_answered = max(before, durable), True
         try:
             # Also when the call ends early: the generator holds an open file.
             async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
@@ -170,7 +173,17 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             if num_mismatches == MAX_MISMATCHES:
                 raise
         except (RemoteError, TimeoutError) as error:
+            is_answered = False
             await backoff.wait(error)
+
+
+async def _durable(api: LearnerApi, digest: Digest, before: int, backoff: Backoff) -> int:
+    """Bytes of a payload that the coordinator keeps.
+    The waits start anew only with more than `before`: the query alone succeeds at a full disk too."""
+    durable = await backoff.retry(lambda: api.query_upload(digest=digest), resets=False)
+    if durable > before:
+        backoff.reset()
+    return durable
 
 
 async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
@@ -190,7 +203,7 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
         if failure is None:
             return payload.num_bytes
         _tell(payload, "could not be taken from the bucket", failure)
-    return await backoff.retry(lambda: api.query_upload(digest=payload.digest))
+    return await _durable(api, payload.digest, 0, backoff)
 
 
 async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
@@ -207,7 +220,7 @@ async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries
             if not is_transient(error) or (tries == 1):
                 return error
             # Also after an outage of the coordinator: the bucket and the taken part are still there.
-            durable = await backoff.retry(lambda: api.query_upload(digest=how["digest"]))
+            durable = await _durable(api, how["digest"], before, backoff)
             left = tries if durable > before else left
             before = max(before, durable)
             if not left:
@@ -251,12 +264,13 @@ async def commit(
             if not is_transient(error):
                 raise
             # The answer may be lost while the version is there: ask before anything else.
-            known = await backoff.retry(lambda: api.get_step(step_id=request.step_id))
+            known = await backoff.retry(lambda: api.get_step(step_id=request.step_id), resets=False)
             if known is not None:
-                return
+                break
             await backoff.wait(error)
         else:
-            return
+            break
+    backoff.reset()
 
 
 class PublishedVersions(TrustedPuller):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, PublishedVersions, encode_version
 from heterorl.learner.run.resume import ResumePlan, Resumption, decide
 from heterorl.learner.run.state_directory import read_incarnation
+from tests.support.clock import ManualClock
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
@@ -285,6 +287,66 @@ async def test_upload_is_repeated_when_it_may_succeed_later(coordinator, tmp_pat
     await world.resume()
 
     assert (await coordinator.get_status()).head_version == 0
+
+
+class Hurrying(ManualClock):
+    """Every wait is over at once; `waits` are their seconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    async def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.advance(seconds)
+
+
+def _longest_waits():
+    """A clock, and a backoff that always draws the longest wait."""
+    clock = Hurrying()
+    return clock, Backoff(clock=clock, rng=SimpleNamespace(uniform=lambda _, longest: longest), base_s=1.0, cap_s=15.0)
+
+
+@pytest.mark.parametrize("method", ["upload_payload", "publish_version"])
+async def test_waits_for_a_full_coordinator_grow_and_are_said_once(coordinator, tmp_path, caplog, method):
+    api = FragileApi(coordinator, fail={(method, number): StoreFull("full") for number in range(1, 21)})
+    world = await World.open(coordinator, tmp_path, api=api)
+    clock, world.publisher.backoff = _longest_waits()
+
+    await world.resume()
+
+    assert clock.waits == [1.0, 2.0, 4.0, 8.0, *[15.0] * 16]
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the coordinator cannot write, retrying: full")
+    assert world.publisher.backoff.num_failures == 0
+
+
+class Forgetful:
+    """A coordinator that answers some uploads and keeps nothing of them."""
+
+    def __init__(self, core, num_lost):
+        self._core, self._num_lost = core, num_lost
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    async def upload_payload(self, **values):
+        if self._num_lost:
+            self._num_lost -= 1
+        else:
+            await self._core.upload_payload(**values)
+
+
+async def test_upload_that_is_answered_and_not_kept_is_repeated_after_longer_waits(coordinator, tmp_path, caplog):
+    world = await World.open(coordinator, tmp_path, api=Forgetful(coordinator, 5))
+    clock, world.publisher.backoff = _longest_waits()
+
+    await world.resume()
+
+    assert clock.waits == [1.0, 2.0, 4.0, 8.0, 15.0]
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the coordinator keeps no more of a payload, retrying: 0 of ")
+    assert said.endswith("(look at the coordinator's log)")
 
 
 async def test_upload_gives_up_when_the_file_itself_is_wrong(coordinator, tmp_path):

@@ -191,6 +191,7 @@ async def undo(parts: Resumption) -> int:
                 await parts.restore(path, cursor)
             except (CorruptData, OSError) as error:
                 _LOG.error("checkpoint %s cannot be restored, published weights take its place: %s", path, error)
+                parts.publisher.store.keep_unreadable(path)
                 keep_optimizer, why = False, "has no checkpoint that can be restored"
             else:
                 _LOG.info(

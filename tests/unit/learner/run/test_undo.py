@@ -223,3 +223,23 @@ async def test_checkpoint_that_could_not_be_restored_leaves_no_moments_of_its_ow
     assert "the optimizer is new" in caplog.text
     assert "keeps its moments" not in caplog.text
     await core.close()
+
+
+async def test_checkpoint_that_could_not_be_restored_pushes_out_no_sound_one(tmp_path):
+    core = await open_coordinator(tmp_path)
+    backend = NumpyBackend()
+    restore = backend.restore
+
+    def refuse(directory):
+        if "v00000004" in str(directory):
+            raise CorruptStore("a checkpoint cannot be read: Input/output error")
+        restore(directory)
+
+    backend.restore = refuse
+    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=2)
+
+    await asyncio.gather(learn(config, Refusing(core, 5), backend), fill(core, 12))
+
+    kept = sorted(path.name for path in (config.state_dir / "checkpoints").glob("v[0-9]*"))
+    assert kept == ["v00000002", "v00000004", "v00000006"]
+    await core.close()

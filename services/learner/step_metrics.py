@@ -165,19 +165,18 @@ def observe_step(
 ) -> None:
     """Export one step.
 
-    Staleness counts from the coordinator's head, so that a restart cannot inflate it. `held_s` are seconds since each
-    group arrived here; they are added to its age on arrival.
+    `head_version` is the version that the step builds on, which may be under publication; staleness counts from it.
+    `held_s` are seconds since each group arrived here; they are added to its age on arrival.
     """
     # A step without tokens has no gradient.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
     metrics.STEP_SECONDS.observe(report.step_s)
-    metrics.TOKENS.inc(report.num_tokens)
+    if report.is_applied:
+        _observe_trained(report, groups, head_version=head_version, held_s=held_s)
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
     for queued, held in zip(groups, held_s, strict=True):
         site = metrics.SITES.of(queued.group.id.site)
-        metrics.STALENESS_VERSIONS.labels(site).observe(head_version - queued.group.oldest_version)
         metrics.POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s + held)
-        metrics.INBOX_SECONDS.observe(held)
         trace = queued.group.trace
         TRACER.add("inbox", trace=trace, lasted_s=held - report.step_s, ended_ago_s=report.step_s)
         TRACER.add(
@@ -190,9 +189,6 @@ def observe_step(
                 "is_applied": report.is_applied,
             },
         )
-    for source in report.sources:
-        metrics.SOURCE_REWARD.labels(source.label).set(source.reward_mean)
-        metrics.SOURCE_GROUPS.labels(source.label).inc(source.num_groups)
     for gauge, name in _OF_REPORT:
         value = getattr(report, name)
         gauge.set(math.nan if value is None else value)
@@ -216,6 +212,22 @@ def observe_step(
     )
 
 
+def _observe_trained(
+    report: StepReport, groups: Sequence[QueuedGroup], *, head_version: int, held_s: Sequence[float]
+) -> None:
+    """Export what a step that was applied has trained on."""
+    metrics.TOKENS.inc(report.num_tokens)
+    for queued, held in zip(groups, held_s, strict=True):
+        site = metrics.SITES.of(queued.group.id.site)
+        metrics.STALENESS_VERSIONS.labels(site).observe(head_version - queued.group.oldest_version)
+        metrics.INBOX_SECONDS.observe(held)
+    for source in report.sources:
+        metrics.SOURCE_REWARD.labels(source.label).set(source.reward_mean)
+        metrics.SOURCE_GROUPS.labels(source.label).inc(source.num_groups)
+    for numbers in () if report.completions is None else report.completions.sites:
+        metrics.SITE_TOKENS.labels(metrics.SITES.of(numbers.site)).inc(numbers.num_tokens)
+
+
 def _observe_completions(numbers: CompletionNumbers) -> None:
     for stat in ("mean", "p95", "max", "high_reward", "low_reward"):
         length = getattr(numbers, f"length_{stat}")
@@ -226,8 +238,6 @@ def _observe_completions(numbers: CompletionNumbers) -> None:
     metrics.REWARD_PART.clear()
     for part in numbers.reward_parts:
         metrics.REWARD_PART.labels(part.name).set(part.mean)
-    for site in numbers.sites:
-        metrics.SITE_TOKENS.labels(metrics.SITES.of(site.site)).inc(site.num_tokens)
 
 
 def observe_start() -> None:

@@ -7,9 +7,10 @@ A step counts staleness from the version that it builds on, also while that one 
 undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
 queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
 
-A step's groups are fresh, with a reward signal, within the envelope: as many as the step asked for, or none where the
-inbox closed. The coordinator hears of every other group, with the reason, before the next one is waited for. A group
-that is given up twice, because an answer was lost, is counted once.
+A step's groups are fresh and within the envelope: as many as the step asked for, or none where the inbox closed. Groups
+of equal rewards are among them, except those that `dynamic_sampling` replaces. The coordinator hears of every other
+group, with the reason, before the next one is waited for. Of groups that the version under publication makes too old it
+hears after that publication. A group that is given up twice, because an answer was lost, is counted once.
 """
 
 import asyncio

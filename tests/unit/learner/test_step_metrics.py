@@ -3,8 +3,10 @@
 import dataclasses
 import math
 
+import pytest
+
 from heterorl.common.process.metrics import REGISTRY
-from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens
+from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens, SourceReport
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.learner.step_metrics import observe_start, observe_step, observe_version
 from tests.support.learner_world import queued
@@ -57,6 +59,34 @@ def test_curves_of_a_step_are_shown_and_parts_that_are_gone_are_not():
         held_s=[],
     )  # fmt: skip
     assert shown("reward_part_mean", part="right") is None
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+def test_groups_count_as_trained_where_their_step_was_applied(is_applied):
+    group = queued(1)
+    site = group.group.id.site
+    numbers = CompletionNumbers(
+        length_mean=5.0, length_p95=7.5, length_max=8, length_low_reward=4.0, truncated_fraction=0.25,
+        uniform_fraction=0.5, reward_parts=(), sites=(SiteTokens(site=site, num_groups=1, num_tokens=20),),
+    )  # fmt: skip
+    sources = (SourceReport(label="sums", num_groups=1, reward_mean=0.5),)
+    report = dataclasses.replace(REPORT, completions=numbers, sources=sources, is_applied=is_applied)
+
+    def counts():
+        found = [
+            REGISTRY.get_sample_value("heterorl_tokens_total"),
+            shown("site_tokens_total", site=site),
+            shown("source_groups_total", source="sums"),
+            shown("staleness_versions_count", site=site),
+            shown("inbox_seconds_count"),
+        ]
+        return [value or 0.0 for value in found]
+
+    before = counts()
+    observe_step(report, [group], head_version=3, held_s=[1.0])
+
+    added = [after - one for after, one in zip(counts(), before, strict=True)]
+    assert added == ([REPORT.num_tokens, 20, 1, 1, 1] if is_applied else [0] * 5)
 
 
 def test_metrics_of_a_loss_are_shown_and_those_that_are_gone_are_not():

@@ -3,8 +3,11 @@
 A rank that fails by itself inside a collective operation cannot tell the others. Work that needs no other rank is
 therefore done before it, and all ranks exchange a result in between (`make_together`).
 
-Guarantees: only the wait for a command has no limit. A dead rank ends the waits of the others with an error, because
-its sockets close. Everything here runs on the CPU, so gathering weights takes no memory of an accelerator.
+Guarantees: a dead rank ends the waits of the others with an error, because its sockets close. Everything here runs on
+the CPU, so gathering weights takes no memory of an accelerator.
+
+No wait here has a limit. For a rank that hangs, ranks of a launcher wait until `heartbeats` end all processes; those of
+`--nproc` may wait for ever.
 """
 
 import datetime
@@ -24,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 _FOREVER = datetime.timedelta(days=365)
 OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
-"""Limit of one collective operation inside a step."""
+"""Limit of one collective operation of the engine, inside a step."""
 
 
 class Messages:

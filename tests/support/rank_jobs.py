@@ -96,6 +96,12 @@ def _train_bad(backend: Any, seed: int) -> dict[str, Any]:
     return {"is_applied": report.is_applied}
 
 
+def _train_failing(backend: Any) -> None:
+    """A step whose last pass has tokens of age 7; see `custom_losses.raising_on_age`."""
+    groups = [*random_groups(3), *random_groups(1, max_tokens=1, version=-6)]
+    backend.train_step(groups, head_version=1, step=1)
+
+
 def _explode(backend: Any, seed: int) -> dict[str, Any]:
     """A loss that is finite, with a gradient that is not."""
     import torch
@@ -212,6 +218,7 @@ _OPERATIONS = {
     "train": _train,
     "train_turns": _train_turns,
     "train_bad": _train_bad,
+    "train_failing": _train_failing,
     "train_rewarded": _train_rewarded,
     "train_routed": _train_routed,
     "explode": _explode,

@@ -87,6 +87,8 @@ class ShardedBackend(StepRecorder):
         self.versions = VersionEngine(held, tell=self._tell)
         """Versions that several ranks make together; `store` is for one rank."""
         self._writing: Writing | None = None
+        self._failed: Exception | None = None
+        """Why a step stopped in its passes: the engine then keeps a part of a gradient, and gathered weights."""
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         started = self._clock.monotonic()
@@ -168,6 +170,9 @@ class ShardedBackend(StepRecorder):
                 _LOG.warning("rank %d goes on, rank 0 has the same error and decides: %s", self._ranks.rank, error)
 
     def _tell(self, command: Command) -> Command:
+        if self._failed is not None and command.do in (Do.TRAIN, Do.LOAD_PUBLISHED, Do.RESTORE):
+            # No undo helps: a start does.
+            raise self._failed
         data = command_to_bytes(command)
         self._ranks.broadcast_bytes(data)
         # Read back, so that all ranks train on the same bits.
@@ -192,9 +197,13 @@ class ShardedBackend(StepRecorder):
 
     def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
         batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)
-        with self._sharding.computing():
-            samples = self._passes.accumulate(batch)
-        return self._end_step(samples, step=step, update=self._sharding.update)
+        try:
+            with self._sharding.computing():
+                samples = self._passes.accumulate(batch)
+            return self._end_step(samples, step=step, update=self._sharding.update)
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
         for name in (*sorted(self._state.shapes), *self._buffers):

@@ -125,6 +125,20 @@ def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, 
     assert np.abs(weights).max() > 0.1
 
 
+def test_step_that_failed_in_a_pass_is_followed_by_no_other(config, tmp_path):
+    """No undo clears what the engine holds; with more ranks, the others have ended."""
+    loss = {"kind": "custom", "function": "tests.support.custom_losses:raising_on_age", "options": {"age": 7}}
+    saved, weights = str(tmp_path / "saved"), str(tmp_path / "weights.npy")
+    attempts = [["restore", saved], ["load", weights], ["train", 1]]
+    ranks = Ranks(1)
+
+    _, _, *answers = ranks.ask(config(loss=loss), [["save", saved], ["store", weights], ["train_failing"], *attempts])
+
+    assert [answer["error"] for answer in answers] == ["ConfigError"] * 4
+    assert all("no such rollout" in answer["message"] for answer in answers)
+    assert ranks.close() == 0
+
+
 @pytest.mark.slow
 def test_mixture_of_experts_is_divided_by_experts(config, ranks, tmp_path):
     """Three fused experts, so that ranks have unequal parts of them."""

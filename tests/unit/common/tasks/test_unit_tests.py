@@ -121,6 +121,12 @@ RIGHT_SUM = (
             "def mean(xs): return 0",
         ),
         (
+            ["assert spell_check('cat') == 1", "assert [check(n) for n in [0]] == [1]"],
+            {"entry_point": "spell_check"},
+            "def spell_check(word): return 1\ndef check(n): return n + 1",
+            "def spell_check(word): return 0",
+        ),
+        (
             ["assert area(1) == 3"],
             {"test_setup_code": "PI = 3", "test_imports": ["import math"]},
             "def area(r): return PI * r * r",

@@ -46,6 +46,8 @@ MAX_TESTS = 128
 """Tests of a row that run; of a longer list an even sample."""
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
 """Columns that some datasets need to make a test."""
+_CHECK = re.compile(r"^(?:async +)?def +check *\(", re.MULTILINE)
+"""Definition of the function in HumanEval's tests."""
 _SETS = ("public_tests", "private_tests", "generated_tests")
 _PAIR_KEYS = frozenset({"input", "output"})
 _TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs", "fn_name", *_PAIR_KEYS, *_SETS})
@@ -256,7 +258,7 @@ def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
     entry_point = columns.get("entry_point")
     before = ""
     is_name = isinstance(entry_point, str) and entry_point.removeprefix(_OF_SOLUTION).isidentifier()
-    if is_name and "check(" in text:
+    if is_name and _CHECK.search(text):
         # HumanEval's tests are a function `check` of the solution.
         text, before = f"{text}\ncheck({entry_point})\n", BEFORE
     try:
@@ -438,7 +440,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 8", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 9", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

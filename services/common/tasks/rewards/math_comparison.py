@@ -17,6 +17,7 @@ from typing import Any
 
 import sympy
 from math_verify import parse, verify
+from math_verify.errors import TimeoutException
 from math_verify.grader import get_pct_val
 
 from heterorl.common.tasks.rewards.latex_signs import signs_as_latex, words_as_signs
@@ -76,19 +77,15 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
         right = answer_of_row(request["answer"])
         if "completion" not in request or not right:
             return {"readable": bool(right)}
-        correct = judged(right, request["completion"])
-        # Too much memory counts like too much time: wrong, and uncertain.
-        spent = {"used_s": request["cpu_s"]} if correct is None else {}
-        return {"readable": True, "correct": bool(correct), **spent}
-
-    def judged(right: Any, completion: str) -> bool | None:
         try:
-            return is_right(right, completion)
-        except (MemoryError, RecursionError):
-            return None
+            return {"readable": True, "correct": is_right(right, request["completion"])}
+        except (MemoryError, RecursionError) as error:
+            # It counts like too much time: wrong, and uncertain.
+            is_full = isinstance(error, MemoryError)
+            return {"readable": True, "correct": False, "used_s": request["cpu_s"], "is_full": is_full}
 
     # The library builds its parser at first use; no answer pays for it.
-    judged(answer_of_row("\\frac{1}{2}"), "$0.5$")
+    is_right(answer_of_row("\\frac{1}{2}"), "$0.5$")
     return answer, {}
 
 
@@ -178,8 +175,19 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
         found += given
     if wants_text or found or not stated.prose:
         return found
-    # The library's time limits use signals and turn errors into "wrong"; this process has its own.
-    return [one for one in parse(signs_as_latex(stated.prose), parsing_timeout=None) if not isinstance(one, str)]
+    # The library's time limits use signals; this process has its own.
+    parsed = _tried(parse, signs_as_latex(stated.prose), parsing_timeout=None) or []
+    return [one for one in parsed if not isinstance(one, str)]
+
+
+def _tried(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """A result of the library; None where it fails, but MemoryError is raised."""
+    try:
+        return function(*arguments, **options, raise_on_error=True)
+    except MemoryError:
+        raise
+    except (Exception, TimeoutException):  # noqa: BLE001 - the library raises anything
+        return None
 
 
 def _is_one_value(text: str) -> bool:
@@ -274,7 +282,7 @@ def _is_same(answer: Any, given: Any) -> bool:
         # A set in braces is no tuple; the library takes (3,4) for an interval.
         return False
     answer, given = map(_with_one_i, (answer, given))
-    is_same = verify(answer, given, timeout_seconds=None, allow_set_relation_comp=True)
+    is_same = _tried(verify, answer, given, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(is_same) and not _are_apart(answer, given)
 
 

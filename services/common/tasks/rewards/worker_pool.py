@@ -129,8 +129,8 @@ class WorkerProcess:
             if is_spent:
                 raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
             raise WorkerLost(str(error) or "no answer") from error
+        self.is_full = self.is_full or bool(reply.get("is_full"))
         if "error" in reply:
-            self.is_full = self.is_full or bool(reply.get("is_full"))
             # It may hold a completion of a peer.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
         return reply

@@ -376,6 +376,44 @@ def test_math_worker_is_replaced_after_a_crash_and_its_memory_is_bounded(verifie
 
 @pytest.mark.process
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "function", ["math_verify.grader.sympy_expr_eq", "math_verify.parser.extract_target_from_pred"]
+)
+def test_math_worker_out_of_memory_is_replaced_and_the_answer_may_be_right(tmp_path, monkeypatch, function):
+    module, name = function.rsplit(".", 1)
+    # Python imports this file first in each worker.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import {module} as library\n"
+        f"real = library.{name}\n"
+        f"def {name}(*given, **options):\n"
+        "    if '13' in str(given):\n"
+        "        raise MemoryError\n"
+        "    if '14' in str(given):\n"
+        "        raise RecursionError\n"
+        "    return real(*given, **options)\n"
+        f"library.{name} = {name}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    verifier = MathVerifier(timeout_s=20.0)
+    try:
+        assert verifier.verify(answer="$2$", completion="the sum of it comes to $2$") is True
+        (worker,) = verifier.pool.workers
+        first = worker.process
+        # Another error of the library is a wrong answer.
+        assert verifier.verify(answer="$2$", completion="the sum of it comes to $14$") is False
+        assert worker.process is first
+        assert not verifier.near.names("correct", "$2$", "the sum of it comes to $14$")
+
+        assert verifier.verify(answer="$2$", completion="the sum of it comes to $13$") is False
+        assert worker.process is None
+        assert verifier.near.names("correct", "$2$", "the sum of it comes to $13$")
+        assert verifier.verify(answer="$2$", completion="the sum of it comes to $2$") is True
+    finally:
+        verifier.close()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
 def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
     verifier = MathVerifier(timeout_s=60.0)
     try:

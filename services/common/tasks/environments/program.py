@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from heterorl.common.tasks.environments.openai_endpoint import Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import reward_files
-from heterorl.common.tasks.rewards.worker_pool import kill_started
+from heterorl.common.tasks.rewards.worker_pool import CHANGED, kill_started
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
@@ -61,17 +61,27 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
         path = os.path.normpath(path)
         file = Path(directory, path)
         is_deterministic = _read(file, function)
-        digest = _files_of(path, directory)
         command = [sys.executable, "-P", str(CALLED), str(file.resolve()), function]
     else:
         command = shlex.split(name)
         if not command:
             raise ValueError("the command is empty")
-        digest = _named_files(command, directory)
-    facts = {"is_deterministic": is_deterministic, "digest": digest, "learns_tools": True}
+
+    def digest() -> str:
+        return _files_of(path, directory) if is_file else _named_files(command, directory)
+
+    first = digest()
+    facts = {"is_deterministic": is_deterministic, "digest": first, "learns_tools": True}
     # A function gets both as arguments, and keeps the variables of its own clients.
     prefix = "HETERORL" if is_file else "OPENAI"
-    return lambda: ProgramEnvironment(command, directory, prefix=prefix), facts
+
+    def make() -> ProgramEnvironment:
+        # Each episode reads the files again.
+        if digest() != first:
+            raise RuntimeError(CHANGED)
+        return ProgramEnvironment(command, directory, prefix=prefix)
+
+    return make, facts
 
 
 def _read(file: Path, function: str) -> bool:

@@ -38,6 +38,7 @@ START_AFTER_S = 0.25
 """About the cost of a start: callers wait that long for a running process."""
 MAX_WORDS = 600
 """Longest error with its line, characters."""
+CHANGED = "its files changed since the start: put them back, or restart this process"
 _GRACE_S = 5.0
 """The worker's own limit, which counts without a parent, is so much later."""
 
@@ -61,12 +62,13 @@ class OutOfTime(WorkerLost):
 class WorkerProcess:
     """One worker process, started at its first request."""
 
-    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float) -> None:
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float, first: dict[str, Any]) -> None:
+        """Make it without a process; `first` keeps the first digest of all processes of a pool."""
         self.timeout_s, self.cpu_s = timeout_s, cpu_s
         self.process: subprocess.Popen[bytes] | None = None
         self.is_full = False
         """Whether it ran out of memory, which its code may keep."""
-        self._job = dict(job)
+        self._job, self._first = dict(job), first
         self._end: Any = None
 
     def start(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class WorkerProcess:
 
         Raises:
             LoadFailed: it cannot load its job.
-            RewardError: it ended or timed out.
+            RewardError: it ended or timed out, or loaded other files than the first process.
         """
         self.close()
         # -P: no file of the working directory shadows a package. Own session: Ctrl-C goes to the service.
@@ -102,6 +104,9 @@ class WorkerProcess:
         if "failed" in reply:
             self.close()
             raise LoadFailed(reply["failed"], reply["text"])
+        if reply.get("digest") != self._first.setdefault("digest", reply.get("digest")):
+            self.close()
+            raise RewardError(CHANGED)
         return reply
 
     @property
@@ -171,7 +176,8 @@ class WorkerPool:
         processor time; 0 is no bound. Another process starts after a caller waited `start_after_s`.
         """
         self._start_after_s = start_after_s
-        self.workers = [WorkerProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
+        first: dict[str, Any] = {}
+        self.workers = [WorkerProcess(job, timeout_s=timeout_s, cpu_s=cpu_s, first=first) for _ in range(num_workers)]
         self._idle = list(reversed(self.workers))
         self._running: list[WorkerProcess] = []
         self._changed = threading.Condition()

@@ -139,6 +139,23 @@ def test_another_process_starts_only_where_those_that_run_are_not_enough(tmp_pat
     pool.close()
 
 
+def test_a_process_that_starts_later_loads_the_files_of_the_first_one_or_answers_nothing(tmp_path):
+    pool = pool_of(tmp_path, num_workers=2)
+    first, second = pool.workers
+    first.start()
+    old = (tmp_path / "gated.py").read_text()
+    (tmp_path / "gated.py").write_text(old.replace("return 1.0", "return 20.0"))
+    for worker in (second, first):
+        worker.close()
+        with pytest.raises(RewardError, match=r"^its files changed since the start: .* restart this process$"):
+            worker.ask(asked(tmp_path, 1))
+        assert worker.process is None
+
+    (tmp_path / "gated.py").write_text(old)
+    assert [worker.ask(asked(tmp_path, 1))["parts"] for worker in (first, second)] == [{"reward": 1.0}] * 2
+    pool.close()
+
+
 def test_a_start_counts_against_no_answer_also_where_the_worker_has_died(tmp_path):
     # An import takes more than all that an answer has.
     pool = pool_of(tmp_path, import_s=1.0, cpu_s=0.5)

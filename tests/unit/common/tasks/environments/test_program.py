@@ -356,6 +356,23 @@ def test_a_file_may_say_that_it_is_deterministic_and_its_bytes_count(opened, tmp
     assert opened("python command.py").files_digest != command
 
 
+@pytest.mark.parametrize("name", ["agent.py:guess", "python command.py"])
+def test_an_edited_program_begins_no_episode_before_a_restart(opened, tmp_path, name):
+    episodes = opened(name)
+    file = tmp_path / name.removeprefix("python ").partition(":")[0]
+    with episodes.open({"answer": "5"}, seed=1):
+        old = file.read_text()
+        file.write_text(old + "# another one\n")
+
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailed, match="its files changed since the start: .* restart this process"):
+            episodes.open({"answer": "5"}, seed=1)
+    assert opened(name).open({"answer": "5"}, seed=1)
+    file.write_text(old)
+    with episodes.open({"answer": "5"}, seed=1) as episode:
+        assert said(episode.step(Action("6"))) == ["lower"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

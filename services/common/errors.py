@@ -37,6 +37,11 @@ class ConfigError(OperatorError):
         self.key = key
         super().__init__(f"{key}: {problem}", action=action)
 
+    def within(self, key: str, problem: str, *, action: str | None = None) -> "ConfigError":
+        """The error under the key of its section, with the same exit code."""
+        kind = ServiceUnreachable if isinstance(self, ServiceUnreachable) else ConfigError
+        return kind(key, problem, action=action)
+
 
 class PromptRefused(ConfigError):
     """A prompt that the run's template does not accept."""
@@ -52,6 +57,12 @@ class AnswerUnreadable(PromptRefused):
 
 class ClockBehind(ConfigError):
     """A certificate begins later: this machine's clock is behind."""
+
+    exit_code = 1
+
+
+class ServiceUnreachable(ConfigError):
+    """A server that the configuration names does not answer, or not yet."""
 
     exit_code = 1
 

@@ -77,7 +77,7 @@ def naming_set(name: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         problem = str(error.args[0]).removeprefix(f"{error.key}: ")
-        raise ConfigError(f"evaluation.{name}.{error.key}", problem, action=error.action) from error
+        raise error.within(f"evaluation.{name}.{error.key}", problem, action=error.action) from error
 
 
 def open_set(

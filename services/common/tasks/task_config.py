@@ -229,7 +229,7 @@ def _of_source(label: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"task.sources, {label}", str(error)) from error
+        raise error.within(f"task.sources, {label}", str(error)) from error
 
 
 def score_in_workers(task: Task, config: SourceConfig) -> Task:

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, PromptRefused, RewardError
+from heterorl.common.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    EpisodeError,
+    PromptRefused,
+    RewardError,
+    ServiceUnreachable,
+)
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.model.model_loading import TokenLimits, token_limits_at
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
@@ -24,6 +31,8 @@ from heterorl.common.tasks.environments.environment_task import (
     environments_of,
 )
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
+from heterorl.common.tasks.rewards.function_reward import START_IT
+from heterorl.common.tasks.rewards.worker_pool import is_outage
 from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
@@ -267,6 +276,7 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
 
     Raises:
         ConfigError: the reward failed.
+        ServiceUnreachable: it reached no server, which may answer later.
         DependencyMissing: its package is not installed.
     """
     prompt = _readable(task)
@@ -280,8 +290,10 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
         if is_played:
             raise environment_problem(f"the policy says {text[:40]!r}", error) from error
         problem = f"the reference answer of prompt {prompt.index} gets no reward here: {error}"
-        action = "correct task.reward or the data; raise task.reward_timeout_s if it only needs longer"
-        raise ConfigError("task", problem, action=action) from error
+        longer = "raise task.reward_timeout_s if it only needs longer"
+        if is_outage(error):
+            raise ServiceUnreachable("task", problem, action=f"{START_IT}; {longer}") from error
+        raise ConfigError("task", problem, action=f"correct task.reward or the data; {longer}") from error
     words = "an episode with one turn" if is_played else "the reference answer"
     _LOG.info("%s of prompt %d gets a reward of %g", words, prompt.index, reward)
     return reward

@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError, ToolLost
+from heterorl.common.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    EpisodeError,
+    RewardError,
+    ServiceUnreachable,
+    ToolLost,
+)
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
+from heterorl.common.tasks.rewards.function_reward import START_IT
+from heterorl.common.tasks.rewards.worker_pool import is_outage
 from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task, messages_json
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
@@ -93,6 +102,8 @@ def environment_problem(where: str, error: Exception) -> ConfigError:
         action += "; raise task.environment_memory_bytes if it only needs more"
     elif isinstance(error, ToolLost):
         action += "; raise task.step_timeout_s if it only needs longer"
+    if is_outage(error):
+        return ServiceUnreachable(_KEY, f"{where}: {error}", action=START_IT)
     return ConfigError(_KEY, f"{where}: {error}", action=action)
 
 

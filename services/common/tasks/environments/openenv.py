@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import urlopen
 
 from heterorl.common.tasks.environments.environment import Action, Observation
+from heterorl.common.tasks.rewards.http_reward import RETRIED
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
@@ -30,6 +33,7 @@ def load(url: str, _directory: str) -> tuple[Callable[[], OpenEnvEpisode], dict[
 
     Raises:
         ImportError: websockets is not installed.
+        ConnectionError: nothing answers there for now.
         ValueError: no OpenEnv server answers there.
     """
     from websockets.sync.client import connect
@@ -43,7 +47,8 @@ def load(url: str, _directory: str) -> tuple[Callable[[], OpenEnvEpisode], dict[
             action = json.loads(reply.read(MAX_BYTES))["action"]
         fields = {name: each for name, each in action["properties"].items() if name not in _OPTIONAL}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"no OpenEnv server answers at {url}/schema: {error}") from error
+        kind = ConnectionError if _is_outage(error) else ValueError
+        raise kind(f"no OpenEnv server answers at {url}/schema: {error}") from error
     if not fields:
         raise ValueError(f"the actions at {url} have no fields")
     socket = urlunsplit(parts._replace(scheme=parts.scheme.replace("http", "ws"), path=f"{parts.path}/ws"))
@@ -53,6 +58,12 @@ def load(url: str, _directory: str) -> tuple[Callable[[], OpenEnvEpisode], dict[
         return connect(socket, max_size=MAX_BYTES, open_timeout=TIMEOUT_S)
 
     return lambda: OpenEnvEpisode(open_socket, fields), {"digest": digest, "is_deterministic": False}
+
+
+def _is_outage(error: Exception) -> bool:
+    if isinstance(error, HTTPError):
+        return error.code in RETRIED
+    return isinstance(error, OSError) and not isinstance(getattr(error, "reason", error), ssl.SSLError)
 
 
 class OpenEnvEpisode:

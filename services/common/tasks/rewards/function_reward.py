@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import ConfigError, RewardError, ServiceUnreachable
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerPool
 from heterorl.common.tasks.task import Prompt, Task, TaskWrapper, messages_json
@@ -92,6 +92,8 @@ def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dic
         if error.kind == "place":
             problem = f"{error}, nor among the packages that are installed here"
             raise ConfigError(key, problem, action=_PLACES.format(path_key)) from error
+        if error.kind == "outage":
+            raise ServiceUnreachable(key, f"{path}: {error}", action=START_IT) from error
         raise ConfigError(key, f"{path}: {error}", action="correct it and start again") from error
     except RewardError as error:
         raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
@@ -128,6 +130,7 @@ class FunctionRewardTask(TaskWrapper):
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
+START_IT = "start that server; a service of heterorl tries again by itself"
 _PLACES = "put the module next to the configuration file, name its directory in {}, or install it"
 
 

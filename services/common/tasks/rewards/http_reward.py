@@ -75,7 +75,8 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_KEY_BYTES = 8192
 MAX_WORDS = 200
 """Shown characters of a refusal."""
-_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses of a server that may answer later."""
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
 
@@ -111,7 +112,7 @@ class Server:
             except urllib.error.HTTPError as error:
                 with error:
                     last = f"status {error.code}: {self._start_of(error)}"
-                if error.code not in _RETRIED:
+                if error.code not in RETRIED:
                     raise ServerRefused(last) from None
                 asked_s = _seconds(error.headers.get("Retry-After", ""))
             except ssl.SSLError as error:

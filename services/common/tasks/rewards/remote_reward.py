@@ -21,7 +21,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import Signer, signed_by
-from heterorl.common.tasks.rewards.worker_pool import LoadFailed, WorkerPool
+from heterorl.common.tasks.rewards.worker_pool import LoadFailed, NoAnswer, WorkerLost, WorkerPool
 from heterorl.common.tasks.task import WHOLE, Message, Prompt, messages_json, messages_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -90,6 +90,7 @@ class RemoteReward:
 
         Raises:
             ConfigError: its key or cache is not available.
+            NoAnswer: there was no answer in time.
             RewardError: the request failed; that is not a score.
         """
         request = {
@@ -104,7 +105,8 @@ class RemoteReward:
         except LoadFailed as error:
             raise ConfigError(self.key, str(error)) from error
         except RewardError as error:
-            raise RewardError(f"prompt {prompt.index}: {error}") from error
+            kind = NoAnswer if isinstance(error, WorkerLost) else RewardError
+            raise kind(f"prompt {prompt.index}: {error}") from error
         parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
         if self.terms.signed_by:
             for part, completion in zip(parts, completions, strict=True):

@@ -40,6 +40,8 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 MAX_WORDS = 300
 """Longest error text, characters."""
+_OUTAGES = (ConnectionError, TimeoutError)
+"""Errors of a server that does not answer for now."""
 _SERVICES = f"{Path(__file__).parents[3]}{os.sep}"
 """Directory of heterorl's code, which is never the line that raised."""
 _MODULES = {
@@ -52,7 +54,7 @@ _MODULES = {
 
 
 class LoadError(Exception):
-    """Code that cannot be loaded; `kind` is place, name, error or missing."""
+    """Code that cannot be loaded; `kind` is place, name, error, missing or outage."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -90,7 +92,8 @@ def main() -> None:
             reply = answer(request)
             text = json.dumps({"used_s": time.process_time() - began_s, **reply})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it; sys.exit too
-            text = json.dumps({"error": words_of(error), "is_full": isinstance(error, MemoryError)})
+            kinds = {"is_full": isinstance(error, MemoryError), "is_outage": isinstance(error, _OUTAGES)}
+            text = json.dumps({"error": words_of(error), **kinds})
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_line(out, text)
@@ -125,6 +128,8 @@ def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         raise
     except ImportError as error:
         raise LoadError("missing", str(error)) from error
+    except _OUTAGES as error:
+        raise LoadError("outage", str(error)) from error
     except (OSError, ValueError) as error:
         raise LoadError("error", str(error)) from error
     except Exception as error:

@@ -59,6 +59,17 @@ class OutOfTime(WorkerLost):
     """The kernel ended a worker that used all its processor time."""
 
 
+class NoAnswer(RewardError):
+    """A server that a reward or an environment asks does not answer for now."""
+
+
+def is_outage(error: BaseException | None) -> bool:
+    """Whether NoAnswer is an error's cause."""
+    while error is not None and not isinstance(error, NoAnswer):
+        error = error.__cause__
+    return error is not None
+
+
 class WorkerProcess:
     """One worker process, started at its first request."""
 
@@ -119,6 +130,7 @@ class WorkerProcess:
         Raises:
             OutOfTime: it used all its processor time.
             WorkerLost: it died or took too long.
+            NoAnswer: its code reached no server.
             RewardError: it answered with an error.
         """
         if not self.is_running:
@@ -136,8 +148,9 @@ class WorkerProcess:
             raise WorkerLost(str(error) or "no answer") from error
         self.is_full = self.is_full or bool(reply.get("is_full"))
         if "error" in reply:
+            kind = NoAnswer if reply.get("is_outage") else RewardError
             # It may hold a completion of a peer.
-            raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
+            raise kind(peer_words(str(reply["error"]), most=MAX_WORDS))
         return reply
 
     def kill(self) -> None:

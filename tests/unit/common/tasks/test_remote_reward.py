@@ -21,8 +21,10 @@ from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, quest
 from heterorl.common.tasks.rewards.remote_reward import Terms, sign, statement
 from heterorl.common.tasks.task import Message, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.sampler.prompt_evaluator import naming_set
 from tests.support.reward_service import localhost_tls, serving
 
 pytestmark = pytest.mark.process
@@ -92,14 +94,14 @@ def test_failures_that_pass_are_asked_again_within_the_time_limit():
     assert len(server.asked) == 3
 
 
-@pytest.mark.parametrize("status", http_reward._RETRIED)
+@pytest.mark.parametrize("status", http_reward.RETRIED)
 def test_each_status_that_passes_is_asked_again_and_the_page_names_it(status):
     replies = [(status, {"Retry-After": "0"}, b"later"), {"rewards": [0.5]}]
 
     with serving(lambda _: replies.pop(0)) as server:
         assert http_reward.Server(url=server.url).post({}, deadline=time.monotonic() + 20) == {"rewards": [0.5]}
     assert replies == []
-    named = ", ".join(map(str, http_reward._RETRIED))
+    named = ", ".join(map(str, http_reward.RETRIED))
     assert f"| {named}, a failed connection " in (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
 
 
@@ -183,6 +185,38 @@ def test_a_service_that_is_away_or_says_nothing_is_an_error_in_time(monkeypatch)
             with pytest.raises(TimeoutError, match=f"{message}; no time is left"):
                 http_reward.Server(url=url).post({}, deadline=deadline)
         silent.set()
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ((503, {"Retry-After": "inf"}, b"busy"), 1),
+        ((429, {"Retry-After": "inf"}, b"slow down"), 1),
+        ("silent", 1),
+        ("away", 1),
+        ((403, {}, b"no"), 2),
+        ({"rewards": ["1"]}, 2),
+    ],
+    ids=str,
+)
+def test_a_start_during_an_outage_ends_so_that_a_service_manager_tries_again(reply, code):
+    silent = threading.Event()
+    with serving(lambda _: silent.wait() if reply == "silent" else reply) as server:
+        url = "http://127.0.0.1:1" if reply == "away" else server.url
+        options = {"reward_timeout_s": 0.5} if reply == "away" else {}
+        with task_of({"kind": "http", "url": url}, **options) as task:
+            if reply == "silent":
+                task.rewards[0].source.pool.workers[0].timeout_s = 0.5
+            with pytest.raises(ConfigError, match="^task: the reference answer of prompt 0 gets no reward") as raised:
+                try_reward(task, None)
+            with (
+                pytest.raises(ConfigError, match="^evaluation.own.task: the reference answer") as named,
+                naming_set("own"),
+            ):
+                raise raised.value
+        silent.set()
+    assert (raised.value.exit_code, named.value.exit_code) == (code, code)
+    assert ("tries again by itself" in str(raised.value)) == (code == 1)
 
 
 class Waits:

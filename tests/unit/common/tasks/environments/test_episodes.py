@@ -3,21 +3,27 @@
 import os
 import random
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message as Headers
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import pytest
 
-from heterorl.common.errors import ConfigError, DependencyMissing, EnvironmentFailed, ToolLost
+from heterorl.common.errors import ConfigError, DependencyMissing, EnvironmentFailed, ServiceUnreachable, ToolLost
+from heterorl.common.tasks.environments import openenv
 from heterorl.common.tasks.environments.environment import Action, ToolCall
+from heterorl.common.tasks.environments.environment_task import environment_problem
 from heterorl.common.tasks.environments.episode_worker import FIRST_CHARS
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
 from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_PART_VALUE
 
 pytestmark = pytest.mark.process
@@ -132,6 +138,10 @@ class Later(Play):
         return 7
     async def score(self):
         return 1.0
+
+class Away(Play):
+    def reset(self, row, *, seed):
+        raise ConnectionRefusedError("nothing listens")
 
 class Reader(Play):
     def reset(self, row, *, seed):
@@ -644,3 +654,61 @@ def test_without_verifiers_its_extra_is_named():
     said = r"verifiers is not installed \(in a clone of heterorl: pip install '\.\[verifiers\]'\)"
     with pytest.raises(DependencyMissing, match=said):
         Episodes("verifiers:guess-number", directory=Path(), **limits)
+
+
+@pytest.fixture
+def websockets(tmp_path, monkeypatch):
+    """A package of that name, whose sockets reach nothing."""
+    path = tmp_path / "packages" / "websockets" / "sync" / "client.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def connect(*given, **options):\n    raise ConnectionRefusedError('nothing listens')\n")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "websockets"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("websockets")
+def test_a_server_of_openenv_that_is_away_ends_a_start_so_that_a_service_manager_tries_again(opened):
+    environment = "openenv:http://127.0.0.1:1"
+    with pytest.raises(
+        ServiceUnreachable, match=r"^task.environment: .*no OpenEnv server answers.*tries again"
+    ) as away:
+        opened(environment)
+    sources = [{"label": "games", "name": "seeds", "environment": environment}]
+    with pytest.raises(ServiceUnreachable, match="^task.sources, games: task.environment") as mixed:
+        build_task(TaskConfig(name="mixture", sources=sources))
+
+    assert (away.value.exit_code, mixed.value.exit_code) == (1, 1)
+
+
+@pytest.mark.usefixtures("websockets")
+@pytest.mark.parametrize(
+    ("error", "is_outage"),
+    [
+        (URLError(ConnectionRefusedError("nothing listens")), True),
+        (TimeoutError("timed out"), True),
+        (HTTPError("http://host", 503, "busy", Headers(), None), True),
+        (HTTPError("http://host", 404, "not here", Headers(), None), False),
+        (URLError(ssl.SSLCertVerificationError("not signed")), False),
+    ],
+    ids=str,
+)
+def test_a_server_of_openenv_that_answers_wrongly_needs_its_operator(monkeypatch, error, is_outage):
+    def urlopen(*given, **options):
+        raise error
+
+    monkeypatch.setattr(openenv, "urlopen", urlopen)
+    with pytest.raises(ConnectionError if is_outage else ValueError, match="^no OpenEnv server answers at http://host"):
+        openenv.load("http://host", "")
+
+
+def test_an_episode_that_reaches_no_server_may_reach_it_after_a_restart(opened):
+    with pytest.raises(EnvironmentFailed) as failed:
+        opened("play:Away").open({}, seed=1)
+    with pytest.raises(EnvironmentFailed) as wrong:
+        opened("play:Later").open({}, seed=1)
+
+    codes = [environment_problem("an episode", each.value).exit_code for each in (failed, wrong)]
+    assert codes == [1, 2]

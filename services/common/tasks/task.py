@@ -57,6 +57,15 @@ Measure = Callable[[Sequence[Prompt]], list[int | None]]
 """Counts tokens of prompts with the template; None for a prompt that the template refuses."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerProblem:
+    """Why no completion of a prompt can be scored, and the key of the reward that says so."""
+
+    key: str
+    text: str
+    action: str
+
+
 class Task(Protocol):
     """Prompts and scores; equal digests mean equal prompts and scores everywhere."""
 
@@ -128,9 +137,10 @@ def knows_answers(task: object) -> bool:
     return hasattr(task, "answer_problem")
 
 
-def answer_problem_of(task: object, prompt: Prompt) -> str:
-    """Why completions cannot be scored, else empty; raises DependencyMissing or RewardError."""
-    return str(getattr(task, "answer_problem", lambda _: "")(prompt))
+def answer_problem_of(task: object, prompt: Prompt) -> AnswerProblem | None:
+    """Why completions cannot be scored; raises DependencyMissing or RewardError."""
+    find: Callable[[Prompt], AnswerProblem | None] = getattr(task, "answer_problem", lambda _: None)
+    return find(prompt)
 
 
 def check_answer(task: object, prompt: Prompt) -> None:
@@ -140,7 +150,8 @@ def check_answer(task: object, prompt: Prompt) -> None:
     except RewardError:
         return
     if problem:
-        raise AnswerUnreadable("task.match", f"{prompt.answer[:40]!r}: {problem}", action="correct the data")
+        words = f"{prompt.answer[:40]!r}: {problem.text}"
+        raise AnswerUnreadable(problem.key, words, action="correct the data")
 
 
 _LOG = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ deterministic environment gets the ids of its sampler.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -261,11 +262,14 @@ def try_answers(task: Task) -> None:
             break
     if not bad:
         return
-    shown = ", ".join(f"prompt {prompt.index} ({prompt.answer[:40]!r}: {problem})" for prompt, problem in bad[:3])
+    # Sources of a mixture have keys of their own.
+    key, _ = Counter(problem.key for _, problem in bad).most_common(1)[0]
+    of_key = [(prompt, problem) for prompt, problem in bad if problem.key == key]
+    shown = ", ".join(f"prompt {prompt.index} ({prompt.answer[:40]!r}: {each.text})" for prompt, each in of_key[:3])
     words = f"{len(bad)} of {num_tried} answers that were tried cannot be read: {shown}"
     if len(bad) > MAX_UNREADABLE * num_tried:
-        raise ConfigError("task.match", words, action='correct the data, or take match = "exact" or another reward')
-    _LOG.warning("task.match: %s; such rows make no group, correct or remove them", words)
+        raise ConfigError(key, words, action=of_key[0][1].action)
+    _LOG.warning("%s: %s; such rows make no group, correct or remove them", key, words)
 
 
 def try_reward(task: Task, prompter: Prompter | None) -> float:

@@ -10,7 +10,7 @@ from heterorl.cli.models import _show
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import AnswerProblem, Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.rollout_messages import results_from_pb
@@ -205,7 +205,8 @@ def test_a_set_that_is_refused_altogether_says_why(index):
 def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
     class Unread(Echo):
         def answer_problem(self, prompt):
-            return "cannot be read" if prompt.answer == "3" else ""
+            problem = AnswerProblem(key="task.rewards[0]", text="cannot be read", action="correct it")
+            return problem if prompt.answer == "3" else None
 
     engine = Machine()
     results, _ = evaluated(engine, Unread())
@@ -214,7 +215,10 @@ def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
     assert {request.prompt.tobytes() for request in engine.requests} == {
         Bytes().encode_prompt(Prompt(index=0, text=f"p{n}", answer="")).tobytes() for n in (0, 1, 2, 4)
     }
-    assert "held-out prompt 3 cannot be drawn and stays without a score: task.match: '3': cannot be read" in caplog.text
+    assert (
+        "held-out prompt 3 cannot be drawn and stays without a score: task.rewards[0]: '3': cannot be read"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("num_samples", [1, 8, 64])

@@ -11,7 +11,7 @@ from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused
 from heterorl.common.generation.inference_engine import Finished, generate_all
 from heterorl.common.model import tensors
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import AnswerProblem, Prompt
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena
@@ -184,7 +184,8 @@ def test_held_out_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
         def answer_problem(self, prompt):
             if prompt.index == 2:
                 raise RewardError("nothing is known")
-            return "cannot be read" if prompt.index == 1 else ""
+            problem = AnswerProblem(key="task.match", text="cannot be read", action="correct it")
+            return problem if prompt.index == 1 else None
 
     task = Unread(digits=2)
     evaluator = Evaluator(

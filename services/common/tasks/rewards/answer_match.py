@@ -14,7 +14,7 @@ from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.task import Doubts, Prompt
+from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt
 from heterorl.common.types.rollout import RewardPart
 
 MAX_ANSWER_CHARS = 20_000
@@ -92,6 +92,7 @@ def _joined(answer: str) -> str:
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
+_OTHER = 'correct the data, or take match = "exact" or another reward'
 _RULES = {"exact": 6, "math_verify": 10}
 """A number rises where equal completions get other scores."""
 
@@ -131,8 +132,9 @@ class MatchedTask:
             return Doubts()
         return Doubts(near=self._verifier.near.names(_PART, _joined(prompt.answer), answer_of(completion)))
 
-    def answer_problem(self, prompt: Prompt) -> str:
-        return "" if self._verifier is None else self._verifier.problem(_joined(prompt.answer))
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
+        text = "" if self._verifier is None else self._verifier.problem(_joined(prompt.answer))
+        return AnswerProblem(key="task.match", text=text, action=_OTHER) if text else None
 
     def close(self) -> None:
         if self._verifier is not None:

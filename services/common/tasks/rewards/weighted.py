@@ -28,6 +28,7 @@ from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import (
     WHOLE,
+    AnswerProblem,
     Doubts,
     Prompt,
     Scorer,
@@ -128,9 +129,9 @@ class WeightedTask(TaskWrapper):
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
         return tuple(part for reward in rewards for part in reward.score(prompt, completion))
 
-    def answer_problem(self, prompt: Prompt) -> str:
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
         every = (answer_problem_of(each.source, prompt) for each in self.rewards)
-        return next((problem for problem in every if problem), "")
+        return next((problem for problem in every if problem), None)
 
     def without_remote(self) -> WeightedTask:
         """This task with ABSENT remote values; the original closes its processes."""

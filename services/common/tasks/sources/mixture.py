@@ -28,7 +28,7 @@ from heterorl.common.tasks.environments.environment_task import (
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.sources.rows_task import RowsTask
-from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
+from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -133,8 +133,11 @@ class MixtureTask:
         task, inner = self._asked(prompt)
         return task.run_again(inner, completion) if isinstance(task, WeightedTask) else ()
 
-    def answer_problem(self, prompt: Prompt) -> str:
-        return answer_problem_of(*self._asked(prompt))
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
+        task, inner = self._asked(prompt)
+        label = next(source.label for source in self.sources if source.task is task)
+        problem = answer_problem_of(task, inner)
+        return problem and dataclasses.replace(problem, key=f"task.sources, {label}: {problem.key}")
 
     def close(self) -> None:
         for task in self.tasks:

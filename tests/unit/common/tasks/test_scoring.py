@@ -120,7 +120,7 @@ def test_a_start_reads_a_thousand_answers_spread_over_the_task():
 
         def answer_problem(self, prompt):
             self.asked.append(prompt.index)
-            return ""
+            return
 
     task = Read()
     try_answers(task)
@@ -138,6 +138,38 @@ def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
             try_answers(task)
     finally:
         close_task(task)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_answers_that_cannot_be_read_are_told_under_the_key_of_their_reward(tmp_path):
+    rows = {"train": ["1", "2", "3", "4"], "held-out": ["assert f()"]}
+    for name, answers in rows.items():
+        lines = [
+            json.dumps({"prompt": f"{name} {n}", "answer": [int(each)] if each.isdigit() else [each]})
+            for n, each in enumerate(answers)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    source = {
+        "name": f"jsonl:{tmp_path / 'train.jsonl'}", "evaluation_path": str(tmp_path / "held-out.jsonl"),
+        "rewards": [{"kind": "code", "name": "tests"}],
+    }  # fmt: skip
+    other = {"label": "sums", "name": "arithmetic", "digits": 1, "weight": 0.01}
+    for table, key in (
+        (source, r"task.rewards\[0\]"),
+        (
+            {"name": "mixture", "sources": [{"label": "code", **source}, other]},
+            r"task.sources, code: task.rewards\[0\]",
+        ),
+    ):
+        task = build_task(TaskConfig(**table))
+        try:
+            words = rf"^{key}: \d+ of \d+ answers that were tried cannot be read: .*docs/rewards.md lists their forms"
+            with pytest.raises(ConfigError, match=words) as raised:
+                try_answers(task)
+            assert "match" not in str(raised.value)
+        finally:
+            close_task(task)
 
 
 @pytest.mark.process

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from heterorl.common.errors import AnswerUnreadable
 from heterorl.common.tasks.reward_config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward, _is_printed
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
-from heterorl.common.tasks.task import Prompt, answer_problem_of, close_task
+from heterorl.common.tasks.task import Prompt, answer_problem_of, check_answer, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 
@@ -24,7 +25,7 @@ def worth(reward, answer, code, columns=None):
     """What a completion with this code is worth by the tests of one row."""
     text = answer if isinstance(answer, str) else json.dumps(answer)
     prompt = Prompt(index=0, text="", answer=text, columns=columns or {})
-    assert reward.answer_problem(prompt) == ""
+    assert reward.answer_problem(prompt) is None
     thoughts = "<think>\n```python\nraise SystemExit\n```"
     return reward.score(prompt, f"So:\n```python\n{code}\n```\n{thoughts}")[0].value
 
@@ -356,6 +357,8 @@ def test_rows_whose_tests_cannot_be_read_are_known_before_they_are_drawn(tmp_pat
     )
     try:
         assert [bool(answer_problem_of(task, task.prompt(index))) for index in range(3)] == [True, False, False]
-        assert "fn_name" in answer_problem_of(task, task.prompt(0))
+        assert "fn_name" in answer_problem_of(task, task.prompt(0)).text
+        with pytest.raises(AnswerUnreadable, match=r"^task.rewards\[0\]: .*fn_name"):
+            check_answer(task, task.prompt(0))
     finally:
         close_task(task)

@@ -33,7 +33,7 @@ from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
     find_sandbox,
 )
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, START_TIMEOUT_S, NearLimit, WorkerPool
-from heterorl.common.tasks.task import WHOLE, Doubts, Prompt
+from heterorl.common.tasks.task import WHOLE, AnswerProblem, Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -431,7 +431,7 @@ class CodeReward:
         # The worker counts the time; this limit ends a worker that fails to.
         self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
         self.close = self.pool.close
-        self._near = NearLimit()
+        self._key, self._near = key, NearLimit()
         try:
             facts = self.pool.start()
         except RewardError as error:
@@ -457,12 +457,15 @@ class CodeReward:
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
         return Doubts(near=self._near.names(WHOLE, prompt.index, completion), by_code=(WHOLE,))
 
-    def answer_problem(self, prompt: Prompt) -> str:
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
         try:
             tests_of(prompt.answer, _columns_of(prompt))
         except ValueError as error:
-            return str(error)
-        return ""
+            return AnswerProblem(key=self._key, text=str(error), action=_FORMS)
+        return None
+
+
+_FORMS = "correct the tests in the data: docs/rewards.md lists their forms; or take another reward"
 
 
 def _columns_of(prompt: Prompt) -> dict[str, Any]:

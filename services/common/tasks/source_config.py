@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from heterorl.common.process.config_file import Config
+from heterorl.common.process.config_file import Config, flatten, quoted
 from heterorl.common.tasks.reward_config import MAX_REWARDS, RewardConfig, from_file
 
 Value = str | int | float | bool
@@ -42,6 +42,21 @@ class DataConfig(Config):
     """Longest prompt with its template; longer ones are dropped and logged. 0: no bound."""
     cache_dir: str = ""
     """hf, parquet: directory of downloads and Arrow files; empty: HF_HOME's."""
+
+    @field_validator("where", "at_least", "at_most", mode="before")
+    @classmethod
+    def _check_bounds(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse tables, which TOML makes of names with dots, and values of other kinds.
+        pydantic would name each kind of the union as a key."""
+        for name, each in value.items() if isinstance(value, dict) else ():
+            if isinstance(each, dict):
+                path = quoted(next(iter(flatten({name: each}))))
+                raise ValueError(f"{name} is a table; put the name of a column with dots in quotes: {path} = ...")
+            if info.field_name == "where" and not all(
+                isinstance(one, Value) for one in (each if isinstance(each, list | tuple) else [each])
+            ):
+                raise ValueError(f"{name} must be text, a number, true or false, or a list of those, is {each!r:.60}")
+        return value
 
     @model_validator(mode="after")
     def _check_columns(self) -> DataConfig:

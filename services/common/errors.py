@@ -38,7 +38,7 @@ class ConfigError(OperatorError):
         super().__init__(f"{key}: {problem}", action=action)
 
     def within(self, key: str, problem: str, *, action: str | None = None) -> "ConfigError":
-        """The error under the key of its section, with the same exit code."""
+        """The error under its section's key, with the same exit code."""
         kind = ServiceUnreachable if isinstance(self, ServiceUnreachable) else ConfigError
         return kind(key, problem, action=action)
 

@@ -171,7 +171,7 @@ PROMISES = [
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
     ("docs/evaluation.md", f"postpone newer weights by at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),
-    ("docs/launch.md", f"containers with GPUs also get {nodes.SHARED_MEMORY_GIB} GiB of shared memory"),
+    ("docs/launch.md", f"plus {nodes.SHARED_MEMORY_GIB} GiB of shared memory with GPUs"),
     (
         "docs/operate.md",
         f"`listen`: {COORDINATOR.listen} | all nodes, operators | {COORDINATOR.metrics_port} | `data_dir`",

@@ -46,8 +46,8 @@ class DataConfig(Config):
     @field_validator("where", "at_least", "at_most", mode="before")
     @classmethod
     def _check_bounds(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse tables, which TOML makes of names with dots, and values of other kinds.
-        pydantic would name each kind of the union as a key."""
+        """Refuse tables, which TOML makes of names with dots.
+        Refuse values of other kinds, since pydantic names each kind of the union as a key."""
         for name, each in value.items() if isinstance(value, dict) else ():
             if isinstance(each, dict):
                 path = quoted(next(iter(flatten({name: each}))))

@@ -59,7 +59,7 @@ Measure = Callable[[Sequence[Prompt]], list[int | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerProblem:
-    """Why no completion of a prompt can be scored, and the key of the reward that says so."""
+    """Why no completion can be scored, and the key of that reward."""
 
     key: str
     text: str

@@ -1,7 +1,7 @@
 """Verifiers of answers: equal text, or equal mathematics by math-verify.
 
-A comparison that exceeds its processor time counts as a wrong answer. Processor time gives equal values on a busy
-machine. Any other failure is an error, never a zero reward.
+A comparison that exceeds its processor time counts as a wrong answer, as does any failure inside math-verify.
+Processor time gives equal values on a busy machine. Any other failure is an error, never a zero reward.
 """
 
 from __future__ import annotations

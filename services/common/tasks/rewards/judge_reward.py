@@ -4,7 +4,8 @@ Runs in a worker process. An answer without a score, or with one off the scale, 
 stands in the question unchanged, so the rubric should mark its start and end.
 
 An SQLite file caches scores by digest of the question, and holds the common request rate of a machine's processes. It
-may be deleted at any time; a damaged, locked or full file costs requests, never scores.
+may be deleted at any time. In a running worker, a damaged, locked or full file costs requests, never scores. A worker
+that starts, also in a run, refuses a file that it cannot open.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A result of the library; None where it fails, but MemoryError is raised."""
+    """A result of the library; None for errors, except MemoryError."""
     try:
         return function(*arguments, **options, raise_on_error=True)
     except MemoryError:

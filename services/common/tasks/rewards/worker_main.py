@@ -54,7 +54,7 @@ _MODULES = {
 
 
 class LoadError(Exception):
-    """Code that cannot be loaded; `kind` is place, name, error, missing or outage."""
+    """Code that cannot be loaded; `kind`: place, name, error, missing or outage."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind

@@ -60,7 +60,7 @@ class OutOfTime(WorkerLost):
 
 
 class NoAnswer(RewardError):
-    """A server that a reward or an environment asks does not answer for now."""
+    """A server that the code asks does not answer for now."""
 
 
 def is_outage(error: BaseException | None) -> bool:
@@ -74,7 +74,7 @@ class WorkerProcess:
     """One worker process, started at its first request."""
 
     def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float, first: dict[str, Any]) -> None:
-        """Make it without a process; `first` keeps the first digest of all processes of a pool."""
+        """Make it without a process; `first` holds the pool's first digest."""
         self.timeout_s, self.cpu_s = timeout_s, cpu_s
         self.process: subprocess.Popen[bytes] | None = None
         self.is_full = False

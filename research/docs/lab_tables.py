@@ -85,12 +85,18 @@ def accuracies(
     )
 
 
-def paired(algorithm: str, baseline: str, runs: Iterable[Run], delay: float) -> str:
+def paired(
+    algorithm: str,
+    baseline: str,
+    runs: Iterable[Run],
+    delay: float,
+    of: Callable[[Run], float | None] = lambda run: run.last,
+) -> str:
     """Last accuracy minus the baseline's on equal seeds: mean, half interval, worst seed, seeds above the baseline."""
     last = {
-        (run.algorithm, run.seed): run.last
+        (run.algorithm, run.seed): found
         for run in runs
-        if run.delay == delay and not run.failed and run.last is not None
+        if run.delay == delay and not run.failed and (found := of(run)) is not None
     }
     seeds = sorted(seed for name, seed in last if name == algorithm and (baseline, seed) in last)
     differences = [last[algorithm, seed] - last[baseline, seed] for seed in seeds]
@@ -114,6 +120,21 @@ def _beside_gepo() -> str:
             for name in ("gspo", "topr", "gepo-topr")
         ],
     )
+
+
+def _gates(name: str) -> str:
+    """Each rule of an experiment: its last accuracy, and minus that of gepo-whole, sampled and greedy."""
+    runs = _lab(name).runs
+    rows = []
+    for rule in dict.fromkeys(run.algorithm for run in runs):
+        own = [run for run in runs if run.algorithm == rule]
+        nats = [run.kl_mean for run in own if run.kl_mean is not None]
+        rows.append([
+            rule, cell(own), paired(rule, "gepo-whole", runs, 64.0),
+            paired(rule, "gepo-whole", runs, 64.0, of=lambda run: run.last_greedy).partition(", worst")[0],
+            f"{sum(nats) / len(nats):.2f}",
+        ])  # fmt: skip
+    return table(["rule", "last", "minus gepo-whole", "the same, greedy", "nats a completion"], rows)
 
 
 def _horizon_rates() -> str:
@@ -342,6 +363,7 @@ LAB: dict[str, Callable[[], str]] = {
     "whole-ends": lambda: accuracies(_lab("whole_ends"), _ENDS),
     "whole-ends-beside": lambda: _beside("whole_ends", "gepo-whole", _ENDS),
     "whole-lengths": lambda: _by("whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _own, less=""),
+    "gates21": lambda: _gates("gates21"),
     "whole-lengths-beside": lambda: _by(
         "whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _minus_whole, less="gepo-whole"
     ),

@@ -25,21 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.costs import forget_peak, resident_bytes
+
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("zero 3", "zero 2", "zero 1", "torch")
 DTYPES = ("bf16", "fp32")
 MB = 1e6
-
-
-def resident_bytes(pid: int, field: str = "VmHWM") -> int:
-    """A process's resident memory: at its peak since `forget_peak`, or now (`VmRSS`)."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def forget_peak(pid: int) -> None:
-    """Let the peak of a process count from now."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def write_model(directory: Path, *, hidden_size: int, num_layers: int, vocab_size: int = 8192) -> int:

@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.load_memory import forget_peak, resident_bytes, write_model
+from benchmarks.costs import forget_peak, resident_bytes
+from benchmarks.load_memory import write_model
 from tests.support.ports import free_port
 from tests.support.rank_processes import torchrun
 

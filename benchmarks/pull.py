@@ -14,6 +14,9 @@ one run, on the same files:
     memcpy        one copy of the model in memory
     s3, relay     the same payloads from a bucket's addresses and through a relay (benchmarks/pull_ways.py)
 
+Before each run a file of MEMORY times its bytes is written and removed: a virtual machine gets memory from its host at
+the first touch, and a file in memory that is new to the machine costs 2 s of CPU a GB more.
+
     python -m benchmarks.pull --out benchmarks/results/pull.json
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import math
@@ -64,6 +68,8 @@ CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""
 GOAL = 0.6
 REPEATS = 5
+MEMORY = 2
+"""Copies that a run may hold: a relay's file and its caller's, or a state and its staging copy."""
 
 
 def build_arenas(num_bytes: int) -> tuple[Arena, Arena]:
@@ -178,6 +184,16 @@ def hash_frames(like: Path) -> int:
     return num_bytes
 
 
+def empty(spool: Path, num_bytes: int) -> None:
+    """Remove a run's files, and fill and free so much memory."""
+    shutil.rmtree(spool, ignore_errors=True)
+    filled = spool.parent / "memory"
+    with filled.open("wb", buffering=0) as file:
+        for _ in range(0, num_bytes, FRAME_BYTES):
+            file.write(bytes(FRAME_BYTES))
+    filled.unlink()
+
+
 async def best_of(
     runs: dict[str, Callable[[], Awaitable[Any]]],
     *,
@@ -194,9 +210,10 @@ async def best_of(
     fastest = dict.fromkeys(runs, math.inf)
     for _ in range(REPEATS):
         for name, run in runs.items():
-            prepare()
             if name in before:
                 await before[name]()
+            # Last: freed memory goes back to the host within seconds.
+            prepare()
             started = time.perf_counter()
             results[name] = await run()
             fastest[name] = min(fastest[name], time.perf_counter() - started)
@@ -233,7 +250,8 @@ async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str,
             async def publish_again(client: CoordinatorClient, there: Path) -> list[PayloadRef]:
                 return await publish(client, arenas, there)
 
-            ways = Ways(directory, address=address, layout=arenas[0].layout)
+            spool = directory / "spool"
+            ways = Ways(directory, address=address, layout=arenas[0].layout, prepare=functools.partial(empty, spool))
             for ref, row in zip(refs, await ways.measure(refs, publish=publish_again, best_of=best_of), strict=True):
                 rows[ref.kind.value] |= row
     finally:
@@ -287,11 +305,10 @@ async def _pull_row(
                 "old_pages": lambda: asyncio.to_thread(write_frames, published, directory / "pages", is_new=False),
                 "digest": lambda: asyncio.to_thread(hash_frames, published),
             },
-            prepare=lambda: shutil.rmtree(spool, ignore_errors=True),
+            prepare=lambda: empty(spool, MEMORY * ref.num_bytes),
         )
     assert all(got == ref.num_bytes for name, got in found.items() if name != "fetch")
-    shutil.rmtree(spool, ignore_errors=True)
-    pulled, fastest = await best_of({"pull": pull})
+    pulled, fastest = await best_of({"pull": pull}, prepare=lambda: empty(spool, MEMORY * layout.full_bytes))
     rates = {f"{name}_gb_s": round(ref.num_bytes / some / 1e9, 4) for name, some in seconds.items()}
     row = {
         "bytes": ref.num_bytes,

@@ -5,18 +5,21 @@
     relay        through the same relay, which has the payload now
     stream       the coordinator's own, in the same turns
 
-moto's server is Python and copies objects in memory: `s3` says what a node can read from it, not what a bucket gives.
+A run more of each counts the CPU of all processes, the caller's too. moto's server is Python and copies objects in
+memory: `s3` says what a node can read from it, not what a bucket gives.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import shutil
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.costs import family_cpu_s
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetcher import Fetcher
@@ -39,8 +42,9 @@ Fastest = Callable[..., Awaitable[tuple[dict[str, Any], dict[str, float]]]]
 class Ways:
     """Processes beside one coordinator, which has the payloads already."""
 
-    def __init__(self, directory: Path, *, address: str, layout: Layout) -> None:
+    def __init__(self, directory: Path, *, address: str, layout: Layout, prepare: Callable[[int], None]) -> None:
         self._directory = directory
+        self._prepare = prepare
         self._address = address
         self._max_bytes = max_file_bytes(layout.chunks)
         self._num_relays = itertools.count()
@@ -100,6 +104,7 @@ class Ways:
             )
             assert ref in have.payloads
 
+        prepare = functools.partial(self._prepare, 2 * ref.num_bytes)
         roots = {-1: "", **await _roots(beside)}
         await plan(there)
         runs: dict[str, Callable[[], Awaitable[Any]]] = {
@@ -109,10 +114,22 @@ class Ways:
             "relay": lambda: self._fetch(relays[0][1], ref),
         }
         try:
-            _, seconds = await best_of(runs, prepare=self._empty, before={"relay_cold": begin_relay})
+            _, seconds = await best_of(runs, prepare=prepare, before={"relay_cold": begin_relay})
+            spent = {}
+            for name, run in runs.items():
+                if name == "relay_cold":
+                    await begin_relay()
+                prepare()
+                before = family_cpu_s(os.getpid())
+                await run()
+                spent[name] = family_cpu_s(os.getpid()) - before
         finally:
             await end_relay()
-        return {f"{name}_gb_s": round(ref.num_bytes / some / 1e9, 4) for name, some in seconds.items()}
+        gigabytes = ref.num_bytes / 1e9
+        return {
+            **{f"{name}_gb_s": round(gigabytes / some, 4) for name, some in seconds.items()},
+            **{f"{name}_cpu_s_per_gb": round(some / gigabytes, 2) for name, some in spent.items()},
+        }
 
     async def _fetch(self, client: CoordinatorClient, ref: PayloadRef, *, streams: int = 1) -> Path:
         fetcher = Fetcher(
@@ -123,9 +140,6 @@ class Ways:
             max_bytes=self._max_bytes,
         )
         return await fetcher.fetch(ref)
-
-    def _empty(self) -> None:
-        shutil.rmtree(self._directory / "spool", ignore_errors=True)
 
 
 async def _roots(client: CoordinatorClient) -> dict[int, str]:

@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.costs import forget_peak, resident_bytes
 from benchmarks.pull import contract_of, free_port
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
@@ -143,8 +144,8 @@ async def serve(
         async with connect(address) as client:
             contract = contract_of(manifest.layout_id)
             lease = await client.acquire_lease(holder="bench", contract=contract, request_id="bench")
-            before = _resident(child.process.pid, "VmRSS")
-            _forget_peak(child.process.pid)
+            before = resident_bytes(child.process.pid, "VmRSS")
+            forget_peak(child.process.pid)
             assert lease.epoch == manifest.epoch
             await client.publish_version(
                 PublishRequest(
@@ -161,20 +162,10 @@ async def serve(
         digests = await read(address, payload.digest, clients)
         seconds = time.perf_counter() - started
         assert digests == [payload.digest] * clients
-        peak = _resident(child.process.pid, "VmHWM")
+        peak = resident_bytes(child.process.pid, "VmHWM")
     finally:
         stop([child])
     return Served(payload_bytes=payload.num_bytes, seconds=seconds, rss_before=before, rss_peak=peak)
-
-
-def _forget_peak(pid: int) -> None:
-    """Let the kernel take the peak from here on; 5 is its word for that."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-
-
-def _resident(pid: int, field: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
 def main() -> None:

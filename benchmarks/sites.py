@@ -35,11 +35,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import sites_simulated
+from benchmarks.costs import cpu_s, family_cpu_s, resident_bytes
 from benchmarks.pull import contract_of, free_port
 from benchmarks.serve import connect
 from benchmarks.site_load import GROUP_SIZE, TOKENS
@@ -65,7 +65,6 @@ CREDITS = 2 * PER_VERSION
 RUNS_OF_SQLITE = 3
 SIMULATED = (1_000, 10_000)
 PARTS = ("rows", "history", "stores", "simulated")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Learner:
@@ -186,18 +185,6 @@ class Load:
         return answer
 
 
-def cpu_s(pid: int) -> float:
-    """CPU that a process has taken, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def rss_mb(pid: int) -> float:
-    """Memory resident in a process."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1e3
-
-
 def percentile(values: list[float], share: float) -> float:
     """Milliseconds that so large a share stays below."""
     return round(1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 2) if values else -1.0
@@ -252,7 +239,7 @@ async def measure(
                 sampled = await load.run(seconds=load_s, rate=rate)
                 wall = time.perf_counter() - began
                 spent = cpu_s(pid) - before
-                resident = rss_mb(pid)
+                resident = resident_bytes(pid, "VmRSS") / 1e6
             training.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await training
@@ -350,19 +337,6 @@ async def measure_stores(directory: Path, *, sites: int, **common: Any) -> list[
     rows.append({"store": "postgres", **row, "server_cpu_share": round(share, 3)})
     print(json.dumps(rows[-1]), flush=True)
     return rows
-
-
-def family_cpu_s(pid: int) -> float:
-    """CPU that a process and those it began have taken, the ended ones among them."""
-    root = psutil.Process(pid)
-    spent = 0.0
-    for process in (root, *root.children(recursive=True)):
-        # One that has just ended counts with the root's children.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            of_ended = times.children_user + times.children_system if process == root else 0.0
-            spent += times.user + times.system + of_ended
-    return spent
 
 
 async def measure_all(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -297,15 +297,17 @@ def _pull() -> str:
 
 def _pull_ways() -> str:
     ways = {
-        "stream_gb_s": "the coordinator's stream",
-        "s3_gb_s": "a bucket's addresses",
-        "relay_cold_gb_s": "a relay, first",
-        "relay_gb_s": "a relay, again",
+        "stream": "the coordinator's stream",
+        "s3": "a bucket's addresses",
+        "relay_cold": "a relay, first",
+        "relay": "a relay, again",
     }
-    rows = _benchmark("pull")["rows"]
-    return table(
-        ["payload", *ways.values()], [[name, *(f"{r[way]:.2f} GB/s" for way in ways)] for name, r in rows.items()]
-    )
+    snapshot = _benchmark("pull")["rows"]["snapshot"]
+    rates = [f"{snapshot[f'{way}_gb_s']:.2f} GB/s" for way in ways]
+    return table(["", *ways.values()], [
+        ["speed", *rates],
+        ["CPU of all processes, s/GB", *(f"{snapshot[f'{way}_cpu_s_per_gb']:.1f}" for way in ways)],
+    ])  # fmt: skip
 
 
 def _nodes() -> str:

@@ -20,6 +20,7 @@ from heterorl.common.errors import (
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.versions import rollback_order
+from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
@@ -326,13 +327,10 @@ async def test_staleness_is_counted_from_the_head_when_resumed(coordinator, tmp_
 async def test_policy_age_of_a_step_counts_the_time_that_the_learner_held_its_groups(
     coordinator, tmp_path, monkeypatch
 ):
-    config, backend = learner_config(tmp_path, max_steps=1), NumpyBackend()
-    loop, passed_s = asyncio.get_running_loop(), [0.0]
-    time = loop.time
-    monkeypatch.setattr(loop, "time", lambda: time() + passed_s[0])
-    backend.on_step = lambda: passed_s.__setitem__(0, 100.0)
+    config = learner_config(tmp_path, max_steps=1)
+    monkeypatch.setattr(Inbox, "held_s", lambda *_: 100.0)
 
-    await asyncio.gather(learn(config, coordinator, backend), fill(coordinator, GROUPS_PER_STEP))
+    await asyncio.gather(learn(config, coordinator, NumpyBackend()), fill(coordinator, GROUPS_PER_STEP))
 
     (report,) = await coordinator.list_steps(after_step=0, limit=10)
     assert report.policy_age_p50_s >= 100.0

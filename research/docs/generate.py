@@ -28,6 +28,7 @@ DOCUMENTS = (
     "research/docs/earlier.md",
     "research/docs/one-side.md",
     "research/docs/whole.md",
+    "research/docs/stale-2026.md",
 )
 TABLES = {**LAB, **FAST, **ONE_PAGE}
 """What a marker of these documents may name, and what is written there."""

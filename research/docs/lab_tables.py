@@ -17,6 +17,7 @@ _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
 _ENDS = (0.0, 256.0)
+_FAR_ENDS = (64.0, 256.0)
 _LADDER = (0.0, 8.0, 64.0, 256.0)
 _PLANE = (0.0, 8.0, 64.0, 192.0)
 _LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens", "t101-slow": "101 tokens, 3e-5"}
@@ -137,12 +138,12 @@ def _gates(name: str) -> str:
     return table(["rule", "last", "minus gepo-whole", "the same, greedy", "nats a completion"], rows)
 
 
-def _horizon_rates() -> str:
-    rates = {(run.algorithm, run.delay): run.lr for run in _lab("horizon").runs}
+def _chosen_rates(experiment: str, delays: Sequence[float]) -> str:
+    rates = {(run.algorithm, run.delay): run.lr for run in _lab(experiment).runs}
     names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
     return table(
-        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
-        [[name, *(f"{rates[name, delay]:g}" for delay in _HORIZON)] for name in names],
+        ["algorithm", *(_COLUMNS[delay] for delay in delays)],
+        [[name, *(f"{rates[name, delay]:g}" for delay in delays)] for name in names],
     )
 
 
@@ -331,7 +332,7 @@ LAB: dict[str, Callable[[], str]] = {
     "horizon-short": _horizon_short,
     "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
     "horizon-beside-gepo": lambda: _beside("horizon", "gepo", _HORIZON),
-    "horizon-rates": _horizon_rates,
+    "horizon-rates": lambda: _chosen_rates("horizon", _HORIZON),
     "clips": _clips,
     "candidates": lambda: _rates("candidates"),
     "candidates-beside-1s": lambda: _rates_beside("candidates", "gepo-1s"),
@@ -370,6 +371,9 @@ LAB: dict[str, Callable[[], str]] = {
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),
+    "stale2026": lambda: accuracies(_lab("stale2026"), _FAR_ENDS),
+    "stale2026-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS),
+    "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS),
     "beside-gepo": _beside_gepo,
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
 }

@@ -33,7 +33,7 @@ class SiteRows:
 
     incarnations: Sequence[incarnations.Row]
     holdings: Mapping[Holder, tuple[int, int]]
-    """Assignments that a holder has, and those of them that are away."""
+    """Each holder's assignments, and how many are away."""
     quarantines: Mapping[str, str]
     failures: Mapping[str, int]
     waiting_bytes: Mapping[str, int]

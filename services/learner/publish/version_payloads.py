@@ -179,7 +179,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
 
 async def _durable(api: LearnerApi, digest: Digest, before: int, backoff: Backoff) -> int:
     """Bytes of a payload that the coordinator keeps.
-    The waits start anew only with more than `before`: the query alone succeeds at a full disk too."""
+    Resets the backoff only above `before`: a full disk answers queries too."""
     durable = await backoff.retry(lambda: api.query_upload(digest=digest), resets=False)
     if durable > before:
         backoff.reset()

@@ -25,6 +25,10 @@ FAIL = """
 def fail(*_, **__):
     from heterorl.common.errors import CorruptStore
     raise CorruptStore("a file is lost here alone")
+
+def stand_still(*_, **__):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGSTOP)
 """
 FAIL_ONCE = """
 def fail_once(call):
@@ -38,14 +42,16 @@ def fail_once(call):
 """
 READ = "module._fill = fail"
 STEP = "module.ShardedBackend._train = fail"
+HANG = "module.ShardedBackend._train = stand_still"
+SHARDED = "heterorl.learner.backends.ranks.sharded_backend"
 
 
 @pytest.mark.parametrize(
     ("module", "change"),
-    [("heterorl.learner.backends.fsdp2", READ), ("heterorl.learner.backends.ranks.sharded_backend", STEP)],
-    ids=["build", "step"],
+    [("heterorl.learner.backends.fsdp2", READ), (SHARDED, STEP), (SHARDED, HANG)],
+    ids=["build", "step", "hang"],
 )
-def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):
+def test_error_or_hang_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):
     tiny_model().save_pretrained(tmp_path / "model")
     path = patched_path(tmp_path / "path", module, f"if '--rank' in sys.argv: {change}", FAIL)
     config = LearnerConfig.model_validate(
@@ -61,16 +67,15 @@ def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path
         ranks.ask(config, [["touch", str(tmp_path / "built")], ["train", 0]])
 
     assert ranks.close() == 1
-    assert (tmp_path / "built").exists() is (change == STEP)
+    assert (tmp_path / "built").exists() is (change != READ)
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["all", "rank-1"])
 def test_step_that_cannot_begin_is_rank_0s_error_and_leaves_all_ranks_there(tmp_path, is_alone):
     """A publication under way then takes the time that it needs, whatever a rank waits for one that has left."""
     tiny_model().save_pretrained(tmp_path / "model")
-    module = "heterorl.learner.backends.ranks.sharded_backend"
     change = f"if {is_alone} and '--rank' in sys.argv: module.build_batch = fail_once(module.build_batch)"
-    path = patched_path(tmp_path / "path", module, change, FAIL_ONCE)
+    path = patched_path(tmp_path / "path", SHARDED, change, FAIL_ONCE)
     config = LearnerConfig.model_validate(
         {
             "model_dir": str(tmp_path / "model"),

@@ -132,8 +132,8 @@ class _Ranks(_Training):
     """Keys of backends with several processes."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """A launcher's rank without heartbeats for this time ends all processes, at most a quarter later; ranks of
-    `--nproc` have none. After an error a rank waits this long for rank 0."""
+    """A rank without heartbeats for this time ends all processes, at most a quarter later. After an error a rank waits
+    this long for rank 0."""
     overlap_checkpoint: bool = True
     """Write a checkpoint during the next step from a copy in host memory, 12 bytes a parameter of the share; false:
     between steps, without copy. Needs overlap_publication."""

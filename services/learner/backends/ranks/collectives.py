@@ -6,7 +6,7 @@ therefore done before it, and all ranks exchange a result in between (`make_toge
 Guarantees: a dead rank ends the waits of the others with an error, because its sockets close. Everything here runs on
 the CPU, so gathering weights takes no memory of an accelerator.
 
-Waits have no limit. If a rank hangs, heartbeats end all processes of a launcher; ranks of `--nproc` may wait for ever.
+Waits have no limit. If a rank hangs, heartbeats end all processes.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Heartbeats between ranks on several machines, over the store of their rendezvous.
+"""Heartbeats between ranks, over the store of their rendezvous or files next to it.
 
     each rank     counts up its own beat, several times in `rank_timeout_s`
     rank 0        reads the beats of all others
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -98,11 +99,32 @@ def end_process(error: OperatorError) -> None:
     os._exit(EXIT_CODE)
 
 
+class BeatFiles:
+    """The part of a store that heartbeats use; a `FileStore` would keep every beat."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def set(self, key: str, value: str) -> None:
+        path = self._path(key)
+        path.with_suffix(".new").write_text(value)
+        path.with_suffix(".new").replace(path)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._path(key).read_bytes()
+
+    def _path(self, key: str) -> Path:
+        return self._directory / key.replace("/", "-")
+
+
 @dataclass(eq=False, repr=False)
 class Heartbeats:
     """Two threads: one writes and reads beats, the other judges their age."""
 
-    store: Store
+    store: Store | BeatFiles
     rank_env: RankEnv
     _: KW_ONLY
     timeout_s: float

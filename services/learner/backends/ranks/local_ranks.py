@@ -6,8 +6,8 @@
 On several machines a launcher starts the ranks; see `rank_env` and `heartbeats`.
 
 Guarantees: no rank outlives another for long. A rank that ends too early ends the learner with exit code 1, because the
-others may wait for it inside an uninterruptible operation. A start resumes from the checkpoint. For a rank that hangs,
-the others may wait for ever: heartbeats would grow the file of their rendezvous without end.
+others may wait for it inside an uninterruptible operation; one that hangs does so by its heartbeats. A start resumes
+from the checkpoint.
 """
 
 import atexit

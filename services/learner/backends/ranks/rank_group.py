@@ -46,7 +46,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 import heterorl
 from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer, missing_device
-from heterorl.learner.backends.ranks.heartbeats import Heartbeats, Watchdog, end_process
+from heterorl.learner.backends.ranks.heartbeats import BeatFiles, Heartbeats, Watchdog, end_process
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.backends.tensor_file import weight_files
 from heterorl.learner.learner_config import LearnerConfig
@@ -201,8 +201,10 @@ class Rendezvous:
         problem = f"heterorl {releases[0]} at rank 0, {releases[differing[0]]} at rank {differing[0]}"
         raise ConfigError("backend.kind", problem, action="install the same release on every machine")
 
-    def connect(self) -> Store:
-        """Another connection: a store serves one caller at a time."""
+    def connect(self) -> Store | BeatFiles:
+        """Another connection, for heartbeats: a store serves one caller at a time."""
+        if self._rank_env.file is not None:
+            return BeatFiles(self._rank_env.file.parent)
         return PrefixStore(self._round, self._open())
 
     def _open(self) -> Store:
@@ -366,7 +368,7 @@ class RankGroup:
     """One rank's connection to the others."""
 
     def __init__(self, rank_env: RankEnv, *, timeout_s: float = 60.0) -> None:
-        """Meet the others; start heartbeats where a launcher started the ranks.
+        """Meet the others; start heartbeats.
 
         `timeout_s` is how long a rank may be silent; all ranks take rank 0's value.
 
@@ -374,19 +376,17 @@ class RankGroup:
             RanksApart: the others cannot be reached.
             ConfigError: on all ranks: one has another release of heterorl.
         """
-        is_launched = rank_env.file is None
         problem = RanksApart(f"rank {rank_env.rank} has not met the others in {MEETING_S:g} s")
         deadline = threading.Timer(MEETING_S, end_process, [problem])
         deadline.daemon = True
-        if is_launched:
-            deadline.start()
+        deadline.start()
         try:
             self.rendezvous = Rendezvous(rank_env, timeout_s=timeout_s)
         finally:
             deadline.cancel()
         self._ranks: Collectives | None = None
         self._heartbeats: Heartbeats | None = None
-        if is_launched and rank_env.world_size > 1:
+        if rank_env.world_size > 1:
             timeout_s = self.rendezvous.timeout_s
             watchdog = Watchdog(1.25 * timeout_s)
             self._heartbeats = Heartbeats(

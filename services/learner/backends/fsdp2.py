@@ -131,7 +131,6 @@ class Fsdp2State(ShardedState):
         for name, piece in own.items():
             assert self._locals[name].numel() == piece.size, f"{name} is cut otherwise"
         self.pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
-        self._is_checked = False
         self._optimizer = self._new_optimizer()
 
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
@@ -189,8 +188,6 @@ class Fsdp2State(ShardedState):
         """Clip and step, unless loss or gradient is not finite.
 
         Clears the gradient. Returns whether the step was taken, and the norm of the whole gradient before clipping.
-
-        Raises ConfigError: on all ranks: passes no longer see the tensors of the optimizer.
         """
         gradients = {}
         for name, parameter in self._parameters.items():
@@ -200,13 +197,10 @@ class Fsdp2State(ShardedState):
         squares = [gradient.double().square().sum() for gradient in gradients.values()]
         # One wait for the GPU, not one for each gradient.
         own = sum(torch.stack(squares).tolist(), start=0.0) if squares else 0.0
-        row = struct.pack("<d??", own, bool(gradients), self._is_apart())
-        rows = [struct.unpack("<d??", data) for data in self._ranks.all_gather_bytes(row)]
-        if any(is_apart for *_, is_apart in rows):
-            problem = f"torch {torch.__version__} moved rows at the first pass, and the optimizer would step on copies"
-            raise ConfigError("backend.kind", problem, action="upgrade torch to 2.10 or newer, or use backend torch")
-        norm = math.sqrt(sum(part for part, *_ in rows))
-        is_applied = any(has_gradients for _, has_gradients, _ in rows)
+        row = struct.pack("<d?", own, bool(gradients))
+        rows = [struct.unpack("<d?", data) for data in self._ranks.all_gather_bytes(row)]
+        norm = math.sqrt(sum(part for part, _ in rows))
+        is_applied = any(has_gradients for _, has_gradients in rows)
         is_applied = is_applied and math.isfinite(loss) and math.isfinite(norm)
         if is_applied:
             factor = min(1.0, self._config.grad_clip / (norm + 1e-6))
@@ -219,17 +213,6 @@ class Fsdp2State(ShardedState):
         for parameter in self._parameters.values():
             parameter.grad = None
         return is_applied, norm
-
-    def _is_apart(self) -> bool:
-        """Whether a parameter has left the storage of the optimizer's tensor.
-        Torch before 2.10 copies padded rows."""
-        if self._is_checked:
-            return False
-        self._is_checked = True
-        return any(
-            local_part(parameter).data_ptr() != self._locals[name].data_ptr()
-            for name, parameter in self._parameters.items()
-        )
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self._locals.values(), self._config)
@@ -271,7 +254,7 @@ class Fsdp2Sharding(Sharding):
         Raises ConfigError: model or reference cannot be loaded or trained in the chosen layout, there are no layers for
         the adapters, or the loss depends on how a step is cut into passes.
         """
-        loss_spec = check_divisible(loss, ranks, has_reference=True, max_new_tokens=sampling.max_new_tokens)
+        loss_spec = check_divisible(loss, ranks, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)
         if lora.is_on:
             self.lora = lora.settings(digest_of_opened(opened))

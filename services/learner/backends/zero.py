@@ -318,7 +318,7 @@ class ZeroSharding(Sharding):
             ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
                 loss depends on how a step is cut into passes or on a reference model.
         """
-        check_divisible(loss, ranks, has_reference=False, max_new_tokens=sampling.max_new_tokens)
+        check_divisible(loss, ranks, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)
         hold_untrained(opened)
         self.model = opened.model

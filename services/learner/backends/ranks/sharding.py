@@ -22,7 +22,7 @@ from heterorl.learner.backends.loading import OpenedModel, open_model, streamed
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.ranks.sharded_state import ShardedState
-from heterorl.learner.loss.loss_config import LossConfig, check_reference
+from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, caveats, loss_spec_of
 from heterorl.learner.train.backend_config import RanksConfig
 from heterorl.learner.train.model import check_forward
@@ -125,18 +125,16 @@ class Sharding(ABC):
         """Update what passes see after the masters were written."""
 
 
-def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool, max_new_tokens: int) -> LossSpec:
+def check_divisible(loss: LossConfig, ranks: Collectives, *, max_new_tokens: int) -> LossSpec:
     """The loss spec of a loss that may be divided among ranks.
 
-    Raises ConfigError: the loss depends on how a step is cut into passes, or on a reference model that this engine
-    lacks.
+    Raises ConfigError: the loss depends on how a step is cut into passes.
     """
     loss_spec = loss_spec_of(loss)
     if loss_spec.scope == "microbatch" and ranks.world_size > 1:
         raise ConfigError(
             "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
         )
-    check_reference(loss, is_needed=loss_spec.needs_reference, has_reference=has_reference)
     if ranks.rank == 0:
         for note in caveats(loss_spec, max_new_tokens=max_new_tokens):
             _LOG.warning("%s", note)

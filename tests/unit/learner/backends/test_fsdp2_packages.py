@@ -11,9 +11,8 @@ from heterorl.common.model import library_versions
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.learner import learner_parts
 from heterorl.learner.backends import fsdp2, zero
-from heterorl.learner.backends.fsdp2 import Fsdp2Sharding, Fsdp2State, piece_of
+from heterorl.learner.backends.fsdp2 import Fsdp2Sharding, piece_of
 from heterorl.learner.backends.ranks.rank_env import RankEnv
-from heterorl.learner.backends.ranks.sharded_state import Piece
 from heterorl.learner.backends.ranks.sharding import check_experts
 from heterorl.learner.backends.zero import ZeroSharding
 from heterorl.learner.learner_config import LearnerConfig
@@ -46,24 +45,6 @@ def test_rows_of_each_rank_are_those_of_torch_chunk(num_rows, world_size):
     for piece, chunk in zip(pieces, chunks, strict=True):
         assert torch.equal(values.view(-1)[piece.start : piece.start + piece.size], chunk.reshape(-1))
         assert piece.start + piece.size <= values.numel()
-
-
-def test_rows_that_leave_the_storage_of_the_optimizer_are_refused_on_all_ranks(monkeypatch):
-    """As releases of torch before 2.10 do to padded rows at the first pass."""
-    monkeypatch.setattr(fsdp2, "local_part", lambda parameter: parameter.detach())
-    monkeypatch.setattr(fsdp2, "piece_of", lambda shape, **_: Piece(start=0, size=shape.numel()))
-
-    def work(ranks):
-        parameter = nn.Parameter(torch.zeros(5 - ranks.rank, 2))
-        sharded = Fsdp2State({"w": parameter}, config=Fsdp2BackendConfig(), ranks=ranks)
-        if ranks.rank == 1:
-            parameter.data = parameter.data.clone()
-        return sharded.update(1.0, 1e-3)
-
-    answers = on_all_ranks(2, work)
-
-    assert [type(answer) for answer in answers] == [ConfigError, ConfigError]
-    assert "upgrade torch to 2.10" in str(answers[0])
 
 
 def test_experts_that_are_modules_of_their_own_are_refused_where_ranks_meet_different_ones():

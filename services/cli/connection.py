@@ -90,9 +90,11 @@ class Link:
         from heterorl.common.errors import Unreachable
         from heterorl.common.rpc.calls import RetryPolicy
         from heterorl.common.rpc.client import CoordinatorClient
+        from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES
 
         async def run() -> ResultT:
-            async with (client or CoordinatorClient)(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as made:
+            how: dict[str, Any] = {"policy": RetryPolicy(budget_s=BUDGET_S), "max_message_bytes": MAX_MESSAGE_BYTES}
+            async with (client or CoordinatorClient)(address, tls=tls, **how) as made:
                 return await call(made)
 
         try:

@@ -1,6 +1,7 @@
 """Samples over a real server with certificates: the learner says texts, an operator reads them by the command."""
 
 import asyncio
+import dataclasses
 import json
 import stat
 
@@ -227,6 +228,18 @@ async def test_export_holds_what_the_list_says(secure, suffix):
         for row in rows:
             row["reward_parts"] = dict(row["reward_parts"])
         assert rows == objects
+
+
+async def test_sample_above_the_default_limit_of_a_message_is_read(tmp_path):
+    secure = SecureRun(tmp_path)
+    secure.changes = {"max_message_bytes": 32 << 20}
+    async with secure:
+        large = dataclasses.replace(EVALUATION, prompt="x" * (17 << 20))
+        await secure.core.note_samples(epoch=secure.run.epoch, notes=[], evaluations=[large])
+
+        first, _ = (await invoke(secure, "samples", "--json")).splitlines()
+
+    assert json.loads(first)["prompt"] == large.prompt
 
 
 async def test_export_shows_how_far_it_is(secure, monkeypatch):

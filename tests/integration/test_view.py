@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,9 @@ def evaluations(run, count, *, text="The answer is 42."):
 
 async def test_samples_of_a_coordinator_come_to_the_page_and_stay_when_it_is_gone(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
-        run = await stack.enter_async_context(SecureRun(tmp_path))
+        run = SecureRun(tmp_path)
+        run.changes = {"max_message_bytes": 32 << 20}
+        await stack.enter_async_context(run)
         words = ["--no-browser", "--credentials", str(run.certificates.node("operator", "eu-1"))]
         ask = await stack.enter_async_context(viewing(run.address, *words))
         await until(ask, "/", lambda page: "Nothing was kept yet" in page)
@@ -92,11 +95,15 @@ async def test_samples_of_a_coordinator_come_to_the_page_and_stay_when_it_is_gon
         assert "held-out" in page
         sample = re.search(r'href="(/sample/\d+)', page).group(1)
         assert "The answer is 42." in await ask(sample)
+        # Larger than messages are by default.
+        (large,) = evaluations(run, 1, text="x" * (17 << 20))
+        await run.core.note_samples(epoch=run.run.epoch, notes=(), evaluations=[replace(large, prompt_index=3)])
+        await until(ask, "/state.json", lambda state: json.loads(state)["read"] == 4)
 
         await run.core.end_streams()
         await run.server.stop(0.1)
         state = json.loads(await until(ask, "/state.json", lambda state: json.loads(state)["problem"]))
-        assert state["samples"] == 3
+        assert state["samples"] == 4
         assert "The answer is 42." in await ask(sample)
 
 

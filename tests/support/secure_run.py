@@ -58,9 +58,8 @@ class SecureRun:
         self.changes: dict[str, Any] = {}
 
     async def __aenter__(self) -> SecureRun:
-        config = CoordinatorConfig(
-            data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20, **self.changes
-        )
+        values = {"groups_per_version": 2, "max_message_bytes": 2 << 20, **self.changes}
+        config = CoordinatorConfig(data_dir=self.directory / "data", **values)
         self.core = await Coordinator.open(config, SystemClock())
         served = config.model_copy(
             update={"max_concurrent_rpcs": 64, "run_id": "run", "tls": self.certificates.server_tls()}

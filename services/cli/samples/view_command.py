@@ -67,9 +67,11 @@ def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES
     from heterorl.view.live_source import LiveSamples
 
     def connect() -> CoordinatorClient:
-        return CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0))
+        policy = RetryPolicy(budget_s=0.0)
+        return CoordinatorClient(address, tls=tls, policy=policy, max_message_bytes=MAX_MESSAGE_BYTES)
 
     return lambda index: LiveSamples(address, index, connect, SystemClock())

@@ -220,7 +220,7 @@ def _stored_bytes(num_content: int, num_note: int) -> int:
 
 
 ROWS_AT_ONCE = 1000
-"""Rows that one operation reads: some milliseconds of the store's thread."""
+"""Rows that one operation reads, for 30 to 100 ms on the store's thread."""
 _MAX_ID = 2**62
 
 
@@ -242,7 +242,8 @@ def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> It
     column, value = _driving(wanted)
     equal, values = (f"{column} = ? AND ", (value,)) if column else ("", ())
     rows = connection.execute(
-        f"SELECT id, {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order}", (*values, *bounds)
+        f"SELECT id, {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order} LIMIT ?",
+        (*values, *bounds, ROWS_AT_ONCE),
     )
     return map(_summary, rows)
 

@@ -18,6 +18,8 @@ from heterorl.coordinator.store.database_engine import NAMES, PAIRS, Connection
 
 MAX_GAP = 100_000
 """Most sequences beyond the first missing one, which bounds the rows of duplicates."""
+RISE_ROWS = 256
+"""Sequences read at once when the watermark rises: behind a gap each group reads some."""
 
 
 def watermark_of(connection: Connection, group_id: GroupId) -> int:
@@ -90,13 +92,15 @@ def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dic
 def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
     """Raise the watermark to `reached`, and over dense sequences behind it."""
     key = (site, incarnation)
-    for (sequence,) in connection.execute(
-        "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence > ? ORDER BY sequence",
-        (*key, reached),
-    ):
-        if sequence != reached + 1:
-            break
-        reached = sequence
+    num_dense = RISE_ROWS
+    while num_dense == RISE_ROWS:
+        rows = connection.execute(
+            "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence > ?"
+            " ORDER BY sequence LIMIT ?",
+            (*key, reached, RISE_ROWS),
+        ).fetchall()
+        num_dense = sum(sequence == expected for expected, (sequence,) in enumerate(rows, reached + 1))
+        reached += num_dense
     if reached > start:
         connection.execute(
             "DELETE FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence <= ?", (*key, reached)

@@ -15,6 +15,7 @@ from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.sites import incarnations
 from heterorl.coordinator.sites.incarnations import MAX_GAP
 from tests.support.clock import ManualClock
 from tests.support.examples import examples
@@ -145,6 +146,29 @@ async def test_watermark_passes_over_what_a_site_can_no_longer_push(tmp_path):
         PushStatus.ACCEPTED, *[PushStatus.DUPLICATE] * 3
     ]  # fmt: skip
     assert await memory(core) == (14, {MAX_GAP + 5})
+    await core.close()
+
+
+@pytest.mark.sqlite
+async def test_group_behind_a_gap_reads_few_of_those_before_it(tmp_path):
+    core, _ = await begin(tmp_path)
+
+    def remember(connection, sequence):
+        incarnations.remember(connection, GroupId(site=SITE, incarnation=INCARNATION, sequence=sequence))
+
+    def operation(connection):
+        for sequence in range(2, 1000):
+            remember(connection, sequence)
+        statements = []
+        connection.set_trace_callback(statements.append)
+        remember(connection, 1001)
+        connection.set_trace_callback(None)
+        reads = [connection.execute(each).fetchall() for each in statements if each.startswith("SELECT")]
+        remember(connection, 1)
+        return max(map(len, reads))
+
+    assert await core.database.run(operation) < 500
+    assert await memory(core) == (999, {1001})
     await core.close()
 
 

@@ -95,17 +95,18 @@ def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
 
 
 def hand_out_held_out(
-    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str, from_others: bool
 ) -> list[WorkAssignment]:
-    """Lease held-out prompts of an evaluation.
-    If none is open, it takes some that fewer than MAX_HOLDERS other sites had."""
-    rows = connection.execute(
-        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
-        " AND assignment < ? ORDER BY assignment LIMIT ?",
-        (numbers.start, numbers.stop, count),
-    ).fetchall()
-    if not rows:
+    """Lease open held-out prompts of an evaluation.
+    With `from_others`, some that fewer than MAX_HOLDERS other sites had."""
+    if from_others:
         rows = _held_by_others(connection, numbers, holder=holder, count=count, request_id=request_id)
+    else:
+        rows = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
+            " AND assignment < ? ORDER BY assignment LIMIT ?",
+            (numbers.start, numbers.stop, count),
+        ).fetchall()
     return _lease(connection, rows, holder, request_id)
 
 

@@ -207,6 +207,14 @@ async def test_near_its_end_prompts_are_handed_to_a_second_site_and_the_first_an
     assert ((await world.of(0)).state, (await world.of(0)).sites) == (EvaluationState.DONE, ((SITE, 1), (B, 5)))
 
 
+async def test_sets_not_begun_come_before_prompts_that_another_site_holds(tmp_path):
+    world = await World(tmp_path, evaluation=[{"name": name, "num_prompts": 2} for name in "ab"]).open(tmp_path)
+    grants = [await world.ask(site=site, names="ab") for site in (SITE, B, B, SITE)]
+
+    assert [grant.evaluation.task_set for grant in grants] == ["a", "b", "a", "b"]
+    await world.core.close()
+
+
 async def test_a_question_whose_answer_was_lost_is_answered_the_same(world):
     first = await world.ask(request_id="a")
 

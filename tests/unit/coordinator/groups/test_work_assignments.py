@@ -323,7 +323,7 @@ def _outstanding(count, *, few=()):
 
 def _question(connection, request_id, *, count=4):
     handed = work_assignments.hand_out_held_out(
-        connection, HELD, holder=("us-0", "1"), count=count, request_id=request_id
+        connection, HELD, holder=("us-0", "1"), count=count, request_id=request_id, from_others=True
     )
     return [each.prompt_index for each in handed]
 

@@ -184,13 +184,6 @@ class RunColumn:
         _LOG.warning("site %s is released by an operator: %s", site, reason)
         return before
 
-    async def note_refusals(self) -> None:
-        """Write due summaries of refusals by quotas to the audit log."""
-        now, instant = self._context.clock.wall(), self._context.clock.monotonic()
-        if due := self._context.queue.quotas.due_summaries(instant):
-            await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
-            self._context.queue.quotas.summed(due, instant)
-
     def note_standstill(self, sites: Sequence[str]) -> None:
         """Log once when quarantines stop the run or it goes on."""
         if bool(sites) != self._is_idle:

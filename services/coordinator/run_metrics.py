@@ -77,7 +77,6 @@ async def observe_run(core: Coordinator) -> int:
     # 3,000 gauges of 1,000 sites would hold the event loop for 10 to 60 ms.
     await asyncio.to_thread(_observe_sites, status.sites, bytes_by_site)
     await asyncio.to_thread(_observe_quotas, core, {entry.site for entry in status.sites}, bytes_by_site)
-    await core.run.note_refusals()
     await core.evaluation.observe()
     return len(status.sites)
 

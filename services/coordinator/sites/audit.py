@@ -1,4 +1,4 @@
-"""The audit log: refusals, quarantines, releases and orders, chained by digests.
+"""The audit log: quarantines, releases and orders, chained by digests.
 
 Rows are appended in the transaction of the event. Each has the digest of the row before, so a changed, removed or
 inserted row breaks the chain; the newest digest, noted elsewhere, proves that no row was cut off. It never has a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import blake3
@@ -32,7 +32,6 @@ class AuditKind(enum.Enum):
     QUARANTINE = "quarantine"
     QUARANTINE_ENDED = "quarantine_ended"
     RELEASE = "release"
-    QUOTA_REFUSALS = "quota_refusals"
     REVOCATION = "revocation"
     ROLLBACK_ORDER = "rollback_order"
     LEARNER_LEASE = "learner_lease"
@@ -110,15 +109,6 @@ def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
     if not is_found:
         faults.append(f"no row has the digest {expected}: rows were cut off, or this is the log of another run")
     return faults
-
-
-def note_refusals(connection: Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
-    """Add a row of new refusals by quotas for each site."""
-    sites: dict[str, list[str]] = {}
-    for (site, quota), count in sorted(counts.items()):
-        sites.setdefault(site, []).append(f"{count} pushes over the quota of {quota}")
-    for site, parts in sites.items():
-        append(connection, AuditKind.QUOTA_REFUSALS, subject=site, detail=", ".join(parts), now=now)
 
 
 def note_revoked(connection: Connection, serials: Iterable[int], *, now: float) -> None:

@@ -8,7 +8,6 @@ bucket is full. A restart clears debts and fills buckets.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -78,8 +77,6 @@ def allowance(connection: Connection, site: str, *, limit: int, at_least: int, w
 
 MAX_WAIT_S = 60.0
 """Longest delay asked for, seconds."""
-SUMMARY_S = 60.0
-"""Seconds between two summaries of refusals, so that no site can fill the audit log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +106,7 @@ def wait_s(level: float, rate: Rate, amount: float) -> float:
 class Quotas:
     """The buckets of all sites and their refusals.
 
-    `take` runs in store operations, summaries on the event loop; they share single entries or copies.
+    `take` runs in store operations, other threads read single entries.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -124,9 +121,7 @@ class Quotas:
         """The level of each site's buckets, and its instant."""
         self.full: set[str] = set()
         """Sites whose newest group was refused, because theirs in the queue leave it no room."""
-        self.refused: Counter[tuple[str, str]] = Counter()
-        self._summed: Counter[tuple[str, str]] = Counter()
-        self._summary_time = -math.inf
+        self._refused: Counter[tuple[str, str]] = Counter()
 
     def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
         """Charge one group to a site, or refuse it without a charge.
@@ -148,7 +143,7 @@ class Quotas:
         return 0.0, ""
 
     def _refuse(self, site: str, quota: str) -> None:
-        self.refused[site, quota] += 1
+        self._refused[site, quota] += 1
         metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc()
 
     def used(self, site: str, now: float, *, pending_bytes: int) -> dict[str, float]:
@@ -159,15 +154,4 @@ class Quotas:
         return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
 
     def refusals_of(self, site: str) -> int:
-        return sum(self.refused[site, quota] for quota in ("pending_bytes", *self._rates))
-
-    def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
-        """New refusals by site and quota; empty if no summary is due."""
-        if now - self._summary_time < SUMMARY_S:
-            return Counter()
-        return self.refused - self._summed
-
-    def summed(self, summaries: Counter[tuple[str, str]], now: float) -> None:
-        """Note that due summaries are in the audit log."""
-        self._summed += summaries
-        self._summary_time = now
+        return sum(self._refused[site, quota] for quota in ("pending_bytes", *self._rates))

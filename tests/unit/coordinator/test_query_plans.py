@@ -132,7 +132,6 @@ async def every_call(core, run, clock):
     await core.list_manifests(first_version=0, last_version=run.head)
     await core.list_steps(after_step=0, limit=10)
     await core.run.note_revoked(frozenset({7}), {})
-    await core.run.note_refusals()
     await core.rollback(to_version=0, request_id="b")
     await core.renew_lease(epoch=run.epoch)
     await run.publish(lineage_version=0, snapshot=True)

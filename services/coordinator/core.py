@@ -11,6 +11,7 @@ from typing import Any
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
+from heterorl.coordinator import evaluation_jobs
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.evaluation_column import EvaluationColumn
@@ -115,6 +116,8 @@ async def open_context(
         await database.run(lambda connection: _start(connection, config))
         # The bound may have shrunk. On a full disk the next kept sample trims.
         with contextlib.suppress(StoreFull):
+            names = [each.name for each in config.evaluation]
+            await database.run(lambda connection: evaluation_jobs.end_removed(connection, names, now=clock.wall()))
             while not await database.run(ring.trim):
                 pass
         storage, blobs, cache, direct_uploads = await open_payloads(

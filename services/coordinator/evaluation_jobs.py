@@ -2,7 +2,8 @@
 
     open     planned; a newer one of its set replaces it while no site has begun it
     running  a site with the version and the set's data began it; each prompt is an assignment until it is answered
-    over     every prompt is answered (done), or a newer one was begun and no site has the version (incomplete)
+    over     every prompt is answered (done), or a newer one was begun and no site has the version (incomplete),
+             or the operator removed the set (incomplete)
 
 A version has at most one evaluation of each set. At the end of a run only the last version is evaluated. A prompt
 counts once; scores are durable when they are acknowledged. The end keeps the summary and deletes the prompts.
@@ -35,7 +36,7 @@ from heterorl.common.types.evaluation import (
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.sites.sites import Holder
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database_engine import NAMES, Connection
 
 _ROW = "job, task_set, version, state_root, draws, state FROM evaluation_jobs JOIN versions USING (version)"
 
@@ -73,6 +74,20 @@ def drop(connection: Connection, versions: Sequence[int]) -> None:
         for (job,) in connection.execute("SELECT job FROM evaluation_jobs WHERE version = ?", (version,)).fetchall():
             forget_prompts(connection, job)
         connection.execute("DELETE FROM evaluation_jobs WHERE version = ?", (version,))
+
+
+def end_removed(connection: Connection, sets: Sequence[str], *, now: float) -> None:
+    """End evaluations of removed sets; delete those not begun."""
+    rows = connection.execute(
+        f"SELECT job, state FROM evaluation_jobs WHERE state IN ('open', 'running') AND task_set NOT IN {NAMES}",
+        (json.dumps(sets),),
+    ).fetchall()
+    for job, state in rows:
+        if state == "open":
+            connection.execute("DELETE FROM evaluation_jobs WHERE job = ?", (job,))
+        else:
+            found = scores_of(connection, job)
+            end(connection, job, EvaluationState.INCOMPLETE, scores=found, summary=found.summed_up(), now=now)
 
 
 def forget_prompts(connection: Connection, job: int) -> None:

@@ -389,6 +389,21 @@ async def test_a_finished_run_drains_while_something_is_to_be_evaluated_then_sto
         await world.core.close()
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_set_that_the_operator_removed_keeps_no_run_from_its_end(tmp_path, is_begun):
+    world = await World(tmp_path, max_versions=1).open(tmp_path)
+    if is_begun:
+        await world.answer(await world.ask())
+    world.config = world.config.model_copy(update={"evaluation": ()})
+    await world.again()
+    await world.run.publish()
+
+    found = [(each.state, each.summary.num_prompts) for each in await world.core.list_evaluations()]
+    assert found == [(EvaluationState.INCOMPLETE, 2)] * is_begun
+    assert await world.beat(version=1) == (Command.STOP,)
+    await world.core.close()
+
+
 async def test_a_task_with_fewer_prompts_is_evaluated_whole(world):
     grant = await world.ask(num_prompts=1)
 

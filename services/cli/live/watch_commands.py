@@ -45,9 +45,7 @@ def status(
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
-        from pydantic_core import to_jsonable_python
-
-        typer.echo(strict_json({**status_json(answer), "evaluations": to_jsonable_python(evaluations)}, indent=2))
+        typer.echo(strict_json({**status_json(answer), "evaluations": evaluations}, indent=2))
     else:
         console = console_of()
         console.print(*status_tables(answer, width=console.width, evaluated=newest_evaluated(reports)))

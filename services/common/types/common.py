@@ -267,18 +267,10 @@ def amount(count: int, noun: str) -> str:
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
     """Write plain values; a number that is not finite is null."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    # Many import this module without pydantic.
+    from pydantic_core import to_jsonable_python
 
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(to_jsonable_python(value, inf_nan_mode="null"), indent=indent, allow_nan=False)
 
 
 def value_of_row(kind: type[ValueT], row: Mapping[str, Any]) -> ValueT:

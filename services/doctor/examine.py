@@ -226,7 +226,7 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
     sized = target.sized_as or target.role
     is_gpu = target.devices[0] != "cpu"
     checks = [
-        machine.judge_disk(facts.disk, key=target.state_key, state_bytes=state),
+        machine.judge_disk(facts.disk, key=target.state_key, role=sized, state_bytes=state),
         machine.judge_memory(facts.memory, role=sized, is_on_gpu=is_gpu, state_bytes=state),
     ]
     if target.role in {Role.LEARNER, Role.SAMPLER}:

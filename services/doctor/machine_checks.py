@@ -214,6 +214,9 @@ two published states (2) and a checkpoint's copy (6); on the CPU also weights, g
 sampler holds fp32 weights (2), the current state and the next one."""
 DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
 """GPU memory in the same units, with a little for activations or keys and values."""
+DISK_TIMES = {Role.LEARNER: (7, 21)}
+"""Disk in the same units below which a check fails or warns, else 1 and 2: a learner's checkpoint of 14 bytes a
+parameter, and three of them."""
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
     "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
@@ -230,7 +233,7 @@ _CONTRACT = {
 }
 
 
-def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
+def judge_disk(fact: Disk | Failure, *, key: str, role: Role, state_bytes: int) -> Check:
     """Whether the disk is large and fast enough; `key` names its setting."""
     if isinstance(fact, Failure):
         remedies = {
@@ -240,9 +243,10 @@ def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
             "timeout": "check the disk or the file server: a small write does not finish",
         }
         return fail("disk", fact.detail, remedies[fact.kind])
-    need = max(LEAST_FREE_BYTES, 2 * state_bytes)
+    least_times, times = DISK_TIMES.get(role, (1, 2))
+    need = max(LEAST_FREE_BYTES, times * state_bytes)
     found = f"{_gib(fact.free_bytes)} free under {fact.path}, a durable write takes {fact.sync_s * 1e3:.3g} ms"
-    if fact.free_bytes < max(state_bytes, LEAST_FREE_BYTES // 4):
+    if fact.free_bytes < max(least_times * state_bytes, LEAST_FREE_BYTES // 4):
         return fail("disk", found, f"free space: at least {_gib(need)} is needed")
     if fact.free_bytes < need:
         return warn("disk", found, f"free space: {_gib(need)} is recommended")

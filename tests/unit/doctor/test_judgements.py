@@ -52,8 +52,8 @@ def certificate(**changes):
     )
 
 
-def disk(fact):
-    return machine_checks.judge_disk(fact, key="state_dir", state_bytes=GIB)
+def disk(fact, role=Role.SAMPLER):
+    return machine_checks.judge_disk(fact, key="state_dir", role=role, state_bytes=GIB)
 
 
 def memory(fact, role=Role.SAMPLER):
@@ -118,6 +118,10 @@ CASES = [
     (disk(Disk(path="/x", free_bytes=3 * GIB // 2, sync_s=0.001)), Level.WARN, "2 GiB is recommended"),
     (disk(Disk(path="/x", free_bytes=GIB // 2, sync_s=0.001)), Level.FAIL, "at least 2 GiB"),
     (disk(Disk(path="/x", free_bytes=4 * GIB, sync_s=0.2)), Level.WARN, "put state_dir on a faster"),
+    # Of a learner a checkpoint takes seven times the published state.
+    (disk(Disk(path="/x", free_bytes=21 * GIB, sync_s=0.001), Role.LEARNER), Level.OK, "21 GiB free"),
+    (disk(Disk(path="/x", free_bytes=20 * GIB, sync_s=0.001), Role.LEARNER), Level.WARN, "21 GiB is recommended"),
+    (disk(Disk(path="/x", free_bytes=6 * GIB, sync_s=0.001), Role.LEARNER), Level.FAIL, "at least 21 GiB"),
     (disk(Failure(kind="full", detail="x")), Level.FAIL, "free space there"),
     (disk(Failure(kind="readonly", detail="x")), Level.FAIL, "mount it writable"),
     (disk(Failure(kind="denied", detail="x")), Level.FAIL, "give this user write access"),
@@ -241,8 +245,8 @@ def test_every_broken_handshake_has_a_remedy(kind):
 def test_remedies_tell_failures_apart():
     remedies = [check.remedy for check, level, _ in CASES if level is Level.FAIL]
 
-    # [task] has two digests, and three lacks of room ask for the same.
-    assert len(set(remedies)) >= len(remedies) - 3
+    # [task] has two digests, and four lacks of room ask for the same.
+    assert len(set(remedies)) >= len(remedies) - 4
 
 
 def test_base_weights_of_adapters_are_the_runs_own_matter():
@@ -316,7 +320,8 @@ def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
     # No user may look behind such a name, as behind a directory without the right to search it.
     hidden = tmp_path / ("a" * 300) / "state"
 
-    disk = machine_checks.judge_disk(machine_checks.measure_disk(hidden), key="state_dir", state_bytes=0)
+    found = machine_checks.measure_disk(hidden)
+    disk = machine_checks.judge_disk(found, key="state_dir", role=Role.LEARNER, state_bytes=0)
     config = SimpleNamespace(model_dir=str(tmp_path))
     contract = machine_checks.judge_contract(
         machine_checks.measure_contract(config, published_dtype="bf16"), diagnosis=None

@@ -96,7 +96,12 @@ def measure_memory(root: Path = Path("/")) -> int | Failure:
     with contextlib.suppress(OSError, ValueError):
         group = root / "sys/fs/cgroup"
         limit = int((group / "memory.max").read_text(encoding="ascii"))
-        free = min(free, limit - int((group / "memory.current").read_text(encoding="ascii")))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        with contextlib.suppress(OSError, ValueError):
+            # Pages of files count as used, and the kernel takes them back.
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        free = min(free, limit - max(0, used))
     return free
 
 

@@ -445,6 +445,8 @@ def test_memory_is_the_least_of_machine_and_control_group(tmp_path):
     (group / "memory.max").write_text("1000000\n")
     (group / "memory.current").write_text("400000\n")
     assert machine_checks.measure_memory(tmp_path) == 600_000
+    (group / "memory.stat").write_text("anon 90000\ninactive_file 100000\nactive_file 200000\n")
+    assert machine_checks.measure_memory(tmp_path) == 900_000
     (group / "memory.max").write_text("max\n")
     assert machine_checks.measure_memory(tmp_path) == 4000 * 1024
     assert isinstance(machine_checks.measure_memory(tmp_path / "none"), Failure)

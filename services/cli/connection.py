@@ -87,7 +87,7 @@ class Link:
         """
         address, tls = self.find()
         silence_grpc()
-        from heterorl.common.errors import Unreachable
+        from heterorl.common.errors import Busy, Unreachable
         from heterorl.common.rpc.calls import RetryPolicy
         from heterorl.common.rpc.client import CoordinatorClient
         from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES
@@ -99,6 +99,9 @@ class Link:
 
         try:
             return asyncio.run(run())
+        except Busy:
+            # The coordinator answered.
+            raise
         except Unreachable as error:
             # A command does not retry as a service does, so the error says what to check.
             known = asyncio.run(explain_link(address, tls=tls))

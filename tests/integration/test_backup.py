@@ -5,6 +5,7 @@ import re
 import shutil
 import sqlite3
 import stat
+import threading
 
 import numpy as np
 import pytest
@@ -282,12 +283,28 @@ async def test_backup_is_its_owners_alone(tmp_path):
             assert stat.S_IMODE((path / "coordinator.sqlite").stat().st_mode) == 0o600
 
 
-async def test_command_says_where_the_copy_lies(tmp_path):
+async def test_command_says_where_the_copy_lies_and_that_another_backup_runs(tmp_path, monkeypatch):
+    is_begun, is_over, real = asyncio.Event(), threading.Event(), backup.sync_file
+    loop = asyncio.get_running_loop()
+
+    def slow(path):
+        loop.call_soon_threadsafe(is_begun.set)
+        assert is_over.wait(60)
+        return real(path)
+
     async with SecureRun(tmp_path) as secure:
         await secure.run.begin()
         await secure.run.publish()
         options = ["--credentials", str(secure.certificates.node("operator", "eu-1")), "--name", "one"]
         result = await asyncio.to_thread(CliRunner().invoke, app, ["backup", secure.address, *options])
+        monkeypatch.setattr(backup, "sync_file", slow)
+        other = asyncio.create_task(secure.core.backups.make("two"))
+        await is_begun.wait()
+        refused = await asyncio.to_thread(CliRunner().invoke, app, ["backup", secure.address, *options[:-1], "three"])
+        is_over.set()
+        await other
 
     assert result.exit_code == 0, result.output
     assert re.search(r"data/backups/one on .*: version \d+, \d+ payloads", result.output)
+    assert isinstance(refused.exception, Busy), refused.exception
+    assert "backup two is in progress" in str(refused.exception)

@@ -33,7 +33,8 @@ class StepFeed:
 
     def __init__(self, api: OperatorApi, *, after: Mark | None) -> None:
         self._api = api
-        self._mark = after
+        self.newest = after
+        """Place of the newest report read."""
         self._head: int | None = None
 
     async def read(self, head: int) -> tuple[StepReport, ...]:
@@ -44,7 +45,7 @@ class StepFeed:
         """
         if head == self._head:
             return ()
-        mark = self._mark
+        mark = self.newest
         reports = await every_step(self._api, after=-1 if mark is None else mark.step - 1)
         if mark is not None and mark not in map(mark_of, reports):
             reports = await every_step(self._api)
@@ -52,7 +53,7 @@ class StepFeed:
         new = tuple(sorted(found, key=mark_of))
         self._head = head
         if new:
-            self._mark = mark_of(new[-1])
+            self.newest = mark_of(new[-1])
         return new
 
 
@@ -175,7 +176,13 @@ class _Slot:
         if self._tracker is None or self._feeds is None:
             self._tracker, self._feeds = await self._begin(status)
         steps, evaluations = self._feeds
-        reports = await steps.read(status.head_version)
+        had, head = steps.newest, status.head_version
+        if had is not None and had.version > head:
+            raise OperatorError(
+                f"{self.name}: its run has version {had.version}, the coordinator {head} at most",
+                action="the tracker's run has another history: choose another name by --run",
+            )
+        reports = await steps.read(head)
         for start in range(0, len(reports), _AT_ONCE):
             part = reports[start : start + _AT_ONCE]
             await self._call(self._tracker.write, part)
@@ -183,7 +190,7 @@ class _Slot:
         self.is_waiting = evaluations.is_waiting
         if ended:
             await self._call(self._tracker.write_evaluations, ended)
-        await self._write_table(self._tracker, status.head_version)
+        await self._write_table(self._tracker, head)
         if reports:
             newest = mark_of(reports[-1])
             _LOG.info(
@@ -228,11 +235,6 @@ class _Slot:
             raise _TrackerFailed(str(error)) from error
         self._was_open = True
         had = tracker.had
-        if had.steps is not None and had.steps.version > status.head_version:
-            raise OperatorError(
-                f"{self.name}: its run has version {had.steps.version}, the coordinator {status.head_version} at most",
-                action="the tracker's run has another history: choose another name by --run",
-            )
         self._table = had.table
         return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
 

@@ -170,6 +170,9 @@ async def test_another_history_is_refused():
     kept.reports = list(REPORTS)
     with pytest.raises(OperatorError, match="version 3, the coordinator 2"):
         await run(Api(dataclasses.replace(STATUS, head_version=2)), kept)
+    # A coordinator restored from a backup, while it is followed.
+    with pytest.raises(OperatorError, match="version 3, the coordinator 2"):
+        await run(Api(STATUS, dataclasses.replace(ENDED, head_version=2)), Kept())
     with pytest.raises(OperatorError, match="run other"):
         await run(Api(STATUS, dataclasses.replace(STATUS, run_id="other")), Kept())
 

@@ -148,8 +148,11 @@ class SampleIndex:
             except IndexError:
                 connection = self._connect()
             try:
+                # Its statements see one state while the writer goes on.
+                connection.execute("BEGIN")
                 yield connection
             finally:
+                connection.rollback()
                 self._readers.append(connection)
 
     @contextlib.contextmanager

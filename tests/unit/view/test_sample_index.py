@@ -6,6 +6,7 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
+from heterorl.view import sample_index
 from heterorl.view import sample_query as search
 from heterorl.view.sample_index import IndexFailed, SampleIndex
 from heterorl.view.sample_query import Query
@@ -188,6 +189,18 @@ def test_what_is_forgotten_is_found_no_more(index, samples):
     assert index.get(COUNT) is None
     assert COUNT not in ids(index.find(Query(text="answer"), limit=COUNT))
     assert index.held().num_samples == COUNT - 1
+
+
+def test_a_sample_forgotten_during_a_search_is_still_in_its_answer(index, samples, monkeypatch):
+    def looked(*arguments, **options):
+        hits = search.look_up(*arguments, **options)
+        index.forget(COUNT)
+        return hits
+
+    monkeypatch.setattr(sample_index, "look_up", looked)
+
+    assert ids(index.find(Query(), limit=2)) == [COUNT, COUNT - 1]
+    assert ids(index.find(Query(), limit=2)) == [COUNT - 1, COUNT - 2]
 
 
 def test_the_oldest_make_room(tmp_path):

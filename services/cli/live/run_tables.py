@@ -240,11 +240,12 @@ async def read_evaluations(api: OperatorApi, known: Known) -> None:
     """Ask for new and unfinished evaluations; without an answer known ones stay."""
     changing = [version for (version, _), found in known.items() if found.state in UNDER_WAY]
     after = min(changing, default=max((version for version, _ in known), default=0)) - 1
-    for version, name in [key for key in known if key[0] > after]:
-        # A newer version may have replaced an evaluation that had not begun.
-        del known[version, name]
     with contextlib.suppress(RemoteError):
-        known.update({(found.version, found.task_set): found for found in await every_evaluation(api, after=after)})
+        listed = await every_evaluation(api, after=after)
+        for key in [key for key in known if key[0] > after]:
+            # A newer version may have replaced an evaluation that had not begun.
+            del known[key]
+        known.update({(found.version, found.task_set): found for found in listed})
 
 
 def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:

@@ -20,7 +20,7 @@ import tomli_w
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.address import is_loopback, split_url
+from heterorl.common.process.address import addresses, is_loopback, split_url
 from heterorl.common.process.config_file import PATTERNS
 from heterorl.launch.nodes import (
     CPUS,
@@ -207,6 +207,14 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
     if has_machines:
         problem = "Compose starts a learner on one machine" if launcher == "compose" else "a pod runs on one machine"
         raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
+    relays = {f"{relay.host}:{relay.port}" for relay in run.relays}
+    for node in nodes:
+        dialled = node.config.get("coordinator", "")
+        for address in addresses(dialled if isinstance(dialled, str) else ",".join(dialled)):
+            if is_loopback(address):
+                problem = f"{node.name} is a container and cannot dial {address} of its host"
+                key = "relays.host" if address in relays else "coordinator.host"
+                raise ConfigError(key, problem, action="name the machine")
 
 
 def _check_gpus(hosts: Hosts) -> None:

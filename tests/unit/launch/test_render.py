@@ -177,6 +177,18 @@ def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
     assert "--host 127.0.0.1 --host coordinator" in tree["certs.sh"]
 
 
+@pytest.mark.parametrize("launcher", ["compose", "k8s"])
+def test_containers_do_not_dial_loopback_of_their_host(launcher):
+    table = run_table()
+    table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": {"host": "127.0.0.1"}}
+    assert render(launcher, run_file(**table), ["coordinator"])
+    with pytest.raises(ConfigError, match=r"coordinator\.host: sampler-us is a container and .* 127\.0\.0\.1:50051"):
+        render(launcher, run_file(**table), ["us"])
+    table |= {"relays": [{"site": "us", "host": "localhost"}], "samplers": [{"site": "us.1", "relay": "us"}]}
+    with pytest.raises(ConfigError, match=r"relays\.host: sampler-us-1 .* localhost:50061"):
+        render("compose", run_file(**table), ["coordinator", "us.1"])
+
+
 def test_a_coordinator_alone_on_a_host_with_a_name_is_reached_by_this_name():
     run = run_file(coordinator={"host": "box.example"}, relays=[], samplers=[{"site": "us"}], learner={})
     tree = render("compose", run)

@@ -3,8 +3,9 @@
 The newest row in the tracker is the only state, so that no row is missing or doubled after an interruption. A tracker
 that fails does not delay the others.
 
-A rollback repeats steps under new versions, so new reports may lie behind ListSteps' cursor of steps. While the
-tracker's newest report is listed, new ones come after its step; otherwise the whole list is read.
+A learner that resumes from an older checkpoint repeats steps under new versions, so new reports may lie behind
+ListSteps' cursor of steps. While the tracker's newest report is listed, new ones come after its step; otherwise the
+whole list is read.
 
 An evaluation in progress holds back later ones of its set, so that a tracker has all up to its newest version.
 """

@@ -163,7 +163,8 @@ def cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A report's place in publication order: rollbacks repeat steps under new versions."""
+    """A report's place in publication order.
+    An older checkpoint, resumed, repeats steps under new versions."""
 
     version: int
     step: int

@@ -194,6 +194,13 @@ async def test_command_filters(secure, options, expected):
     assert found == [why for why in expected for _ in range(2)]
 
 
+@pytest.mark.parametrize("options", [("list", "--tokens"), ("list", "--tokenizer", "x"), ("show", "2", "--tokens")])
+async def test_option_of_json_is_refused_without_it(secure, options):
+    result = await asyncio.to_thread(heterorl, secure, "samples", *options)
+
+    assert "needs --json" in str(result.exception)
+
+
 async def test_nothing_that_a_model_wrote_steers_the_terminal(secure):
     listed = await invoke(secure, "samples")
     shown = await invoke(secure, "samples", "show", "2")

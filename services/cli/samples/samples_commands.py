@@ -88,6 +88,7 @@ def list_(
     from heterorl.cli.samples.sample_table import foot, samples_table
     from heterorl.common.types.sample import SampleFilter, SamplePage, rollout_json
 
+    _check_json(json_, {"--tokens": tokens, "--tokenizer": tokenizer})
     wanted = _filter(site, kind, why, version, min_reward, max_reward, truncated)
     page = SamplePage(before=before)
     decode = decoder(tokenizer)
@@ -130,6 +131,7 @@ def show(
     from heterorl.common.errors import ConfigError
     from heterorl.common.types.sample import rollout_json
 
+    _check_json(json_, {"--tokens": tokens})
     decode = decoder(tokenizer)
     sample = decode(link.ask(lambda run: run.get_sample(sample_id=number)))
     if rollout is not None and rollout >= len(sample.rollouts):
@@ -178,6 +180,14 @@ def export(
 
     rows = link.ask(write)
     typer.echo(f"{amount(rows, 'completion')} written to {out}")
+
+
+def _check_json(json_: bool, given: dict[str, Any]) -> None:
+    from heterorl.common.errors import ConfigError
+
+    for option, value in given.items():
+        if value and not json_:
+            raise ConfigError(option, "needs --json", action="add it")
 
 
 def _filter(

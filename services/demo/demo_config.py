@@ -21,7 +21,6 @@ from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.files import try_lock
 from heterorl.learner.loss.loss_config import LossConfig
-from heterorl.report.figures import PICTURES
 
 MAX_SEED = 2**31 - 1
 DEVICES = ("cpu", "cuda")
@@ -230,11 +229,10 @@ def make_certificates(options: DemoOptions, *, now: datetime.datetime) -> None:
 
 
 MARKER = ".heterorl-demo"
-RESULTS = (
+OWN = (
     *("certs", "config", "logs", "coordinator", "learner", *SITES),
     *("model", "model.writing", "summary.json", "report.html"),
 )
-OWN = (*RESULTS, *(f"{name}.png" for name in PICTURES))
 _NOTE = "Written by `heterorl demo`. Its next run with this --out replaces its own results here, and nothing else.\n"
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.demo_config import Regime
-from heterorl.report.figures import PICTURES, Rows, drawings, picture
-from heterorl.report.report_page import fill
+from heterorl.report.figures import Rows
+from heterorl.report.past_run import read_run
+from heterorl.report.report_page import render
 
 PROMISED_BY = "gepo"
 """Only this algorithm promises a rise in accuracy; the others are for comparison."""
@@ -132,58 +133,16 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(statistics.fmean(values), 2) if values else None
 
 
-def write_report(
-    out: Path, *, regime: Regime, summary: Mapping[str, Any], reports: Sequence[StepReport], versions: Rows
-) -> Path:
-    """Write report.html and its PNG files; returns the page's path.
+def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
+    """Write report.html, as `heterorl report` does; returns its path.
     The run has at least one step."""
-    start = summary["warm_start_accuracy"]
-    promised = None
-    if start is not None and regime.required_gain > 0 and summary["algorithm"] == PROMISED_BY:
-        promised = start + regime.required_gain
-    drawn = drawings(reports, versions, start, promised=promised)
-    pictures = []
-    for name in PICTURES if versions else [name for name in PICTURES if name != "bytes"]:
-        pictures.append((name, PICTURES[name], picture(drawn[name])))
-        (out / f"{name}.png").write_bytes(pictures[-1][-1])
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
+    done = f"after {summary['steps']} of {summary['max_steps']} steps"
     if summary["failure"]:
-        remarks.append(f"The run failed after {summary['steps']} of {regime.max_steps} steps: {summary['failure']}")
-    elif summary["steps"] < regime.max_steps:
-        remarks.append(f"The run was interrupted after {summary['steps']} of {regime.max_steps} steps.")
-    page = fill(
-        "demo",
-        numbers=_numbers(summary),
-        pictures=pictures,
-        remarks=remarks,
-        regime=regime,
-        algorithm=str(summary["algorithm"]).upper(),
-        summary=summary,
-    )
+        remarks.append(f"The run failed {done}: {summary['failure']}")
+    elif summary["steps"] < summary["max_steps"]:
+        remarks.append(f"The run was interrupted {done}.")
+    page, _ = render(read_run(out), remarks=remarks)
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def _numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    sent, full = summary["weight_bytes_sent_median"], summary["weight_bytes_full"]
-    size = f"{sent / 1024:.0f} of {full / 1024:.0f} KiB" if sent else "nothing was sent"
-    prompts = summary["evaluation_prompts"]
-    return [
-        (f"held-out accuracy at the start, {prompts} prompts", _number(summary["warm_start_accuracy"], 3)),
-        (f"at version {summary['final_accuracy_version']}, the same prompts", _number(summary["final_accuracy"], 3)),
-        ("best held-out accuracy", _number(summary["best_accuracy"], 3)),
-        (
-            f"versions old, trained groups on average; the oldest {summary['staleness_versions_max']}",
-            _number(summary["staleness_versions_mean"], 1),
-        ),
-        ("age of the policy that wrote them, median", f"{_number(summary['policy_age_s_p50'], 1)} s"),
-        ("groups trained", f"{summary['groups_trained']:,}"),
-        (f"smaller than all weights: sent per version, median {size}", f"{full / sent:.1f}x" if sent else "-"),
-        ("sampler states unlike the learner's", str(summary["digest_mismatches"])),
-        ("every group accounted for", {True: "yes", False: "NO", None: "-"}[summary["ledger_balanced"]]),
-    ]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -14,7 +14,6 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +212,10 @@ class _Demo:
         out, regime = self._options.out, self._regime
         # The learner's journal also has the steps taken while the processes were stopping.
         self._reports = _applied(journal_rows(out / "learner" / "steps.jsonl"))
-        versions = journal_rows(out / "learner" / "versions.jsonl")
         numbers = measure(
             reports=self._reports,
             status=self._status,
-            versions=versions,
+            versions=journal_rows(out / "learner" / "versions.jsonl"),
             evaluations=journal_rows(out / "learner" / "evaluations.jsonl"),
             samplers=[journal_rows(out / site / record_name("")) for site in SITES],
             regime=regime,
@@ -242,8 +240,9 @@ class _Demo:
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
             )
             summary["status"] = (Ending.BROKEN if summary["problems"] else Ending.COMPLETE).value
-        report = partial(write_report, out, regime=regime, summary=summary, reports=self._reports, versions=versions)
-        writers: dict[str, Callable[[], Path]] = {"report": report, "model_dir": self._model}
+        writers: dict[str, Callable[[], Path]] = {
+            "report": lambda: write_report(out, summary), "model_dir": self._model,
+        }  # fmt: skip
         for key, write in writers.items() if self._reports else ():
             try:
                 summary[key] = str(write())

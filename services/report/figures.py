@@ -33,12 +33,10 @@ Rows = Sequence[Mapping[str, Any]]
 """Rows of a learner's journal."""
 
 
-def drawings(
-    reports: Sequence[StepReport], versions: Rows, start: float | None, *, promised: float | None = None
-) -> dict[str, Callable[[Any], None]]:
+def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None) -> dict[str, Callable[[Any], None]]:
     """Functions that draw `PICTURES` on given axes; needs an applied step.
 
-    `start` is the mean held-out reward of version 0, `promised` the reward promised for the end; None if unknown.
+    `start` is the mean held-out reward of version 0, None if unknown.
     """
     steps = [report.step for report in reports]
     evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
@@ -51,8 +49,6 @@ def drawings(
             axes.plot(
                 *zip(*evaluated, strict=True), color=STRONG, marker="o", markersize=4, label="held-out prompts, learner"
             )
-        if promised is not None:
-            axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
         shown = [*rewards, *(value for _, value in evaluated)]
         # Shares from 0 to 1, other rewards on their scale.
         if min(shown) >= 0.0 and max(shown) <= 1.0:

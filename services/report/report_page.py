@@ -54,39 +54,15 @@ MOST_BARS = 40
 _Draw = Callable[[Any], None]
 
 
-def fill(
-    template: str,
-    *,
-    numbers: Sequence[tuple[str, str]],
-    pictures: Sequence[tuple[str, str, bytes]],
-    remarks: Sequence[str],
-    **values: Any,
-) -> str:
-    """A self-contained page from template `run` or `demo`.
-
-    `numbers` are labels and values of cards; `pictures` are names of NOTES, titles and PNGs.
-    """
-    notes = NOTES | figures.NOTES
-    inside = [(title, notes[name], base64.b64encode(png).decode("ascii")) for name, title, png in pictures]
-    return _TEMPLATES.get_template(f"{template}.html.j2").render(
-        values,
-        numbers=numbers,
-        columns=columns_of(len(numbers)),
-        pictures=inside,
-        remarks=remarks,
-        version=heterorl.__version__,
-    )
-
-
 def columns_of(count: int) -> int:
     """Columns, 3 to 5, that leave no single card last."""
     return min((3, 4, 5), key=lambda columns: (count % columns == 1, (-count) % columns, abs(columns - 4)))
 
 
-def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
-    """The page of a run with an applied step, and PNG pictures.
+def render(run: PastRun, *, remarks: Sequence[str] = ()) -> tuple[str, dict[str, bytes]]:
+    """The self-contained page of a run with an applied step, and PNG pictures.
 
-    Raises DependencyMissing without matplotlib.
+    `remarks` stand before those about the files. Raises DependencyMissing without matplotlib.
     """
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
@@ -105,14 +81,16 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         drawn.append(("sites", title, partial(_sites, bars), "groups", max(1.8, 1.1 + 0.4 * len(bars))))
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
-    page = fill(
-        "run",
-        numbers=_numbers(run, applied),
-        pictures=[(name, title, pngs[name]) for name, title, *_ in drawn],
-        remarks=_remarks(run),
+    numbers, notes = _numbers(run, applied), NOTES | figures.NOTES
+    page = _TEMPLATES.get_template("page.html.j2").render(
+        numbers=numbers,
+        columns=columns_of(len(numbers)),
+        pictures=[(title, notes[name], base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
+        remarks=[*remarks, *_remarks(run)],
         run=run,
         config=json.dumps(run.config, indent=2),
         tables=_tables(run),
+        version=heterorl.__version__,
     )
     return page, pngs
 

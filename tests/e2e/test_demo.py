@@ -42,7 +42,7 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, 
     # transit of 8 versions, and what waits in the queue on top
     assert 8 <= summary["staleness_versions_steady"] <= 16
     page = (tmp_path / "demo" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == 12
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(summary["model_dir"])

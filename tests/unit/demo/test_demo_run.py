@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import io
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,8 @@ def demo(tmp_path, monkeypatch):
     child = SimpleNamespace(name="learner", exit_code=None, check=lambda: None)
     made = demo_run._Demo(options=options, regime=regime, model_dir=tmp_path, console=Console(file=io.StringIO()))
     made._children.append(child)
+    (tmp_path / "learner").mkdir()
+    (tmp_path / "learner" / "steps.jsonl").write_text(json.dumps(dataclasses.asdict(REPORT)) + "\n")
     return made
 
 
@@ -61,7 +64,6 @@ def test_no_limit_while_steps_come(demo):
 
 def test_failed_run_leaves_report_and_model(demo, tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(demo_run, "_applied", lambda rows: [REPORT])
     monkeypatch.setattr(demo, "_model", lambda *given: written.append(given) or tmp_path / "model")
 
     summary = demo._conclude(wall_s=1.0, failure="no step came for 60 s", was_interrupted=False)
@@ -75,7 +77,6 @@ def test_a_model_that_cannot_be_written_costs_no_report(demo, tmp_path, monkeypa
     def fail(*_):
         raise HeterorlError("the disk is full")
 
-    monkeypatch.setattr(demo_run, "_applied", lambda rows: [REPORT])
     monkeypatch.setattr(demo, "_model", fail)
 
     summary = demo._conclude(wall_s=1.0, failure="", was_interrupted=True)

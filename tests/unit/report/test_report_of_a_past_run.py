@@ -435,7 +435,7 @@ def test_held_out_rewards_of_another_scale_are_not_cut_at_1():
 def test_the_legend_hides_no_held_out_point():
     axes = []
     scored = [dataclasses.replace(REPORT, step=step, evaluation_accuracy=0.99) for step in (1, 2)]
-    draw = figures.drawings(scored, [], 0.98, promised=0.9)["accuracy"]
+    draw = figures.drawings(scored, [], 0.98)["accuracy"]
     figures.picture(lambda one: (draw(one), axes.append(one)))
 
     assert axes[0].get_legend().get_window_extent().y0 >= axes[0].get_window_extent().y1

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -44,15 +43,15 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus, *, width: int, evaluated: StepReport | None = None) -> tuple[Table, ...]:
-    """Tables of a run and its sites, for `width` characters.
+def status_tables(status: RunStatus, *, evaluated: StepReport | None = None) -> tuple[Table, ...]:
+    """Tables of a run and its sites.
     `evaluated` is the newest report with a held-out reward."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     for name, value in status_rows(status, evaluated=evaluated):
         # Names come from other machines, so markup is off.
         style = "bold red" if name == STANDS_STILL else ""
         run.add_row(Text(name, style=style), Text(value, style=style))
-    return run, *site_tables(status.sites, head_version=status.head_version, width=width)
+    return run, *site_tables(status.sites, head_version=status.head_version)
 
 
 def status_rows(status: RunStatus, *, evaluated: StepReport | None = None) -> list[tuple[str, str]]:
@@ -173,23 +172,17 @@ _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased
 _STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
 
 
-def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
-    """One line a site, in two tables if one is too wide."""
-    rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
-    flat = Table(*_WORK, *_STATE, title="sites")
-    # Names come from other machines, so markup is off.
-    for work, state in rows:
-        flat.add_row(*map(Text, (*work, *state)))
-    if Console(width=1000, markup=False).measure(flat).maximum <= width:
-        return (flat,)
-    narrow = [
+def site_tables(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[Table, ...]:
+    """Two tables of 80 characters, one line a site in each."""
+    tables = [
         Table(*columns, title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for title, columns in (("sites: work", _WORK), ("sites: state", ("site", *_STATE)))
     ]
-    for work, state in rows:
-        narrow[0].add_row(*map(Text, work))
-        narrow[1].add_row(*map(Text, (work[0], *state)))
-    return tuple(map(_uncut, narrow))
+    for site in fold_incarnations(sites):
+        # Names come from other machines, so markup is off.
+        tables[0].add_row(*map(Text, _work(site, head_version)))
+        tables[1].add_row(*map(Text, (site.newest.site, *_state(site))))
+    return tuple(map(_uncut, tables))
 
 
 def _work(site: Folded, head_version: int) -> tuple[str, ...]:

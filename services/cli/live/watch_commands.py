@@ -48,7 +48,7 @@ def status(
         typer.echo(strict_json({**status_json(answer), "evaluations": evaluations}, indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, width=console.width, evaluated=newest_evaluated(reports)))
+        console.print(*status_tables(answer, evaluated=newest_evaluated(reports)))
         console.print(*evaluation_tables(evaluations))
 
 
@@ -179,8 +179,8 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
             return
 
 
-def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> Group:
-    """One picture of the run, `width` characters wide.
+def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
+    """One picture of the run.
     `wall` is in seconds since the epoch."""
     from rich.console import Group
     from rich.table import Table
@@ -199,7 +199,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     if view.status is None:
         return Group(head, Text("no answer from the coordinator yet"))
     evaluated = newest_evaluated([view.reports[step] for step in sorted(view.reports)])
-    run, *sites = status_tables(view.status, width=width, evaluated=evaluated)
+    run, *sites = status_tables(view.status, evaluated=evaluated)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)
@@ -260,7 +260,7 @@ def top(
                     reason = " -> ".join(await explain_link(address, tls=tls) or ())
                 if view.unreachable_since is not None:
                     view.problem = reason or view.problem
-                show(frame(view, wall=clock.wall(), width=console.width, is_unicode=is_unicode))
+                show(frame(view, wall=clock.wall(), is_unicode=is_unicode))
                 if once:
                     return
                 await clock.sleep(interval)

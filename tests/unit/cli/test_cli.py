@@ -361,24 +361,24 @@ def test_status_is_shown_to_people_and_programs():
         status, run_id="[/r]", learner="[/l]", sites=(dataclasses.replace(site, site="[/s]"),)
     )
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(*status_tables(foreign, width=200))
+    console.print(*status_tables(foreign))
     text = console.export_text()
-    assert [table.row_count for table in status_tables(status, width=200)] == [13, 1]
+    assert [table.row_count for table in status_tables(status)] == [13, 1, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
     ordered = dataclasses.replace(status, rollback_to=2)
-    console.print(*status_tables(ordered, width=200))
+    console.print(*status_tables(ordered))
     assert "rollback to version 2; not done yet" in console.export_text()
     assert "not done yet" not in text
-    console.print(*status_tables(dataclasses.replace(ordered, is_rollback_refused=True), width=200))
+    console.print(*status_tables(dataclasses.replace(ordered, is_rollback_refused=True)))
     assert "rollback to version 2; the learner refused it, its log says why" in console.export_text()
     form = VariantStatus(
         variant="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )
     small = dataclasses.replace(site, variant="int8", last_seen_s=0.5)
     forms = dataclasses.replace(status, is_head_signed=True, variants=(form,), sites=(site, small))
-    assert [table.row_count for table in status_tables(forms, width=200)] == [14, 1]
-    console.print(*status_tables(forms, width=200))
+    assert [table.row_count for table in status_tables(forms)] == [14, 1, 1]
+    console.print(*status_tables(forms))
     text = console.export_text(clear=False)
     assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
     assert text.count("int8") == 2
@@ -397,7 +397,7 @@ def test_long_names_and_numbers_are_broken_and_not_cut_on_a_narrow_screen():
     ]  # fmt: skip
     console = Console(width=60, record=True, file=io.StringIO())
     average = Estimate(mean=0.421, low=0.381, high=0.461, num_prompts=500)
-    console.print(*site_tables(sites, head_version=1240, width=60))
+    console.print(*site_tables(sites, head_version=1240))
     console.print(*evaluation_tables([evaluation(1, task_set="competition-math-2026", average=average)]))
 
     assert "\u2026" not in console.export_text()
@@ -416,13 +416,11 @@ def test_sites_are_readable_at_eighty_columns():
         bytes_full=100, bytes_last=10, changed_fraction=0.1, sites=(site, silent), last_report=None,
         store_bytes=744_559, store_limit_bytes=1 << 40,
     )  # fmt: skip
-    pages = {}
-    for width in (80, 200):
-        console = Console(width=width, record=True, file=io.StringIO())
-        console.print(*status_tables(status, width=width))
-        pages[width] = console.export_text().splitlines()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*status_tables(status))
+    lines = console.export_text().splitlines()
 
-    # Whatever the width, no word is cut and no cell wrapped.
+    # No word is cut and no cell wrapped.
     for words in (
         ("frankfurt-12", "fp8_e4m3"),
         ("site", "variant"),
@@ -430,20 +428,18 @@ def test_sites_are_readable_at_eighty_columns():
         ("0.00757 s", "50%"),
         ("never", "9"),
     ):
-        for width, lines in pages.items():
-            for word in words:
-                assert any(word in line for line in lines), (width, word)
-    assert not any("\u2026" in line for lines in pages.values() for line in lines)
-    # Wide: one line a site. Narrow: two tables, each value under its heading.
-    assert any("frankfurt-12" in line and "fp8_e4m3" in line for line in pages[200])
-    work, state = (line.split() for line in pages[80] if "frankfurt-12" in line)
+        for word in words:
+            assert any(word in line for line in lines), word
+    assert not any("\u2026" in line for line in lines)
+    # Each value stands under its heading.
+    work, state = (line.split() for line in lines if "frankfurt-12" in line)
     assert work == ["frankfurt-12", "1234", "6", "123456", "17", "7276", "5", "0", "s", "ago"]
     assert state == ["frankfurt-12", "fp8_e4m3", "1", "0.012", "nats", "3", "9", "0.00757", "s", "50%"]
     for name, value in (("version", "1234"), ("tokens/s", "7276"), ("leased", "5 ")):
-        head = next(line for line in pages[80] if "tokens/s" in line)
-        row = next(line for line in pages[80] if "frankfurt-12" in line)
+        head = next(line for line in lines if "tokens/s" in line)
+        row = next(line for line in lines if "frankfurt-12" in line)
         assert head.index(name) == row.index(value)
-    assert any("744.6 kB of 1.1 TB" in line for line in pages[80])
+    assert any("744.6 kB of 1.1 TB" in line for line in lines)
 
 
 def test_one_row_a_site_whatever_it_was_started_how_often():
@@ -463,18 +459,18 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
     assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)
     assert (eu.newest.site, eu.starts) == ("eu-1", 1)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(*site_tables([site, newest, older, never], head_version=8, width=200))
+    console.print(*site_tables([site, newest, older, never], head_version=8))
     text = console.export_text()
-    assert text.count("us-1") == 1
+    assert text.count("us-1") == 2
     assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
     assert "none yet" in text
     assert "stopped 2 s ago" in text
     # After a restart nobody has seen a site whose calls are refused.
-    console.print(*site_tables([dataclasses.replace(never, is_revoked=True)], head_version=8, width=200))
+    console.print(*site_tables([dataclasses.replace(never, is_revoked=True)], head_version=8))
     assert "revoked" in (text := console.export_text())
     assert "never" not in text
     # After a restore a site may be ahead of the head.
-    console.print(*site_tables([newest], head_version=6, width=200))
+    console.print(*site_tables([newest], head_version=6))
     assert "-1" not in console.export_text().replace("us-1", "")
 
 
@@ -485,16 +481,16 @@ def test_run_without_a_version_says_what_is_waited_for():
         bytes_full=0, bytes_last=0, changed_fraction=0.0, sites=(), last_report=None,
     )  # fmt: skip
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(*status_tables(status, width=120))
+    console.print(*status_tables(status))
     assert "none yet: the learner publishes version 0" in console.export_text()
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     evaluated = dataclasses.replace(REPORT, version=2, evaluation_accuracy=0.25)
-    console.print(*status_tables(known, width=120, evaluated=evaluated))
+    console.print(*status_tables(known, evaluated=evaluated))
     assert "held-out reward 0.250 at version 2" in console.export_text()
-    console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"}), width=120))
+    console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"})))
     assert f"{REPORT.step} of 77: reward" in console.export_text()
     past = dataclasses.replace(known, last_report=dataclasses.replace(REPORT, step=857), facts={"steps wanted": "800"})
-    console.print(*status_tables(past, width=120))
+    console.print(*status_tables(past))
     assert "857 (max_steps is 800): reward" in console.export_text()
 
 

@@ -61,7 +61,7 @@ class Scripted:
 
 def shown(view, *, wall=1000.0):
     console = Console(width=160, file=io.StringIO(), record=True, markup=False)
-    console.print(frame(view, wall=wall, width=console.width))
+    console.print(frame(view, wall=wall))
     return console.export_text()
 
 
@@ -105,7 +105,7 @@ async def test_first_lines_of_a_small_screen_show_the_problems():
     sites = [dataclasses.replace(site, site=f"eu-{number}", problem="") for number in range(2, 12)]
     await poll(view, Scripted(dataclasses.replace(STATUS, sites=(site, *sites))), wall=1000.0, monotonic=0.0)
     console = Console(width=80, height=24, file=io.StringIO(), record=True, markup=False)
-    console.print(frame(view, wall=1000.0, width=80))
+    console.print(frame(view, wall=1000.0))
 
     lines = console.export_text().splitlines()
     assert all(len(line) <= 80 for line in lines)

@@ -77,10 +77,7 @@ def test_run_stands_still_when_all_that_answer_are_in_quarantine(status, expecte
 def test_people_and_programs_are_told_first_and_with_the_command():
     status = _status(OUT)
     pages = []
-    for picture in (
-        status_tables(status, width=100)[0],
-        frame(View(address="c:1", status=status), wall=0.0, width=100),
-    ):
+    for picture in (status_tables(status)[0], frame(View(address="c:1", status=status), wall=0.0)):
         console = Console(width=100, file=io.StringIO(), record=True, markup=False)
         console.print(picture)
         pages.append(" ".join(console.export_text().replace("\u2502", " ").split()))

@@ -137,7 +137,7 @@ async def test_full_disk_is_said_everywhere_and_the_run_goes_on_when_there_is_ro
     status = await core.get_status()
     assert str(disk / "data") in status.store_problem
     assert "free space there" in status.store_problem
-    run_table, _ = status_tables(status, width=200)
+    run_table, *_ = status_tables(status)
     assert "DISK FULL" in str(list(run_table.columns[0].cells))
     await run_metrics.observe_run(core)
     assert run_metrics.metrics.DISK_REFUSES._value.get() == 1

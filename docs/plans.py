@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks.regions.arms import MAX_TOKENS, REGIONS, ROWS, SECONDS_PER_TOKEN
 from heterorl.cli.plan import size_words, time_words
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.costs import Drawing, delta_bytes, rank_memory
-from heterorl.plan.estimate import Question, plan
+from heterorl.plan.estimate import Drawing, Question, delta_bytes, plan, rank_memory
 from heterorl.plan.model_shape import SHAPES, ModelShape
 
 Rows = tuple[Sequence[str], list[Sequence[str]]]

@@ -15,7 +15,7 @@ from heterorl.common.model.tensors import store_tensors
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload, write_delta
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.costs import encode_s
+from heterorl.plan.estimate import encode_s
 
 CHANGED = 0.014
 TILE = 1 << 24

@@ -1,5 +1,5 @@
 """`heterorl plan`: estimated seconds, memory and bytes of a run.
 
-Open `estimate` first. `model_shape` counts parameters, `costs` has the formulas, `assumptions` the numbers they use and
+Open `estimate` first. `model_shape` counts parameters, `assumptions` has the numbers that formulas use, and
 their sources.
 """

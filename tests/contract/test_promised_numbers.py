@@ -44,8 +44,7 @@ from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
 from heterorl.learner.publish import checkpoint_store
 from heterorl.learner.run import resume, state_directory
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.costs import LR
-from heterorl.plan.estimate import Question, plan
+from heterorl.plan.estimate import LR, Question, plan
 from heterorl.relay import cached_weights
 from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler import prompt_evaluator

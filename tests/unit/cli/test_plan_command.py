@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.cli.plan import bits_per_s, seconds, size_words, time_words
 from heterorl.common.errors import ConfigError
-from heterorl.plan.costs import changed_by
+from heterorl.plan.estimate import changed_by
 
 RUN = CliRunner()
 

@@ -18,8 +18,7 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.plan.assumptions import Assumptions, parse
-from heterorl.plan.costs import MEASURED, changed_by, delta_bytes, drawing, rank_memory
-from heterorl.plan.estimate import Question, plan
+from heterorl.plan.estimate import MEASURED, Question, changed_by, delta_bytes, drawing, plan, rank_memory
 from heterorl.plan.model_shape import SHAPES, shape_of_directory
 from tests.support.training import SAMPLING, random_groups, tiny_model
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,8 @@ from heterorl.doctor.link_checks import in_daemon_thread
 
 MESSAGE_BYTES = 16 << 20
 """Message limit of a service without that setting."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Time limit of each measurement."""
-
-    dns_s: float = 5.0
-    port_s: float = 5.0
-    tls_s: float = 5.0
-    answer_s: float = 15.0
-    message_s: float = 20.0
-    disk_s: float = 15.0
-    device_s: float = 60.0
-    model_s: float = 120.0
+CONNECT_S, ANSWER_S, MESSAGE_S, DISK_S, DEVICE_S, MODEL_S = 5.0, 15.0, 20.0, 15.0, 60.0, 120.0
+"""Time limit of each measurement; of name, port and handshake each the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +64,6 @@ class DoctorTarget:
     groups_per_version: int = 0
     """Groups of a learner's version."""
     num_calls: int = 10
-    limits: Limits = field(default_factory=Limits)
 
     @property
     def host(self) -> str:
@@ -119,11 +106,11 @@ async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> 
     except (ConfigError, InvalidRequest) as error:
         return Failure(kind="model", detail=str(error))
     measure = lambda: machine.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
-    return await in_daemon_thread(measure, timeout_s=target.limits.model_s)
+    return await in_daemon_thread(measure, timeout_s=MODEL_S)
 
 
 async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) -> tuple[list[Check], Diagnosis | None]:
-    limits, host, port = target.limits, target.host, target.port
+    host, port = target.host, target.port
     own = None if target.tls.insecure else read_own(target.tls)
     waiting = ["port", "tls", "certificate", "expiry", "coordinator", "clock", "messages"]
     checks: list[Check] = []
@@ -151,11 +138,11 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         for name in ("dns", "port"):
             add(skip(name, past.detail))
     else:
-        addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
+        addresses = await link.resolve(host, port, timeout_s=CONNECT_S)
         add(link.judge_dns(host, addresses))
         if isinstance(addresses, Failure):
             return rest("the name has no address"), None
-        connected = await link.connect(addresses, port, timeout_s=limits.port_s)
+        connected = await link.connect(addresses, port, timeout_s=CONNECT_S)
         is_own = target.role is Role.COORDINATOR
         add(link.judge_port(target.address, connected, is_own=is_own))
         if isinstance(connected, Failure):
@@ -170,7 +157,7 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         add(skip("tls", connected.detail))
         add_own(own)
     else:
-        shaken = await link.tls_handshake(connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s)
+        shaken = await link.tls_handshake(connected.address, port, host=host, tls=target.tls, timeout_s=CONNECT_S)
         add(link.judge_handshake(host, shaken))
         if isinstance(shaken, Failure):
             return rest("the handshake failed"), None
@@ -185,14 +172,14 @@ async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) ->
         add(link.judge_answer(Failure(kind="ConfigError", detail=str(error))))
         return rest("no call was made"), None
     async with client:
-        reached = await link.ask(client, count=target.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
+        reached = await link.ask(client, count=target.num_calls, timeout_s=ANSWER_S, wall_time=wall_time)
         add(link.judge_answer(reached))
         if isinstance(reached, Failure):
             return rest("the coordinator did not answer"), None
         add(link.judge_clock(reached))
         server_limit = reached.diagnosis.max_message_bytes
         limit = min(target.max_message_bytes, server_limit)
-        trials = await link.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
+        trials = await link.try_messages(client, limit_bytes=limit, timeout_s=MESSAGE_S)
         add(link.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
     return checks, reached.diagnosis
 
@@ -206,17 +193,16 @@ class _Machine:
 
 
 async def _measure_machine(target: DoctorTarget) -> _Machine:
-    limits = target.limits
-    disk = await in_daemon_thread(lambda: machine.measure_disk(target.state_dir), timeout_s=limits.disk_s)
+    disk = await in_daemon_thread(lambda: machine.measure_disk(target.state_dir), timeout_s=DISK_S)
     device = None
     if target.devices[0] != "cpu":
         measured = lambda: machine.measure_devices(target.devices)  # noqa: E731
-        device = await in_daemon_thread(measured, timeout_s=limits.device_s)
+        device = await in_daemon_thread(measured, timeout_s=DEVICE_S)
     contract = None
     config = target.model_config
     if config is not None:
         measure = lambda: machine.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
-        contract = await in_daemon_thread(measure, timeout_s=limits.model_s)
+        contract = await in_daemon_thread(measure, timeout_s=MODEL_S)
     return _Machine(disk=disk, memory=machine.measure_memory(), device=device, contract=contract)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,11 +58,6 @@ def probability_legend() -> tuple[Step, ...]:
     """Legend of the sampler's probabilities, from sure to surprising."""
     steps = [Step(name=f"l{i + 1}", label=f"<{edge:g}") for i, edge in enumerate(PROBABILITY_EDGES)]
     return (Step(name="l0", label=f"{PROBABILITY_EDGES[0]:g}-1"), *steps)
-
-
-def probability(logprob: float) -> float:
-    """The probability of a log-prob; NaN if that is not finite."""
-    return math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else math.nan
 
 
 GIVEN_WORD = "given"

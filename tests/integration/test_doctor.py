@@ -35,7 +35,7 @@ from heterorl.coordinator.rpc.grpc_server import Server
 from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Failure, Level
-from heterorl.doctor.examine import DoctorTarget, Limits, examine
+from heterorl.doctor.examine import DoctorTarget, examine
 from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig
@@ -51,7 +51,6 @@ from tests.support.secure_run import SecureRun
 from tests.support.statements import stated
 
 GOOD = "spiffe://run/site/eu-1/role/sampler"
-SHORT = Limits(dns_s=5.0, port_s=0.3, tls_s=0.3, answer_s=20.0)
 
 SUMS = {"name": "arithmetic", "digits": 1}
 
@@ -199,20 +198,22 @@ def black_hole():
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-async def test_black_holed_port_ends_in_time_and_names_firewalls(tmp_path):
+async def test_black_holed_port_ends_in_time_and_names_firewalls(tmp_path, monkeypatch):
+    monkeypatch.setattr("heterorl.doctor.examine.CONNECT_S", 0.3)
     with black_hole() as address:
-        checks = await diagnose(address, PLAINTEXT, tmp_path, limits=SHORT)
+        checks = await diagnose(address, PLAINTEXT, tmp_path)
 
     assert checks["port"].level is Level.FAIL
     assert "firewalls" in checks["port"].remedy
 
 
-async def test_port_that_never_shakes_hands_ends_in_time(tmp_path):
+async def test_port_that_never_shakes_hands_ends_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("heterorl.doctor.examine.CONNECT_S", 0.3)
     tls = Certificates(tmp_path / "certs").tls("sampler")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(8)
-        checks = await diagnose(f"127.0.0.1:{silent.getsockname()[1]}", tls, tmp_path, limits=SHORT)
+        checks = await diagnose(f"127.0.0.1:{silent.getsockname()[1]}", tls, tmp_path)
 
     assert checks["tls"].level is Level.FAIL
     assert "no handshake is answered" in checks["tls"].remedy

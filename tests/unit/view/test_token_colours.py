@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.rollout import Span
-from heterorl.view.token_colours import probability, probability_classes, ratio_classes, tokens_of
+from heterorl.view.token_colours import probability_classes, ratio_classes, tokens_of
 from tests.support.samples import ANSWERED, ASKED, TURNS, make_rollout, make_turns, pieces_of
 
 TEXT = "Wait, 12 + 30\nis 42."
@@ -28,16 +28,6 @@ def test_probabilities_have_steps_from_sure_to_surprising():
     values = np.log(np.array([1.0, 0.91, 0.8, 0.3, 0.05, 0.001], np.float32))
 
     assert probability_classes(values) == ["l0", "l0", "l1", "l2", "l3", "l4"]
-
-
-@pytest.mark.parametrize(
-    ("logprob", "shown"),
-    [(0.0, 1.0), (math.log(0.25), 0.25), (1e-6, 1.0), (1000.0, 1.0), (math.inf, None), (math.nan, None)],
-)
-def test_probability_of_a_foreign_log_prob_is_at_most_one(logprob, shown):
-    found = probability(logprob)
-
-    assert found == pytest.approx(shown) if shown is not None else math.isnan(found)
 
 
 def test_all_text_is_there_once():

@@ -60,7 +60,7 @@ def columns_of(count: int) -> int:
 
 
 def render(run: PastRun, *, remarks: Sequence[str] = ()) -> tuple[str, dict[str, bytes]]:
-    """The self-contained page of a run with an applied step, and PNG pictures.
+    """The page of a run with an applied step, and PNG pictures.
 
     `remarks` stand before those about the files. Raises DependencyMissing without matplotlib.
     """

@@ -136,7 +136,12 @@ def _mean(values: Sequence[float]) -> float | None:
 def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
     """Write report.html, as `heterorl report` does; returns its path.
     The run has at least one step."""
-    remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
+    lag = summary["lag_versions"]
+    remarks = [
+        f"Every answer that the learner trained on was written by a policy about {lag} versions older than the one in"
+        " training. The learning rate is about a thousand times a large model's, so versions are far apart.",
+        *(f"Not as promised: {problem}." for problem in summary["problems"]),
+    ]
     done = f"after {summary['steps']} of {summary['max_steps']} steps"
     if summary["failure"]:
         remarks.append(f"The run failed {done}: {summary['failure']}")

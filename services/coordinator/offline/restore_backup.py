@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterorl.common.errors import ConfigError, OperatorError
+from heterorl.common.errors import ConfigError, DiskFull, OperatorError
 from heterorl.common.process.files import make_directory, replacing, sync_directory, sync_file
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
@@ -81,7 +81,7 @@ def restore(
     except OSError as error:
         raise operators_error(data_dir, error) from error
     except sqlite3.Error as error:
-        raise OperatorError(f"the store could not be copied: {error}", action="check the disk of data_dir") from error
+        raise _not_copied(error) from error
 
 
 def _restore(
@@ -93,8 +93,7 @@ def _restore(
         if own != run_id:
             action = "name a backup of this run, or set run_id"
             raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}", action=action)
-        with contextlib.closing(sqlite3.connect(store)) as copy:
-            connection.backup(copy)
+        _copy_store(connection, store, data_dir)
     store.chmod(0o600)
     with _target(url) as raw, contextlib.closing(connect_file(store)) as file:
         found = _mark_restored(file, now=now)
@@ -108,6 +107,24 @@ def _restore(
             (partial / name).replace(data_dir / name)
         sync_directory(data_dir)
     return Restored(run_id=run_id, num_payloads=copied, missing=missing, **found)
+
+
+def _copy_store(connection: sqlite3.Connection, store: Path, data_dir: Path) -> None:
+    """Raises sqlite3.Error: the source is damaged; OperatorError: the new place refuses."""
+    try:
+        with contextlib.closing(sqlite3.connect(store)) as copy:
+            connection.backup(copy)
+    except sqlite3.Error as error:
+        match error.sqlite_errorcode & 0xFF:
+            case sqlite3.SQLITE_FULL:
+                raise DiskFull(str(data_dir)) from error
+            case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                raise
+        raise _not_copied(error) from error
+
+
+def _not_copied(error: sqlite3.Error) -> OperatorError:
+    return OperatorError(f"the store could not be copied: {error}", action="check the disk of data_dir")
 
 
 def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A disk that is really full (a small tmpfs): refusals are typed, nothing acknowledged is lost, room heals it."""
 
 import contextlib
+import shutil
 import subprocess
 
 import numpy as np
@@ -12,6 +13,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.offline.restore_backup import restore
 from tests.support.clock import ManualClock
 from tests.support.run import Run, frames
 
@@ -130,3 +132,15 @@ async def test_first_start_without_room_is_the_operators_to_solve(disk):
         await Coordinator.open(config(disk), ManualClock())
     (disk / "foreign").unlink()
     await (await Coordinator.open(config(disk), ManualClock())).close()
+
+
+async def test_restore_onto_a_full_disk_says_so(disk, tmp_path):
+    core, run = await begin(disk, tmp_path)
+    await fill(core, run)
+    await core.close()
+    source = shutil.copytree(disk / "data", tmp_path / "backup")
+
+    with pytest.raises(DiskFull, match=f"under {disk / 'new'}"):
+        restore(source, run_id="run", data_dir=disk / "new", url="", now=0.0)
+    grow(disk, "16m")
+    assert restore(source, run_id="run", data_dir=disk / "new", url="", now=0.0).missing == ()

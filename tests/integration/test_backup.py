@@ -260,6 +260,16 @@ async def test_copy_that_cannot_be_written_harms_nobody(tmp_path, monkeypatch, c
     await core.close()
 
 
+async def test_directory_that_takes_no_backup_is_named(tmp_path):
+    (tmp_path / "elsewhere").write_text("a file")
+    core, run = await begun(tmp_path, backup_dir=tmp_path / "elsewhere")
+
+    with pytest.raises(Busy, match=f"cannot be written to {tmp_path / 'elsewhere'}: .*check backup_dir"):
+        await core.backups.make("one")
+    await run.publish()
+    await core.close()
+
+
 async def test_payload_that_is_gone_is_no_part_of_the_next_attempt(tmp_path):
     core, run = await begun(tmp_path)
     await run.publish(snapshot=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
-from heterorl.common.process.files import link_or_copy, make_directory, sync_directory, sync_file
+from heterorl.common.process.files import NO_ROOM, link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version, version_words
@@ -30,7 +30,6 @@ from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE
 from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.engine_choice import OWNER
-from heterorl.coordinator.store.payload_files import typed_error
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +75,10 @@ class Backups(Stores):
             known = await asyncio.to_thread(_read_note, self._directory / name, self.config.run_id)
             return known or await self._write(name)
         except OSError as error:
-            raise typed_error(error) from error
+            if error.errno in NO_ROOM:
+                raise StoreFull("there is no room for the backup", retry_after_s=_BUSY_S) from error
+            problem = f"the backup cannot be written to {self._directory}: {error.strerror}"
+            raise Busy(problem, action="check backup_dir at the coordinator", retry_after_s=_BUSY_S) from error
 
     async def _write(self, name: str) -> Backup:
         # Its own name: several runs may have one backup_dir.

@@ -219,6 +219,10 @@ async def test_place_that_is_taken_is_left_alone(url_of, tmp_path):
         put(url=url, data_dir=tmp_path / "second")
     await held.close()
     assert list((tmp_path / "second").iterdir()) == []
+    blob.unlink()
+    blob.mkdir()
+    with pytest.raises(OperatorError, match=f"^{blob} cannot be read: .*a user that can read the backup"):
+        put(data_dir=tmp_path / "second")
     with pytest.raises(OperatorError, match="is in PostgreSQL.*heterorl backup"):
         verify_directory(tmp_path / "new", keys=(), is_replaying=False, console=Console(quiet=True))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DiskFull, OperatorError
-from heterorl.common.process.files import make_directory, replacing, sync_directory, sync_file
+from heterorl.common.process.files import NO_ROOM, make_directory, replacing, sync_directory, sync_file
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
 from heterorl.common.weights.payload import file_digest
@@ -79,6 +79,11 @@ def restore(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
+        # A copy's error has both names, and may be of the target.
+        name = "" if error.errno in NO_ROOM or error.filename2 else str(error.filename or "")
+        if name and Path(name).is_relative_to(source):
+            action = "run as a user that can read the backup"
+            raise OperatorError(f"{name} cannot be read: {error.strerror}", action=action) from error
         raise operators_error(data_dir, error) from error
     except sqlite3.Error as error:
         raise _not_copied(error) from error

@@ -12,7 +12,6 @@ from heterorl.common.api import PieceFrames
 from heterorl.common.errors import (
     Busy,
     CorruptData,
-    CorruptStore,
     DigestMismatch,
     Draining,
     GroupNotAvailable,
@@ -65,11 +64,7 @@ class PolicyColumn:
         await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         if num_bytes <= self._context.config.max_payload_bytes:
             self._context.disk.check_payload(num_bytes - self._context.blobs.query(digest))
-        try:
-            return await self._context.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
-        except CorruptStore as error:
-            self._context.database.fail(str(error))
-            raise
+        return await self._context.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
 
     async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
         """The bucket's place for a payload's next piece; NO_PLACE: stream it."""
@@ -115,9 +110,7 @@ class PolicyColumn:
         self, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest], payloads: list[PayloadRef]
     ) -> int:
         for payload in payloads:
-            if not await self._context.blobs.ensure(
-                digest=payload.digest, num_bytes=payload.num_bytes, on_failed=self._context.database.fail
-            ):
+            if not await self._context.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
         now = self._context.clock.wall()
         steps = [status_report.encode(dataclasses.replace(report, published_time=now)) for report in request.reports]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
-from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPayload
+from heterorl.common.errors import Busy, RemoteError, UnknownPayload
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
 from heterorl.common.pull.payload_reader import DamagedFile
 from heterorl.common.types.common import Digest
@@ -24,7 +23,6 @@ from heterorl.coordinator.store.payload_files import BUSY_S, file_size, unreadab
 from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
 
 _LOG = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
 
 
 class Damage:
@@ -83,7 +81,7 @@ class Damage:
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use, new plans avoid it: %s", digest[:12], problem)
         await self._database.run(lambda connection: payload_index.strike_out(connection, digest))
-        await self.on_disk(self._blobs.set_aside(digest))
+        await self._blobs.set_aside(digest)
         await self._merges.drop(digest)
 
     async def put_aside_missing(self, files: Iterable[tuple[Digest, Path]]) -> None:
@@ -93,14 +91,6 @@ class Damage:
                 self._check_is_there()
                 if await self._cache.heal(digest) is Repair.LOST:
                     await self.put_aside(digest, "it is gone")
-
-    async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:
-        """Await an action on payload files; a failed disk ends the process."""
-        try:
-            return await action
-        except CorruptStore as error:
-            self._database.fail(str(error))
-            raise
 
     def _check_is_there(self) -> None:
         if not self._blobs.is_there():

@@ -100,7 +100,7 @@ class GarbageCollector(BackgroundWorker, Stores):
         Where bytes are missing it writes no payload, and deletes unneeded payloads at once."""
         missing_bytes = self.missing_bytes()
         if missing_bytes:
-            await self.damage.on_disk(self.blobs.drop_damaged(missing_bytes))
+            await self.blobs.drop_damaged(missing_bytes)
             # Merged deltas and copies of a bucket's payloads are caches.
             if self.missing_bytes():
                 leased = self.leases.payloads(self.clock.monotonic())
@@ -141,8 +141,7 @@ class GarbageCollector(BackgroundWorker, Stores):
             async with self.cache.at_hand(stored_of(work.payloads)):
                 write = functools.partial(write_snapshot, self.paths_of(work.payloads), scratch, work, self._check_stop)
                 payload = await self._in_thread(write)
-            adopted = self.blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
-            await self.damage.on_disk(adopted)
+            await self.blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
         except DamagedPayload as error:
             await self.damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
             return True
@@ -224,7 +223,7 @@ class GarbageCollector(BackgroundWorker, Stores):
             is_named = await self.database.run(lambda connection: payload_index.is_named(connection, digest))
             return is_named or digest in self.leases.payloads(self.clock.monotonic())
 
-        return await self.damage.on_disk(self.blobs.remove(digest, is_needed=is_needed))
+        return await self.blobs.remove(digest, is_needed=is_needed)
 
     async def _give_up_unpublished(self) -> None:
         named, num_versions = await self.database.run(payload_index.named)

@@ -51,6 +51,7 @@ async def open_payloads(
             max_payload_bytes=config.max_payload_bytes,
             make_room=make_room,
             on_full=on_full,
+            on_failed=database.fail,
         )
         return PayloadStorage(), files, PayloadCache(), DirectUploads()
     until = clock.monotonic() + WAIT_S
@@ -90,9 +91,10 @@ async def _open_bucket(
         bound="payloads.cache_bytes",
         make_room=lambda missing_bytes: cache.make_room(missing_bytes),
         on_full=on_full,
+        on_failed=database.fail,
         storage=storage,
     )
-    cache = BucketCache(files, storage, on_failed=database.fail)
+    cache = BucketCache(files, storage)
     for digest in await asyncio.to_thread(files.whole):
         if storage.size(digest) is not None:
             cache.note(digest)

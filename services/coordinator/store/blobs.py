@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.process.threads import in_thread, opened_in_thread
+from heterorl.common.process.threads import ArgumentsT, ResultT, in_thread, opened_in_thread
 from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.payload_files import (
@@ -68,10 +68,12 @@ class BlobStore:
         bound: str = "store_bytes",
         make_room: Callable[[int], Awaitable[None]],
         on_full: Callable[[], None],
+        on_failed: Callable[[str], object],
         storage: PayloadStorage | None = None,
     ) -> None:
         """Open the directory; `bound` is the key of `store_bytes` in errors.
-        `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk is full."""
+        `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk is full.
+        `on_failed` gets the reason when it failed and the process must end, also without a caller, from any thread."""
         self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
@@ -81,7 +83,7 @@ class BlobStore:
         self._used = 0
         self.freed = Bell()
         """Rings when there may be more room."""
-        self._make_room, self._on_full = make_room, on_full
+        self._make_room, self._on_full, self._on_failed = make_room, on_full, on_failed
         for directory in (self._blobs, self._partial):
             make_directory(directory)
         self._identity = identity(self._blobs)
@@ -140,34 +142,25 @@ class BlobStore:
             with self._settled(digest, num_bytes):
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
-                    await in_thread(self._complete, digest)
+                    await self._in_thread(self._complete, digest)
             if written == num_bytes:
                 await self._storage.keep(digest, self.path(digest))
             return written
 
-    async def ensure(
-        self, *, digest: Digest, num_bytes: int, on_failed: Callable[[str], object] = lambda _: None
-    ) -> bool:
+    async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
         """Whether the payload is complete.
-        Completes an upload that was cut before its rename. `on_failed` hears of a failed disk, also without a caller.
-        Raises DigestMismatch: wrong content, start again; CorruptStore: the disk failed, the process must end."""
-
-        def ended(done: asyncio.Future[bool]) -> None:
-            if not done.cancelled() and isinstance(error := done.exception(), CorruptStore):
-                on_failed(str(error))
-
+        Completes an upload that was cut before its rename. Raises DigestMismatch: wrong content, start again;
+        CorruptStore: the disk failed, the process must end."""
         # Goes on without its caller: a large payload takes longer into the bucket than a publication has time. The
         # next call waits for the lock, and finds it there.
-        ensuring = asyncio.ensure_future(self._ensure(digest, num_bytes))
-        ensuring.add_done_callback(ended)
-        return await asyncio.shield(ensuring)
+        return await asyncio.shield(self._ensure(digest, num_bytes))
 
     async def _ensure(self, digest: Digest, num_bytes: int) -> bool:
         # Under the lock, so that a running deletion ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 with self._settled(digest, num_bytes):
-                    await in_thread(self._complete, digest)
+                    await self._in_thread(self._complete, digest)
             if self.size(digest) != num_bytes:
                 return False
             await self._storage.keep(digest, self.path(digest))
@@ -192,7 +185,7 @@ class BlobStore:
             else:
                 await self._reserve(num_bytes)
                 with self._settled(digest, num_bytes):
-                    await in_thread(name_file, path, self.path(digest))
+                    await self._in_thread(name_file, path, self.path(digest))
             await self._storage.keep(digest, self.path(digest))
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
@@ -215,7 +208,7 @@ class BlobStore:
         for path in paths:
             if (size := file_size(path)) is not None:
                 with self._released(path, size):
-                    await in_thread(remove_file, path)
+                    await self._in_thread(remove_file, path)
                 freed += size
         return freed
 
@@ -226,7 +219,7 @@ class BlobStore:
             if file_size(path) is not None:
                 async with self._locks[self._damaged.name]:
                     await self._remove_files(aside)
-                    await in_thread(name_file, path, aside)
+                    await self._in_thread(name_file, path, aside)
                 self.freed.ring()
 
     async def drop_damaged(self, missing_bytes: int) -> int:
@@ -268,19 +261,33 @@ class BlobStore:
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
         is_new = file_size(path) is None
-        file = await opened_in_thread(lambda: open_file(path, "w+b" if is_new else "r+b"))
+        file = await opened_in_thread(self.watched()(lambda: open_file(path, "w+b" if is_new else "r+b")))
         try:
             position = offset
-            cut(file, offset)
+            self.watched()(cut)(file, offset)
             async for frame in frames:
                 if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
-                await in_thread(write_all, file, frame)
+                await self._in_thread(write_all, file, frame)
                 position += len(frame)
             return position
         finally:
             # After a broken link too: the sender resumes behind the durable bytes.
-            await in_thread(sync_and_close, file, path, is_new=is_new)
+            await self._in_thread(sync_and_close, file, path, is_new=is_new)
+
+    async def _in_thread(
+        self, function: Callable[ArgumentsT, ResultT], *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs
+    ) -> ResultT:
+        return await in_thread(self.watched()(function), *args, **kwargs)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Report a failed disk; also decorates a function for a thread."""
+        try:
+            yield
+        except CorruptStore as error:
+            self._on_failed(str(error))
+            raise
 
     def _complete(self, digest: Digest) -> None:
         partial, target = self._partial / digest, self.path(digest)

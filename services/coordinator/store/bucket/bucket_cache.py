@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from heterorl.common.errors import Busy, CorruptStore
+from heterorl.common.errors import Busy
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
@@ -74,7 +73,7 @@ class CacheFiles(BlobStore):
                 return False
             if await asyncio.to_thread(file_digest, scratch) != digest:
                 return False
-            await asyncio.to_thread(name_file, scratch, self.path(digest))
+            await self._in_thread(name_file, scratch, self.path(digest))
             return True
 
 
@@ -97,13 +96,9 @@ class BucketCache(PayloadCache):
     """Copies of one bucket's payloads among the files of one directory.
     Belongs to the event loop."""
 
-    def __init__(
-        self, files: CacheFiles, storage: BucketStorage, *, on_failed: Callable[[str], object] = lambda _: None
-    ) -> None:
-        """`on_failed` hears of a failed disk, also without a reader."""
+    def __init__(self, files: CacheFiles, storage: BucketStorage) -> None:
         self._files = files
         self._storage = storage
-        self._on_failed = on_failed
         self._in_use: Counter[Digest] = Counter()
         self._num_readers = 0
         """Readers that have room for all their payloads."""
@@ -190,16 +185,8 @@ class BucketCache(PayloadCache):
         """Delete a copy, which counts as gone at once; returns its bytes."""
         self._going.add(digest)
         dropping = asyncio.ensure_future(self._files.drop(digest))
-        dropping.add_done_callback(lambda done: self._dropped(digest, done))
+        dropping.add_done_callback(lambda _: self._going.discard(digest))
         return await asyncio.shield(dropping)
-
-    def _dropped(self, digest: Digest, done: asyncio.Future[int]) -> None:
-        self._going.discard(digest)
-        self._check_disk(done)
-
-    def _check_disk(self, done: asyncio.Future[Any]) -> None:
-        if not done.cancelled() and isinstance(error := done.exception(), CorruptStore):
-            self._on_failed(str(error))
 
     def _is_there(self, digest: Digest) -> bool:
         return digest not in self._going and self._files.has(digest)
@@ -273,7 +260,8 @@ class BucketCache(PayloadCache):
         async with self._turns:
             while not fetch.is_given_up:
                 whole_reads += self._files.scratch_bytes(digest) == 0
-                await self._storage.objects.fetch(digest, scratch)
+                with self._files.watched():
+                    await self._storage.objects.fetch(digest, scratch)
                 # A fetched file is verified and adopted even if all waiters are cancelled.
                 fetch.is_arriving = False
                 is_right = await self._files.take(scratch, digest=digest, num_bytes=size)
@@ -289,7 +277,6 @@ class BucketCache(PayloadCache):
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
         del self._fetches[digest]
-        self._check_disk(done)
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
             _LOG.debug("payload %s cannot be fetched now: %s", digest[:12], error)
         self._give_back(digest)

@@ -32,8 +32,8 @@ from tests.support.stores import open_blobs
 MAX_BYTES = 1 << 20
 
 
-def store(path, *, store_bytes=1 << 30, max_payload_bytes=MAX_BYTES):
-    return open_blobs(path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes)
+def store(path, **changes):
+    return open_blobs(path, **{"store_bytes": 1 << 30, "max_payload_bytes": MAX_BYTES} | changes)
 
 
 def digest_of(data):
@@ -359,7 +359,7 @@ async def test_disk_that_fails_after_a_publication_ran_out_of_time_still_ends_th
     data, failed, may_go = b"a snapshot", [], threading.Event()
     (tmp_path / "partial").mkdir()
     (tmp_path / "partial" / digest_of(data)).write_bytes(data)
-    blobs = store(tmp_path)
+    blobs = store(tmp_path, on_failed=failed.append)
 
     def fails(*paths):
         may_go.wait(WAIT_S)
@@ -367,7 +367,7 @@ async def test_disk_that_fails_after_a_publication_ran_out_of_time_still_ends_th
 
     monkeypatch.setattr(blobs_module, "name_file", fails)
     column = object.__new__(PolicyColumn)
-    column._context = SimpleNamespace(blobs=blobs, database=SimpleNamespace(fail=failed.append))
+    column._context = SimpleNamespace(blobs=blobs)
     payload = PayloadRef(
         kind=PayloadKind.SNAPSHOT, from_version=NO_VERSION, to_version=0, digest=digest_of(data), num_bytes=len(data)
     )

@@ -7,6 +7,7 @@ import pytest
 from blake3 import blake3
 
 from heterorl.common.errors import CorruptStore
+from heterorl.coordinator.store import blobs
 from heterorl.coordinator.store.bucket import bucket_cache
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, WHOLE_READS, BucketCache, CacheFiles
 from heterorl.coordinator.store.payload_storage import Repair
@@ -24,7 +25,7 @@ class Home:
 
     def __init__(self):
         self.there = {*DATA}
-        self.slow, self.sent = set(), 3 * MIB
+        self.slow, self.sent, self.failed = set(), 3 * MIB, []
         self.num_wrong = 0
         self.begins, self.may_end = asyncio.Event(), asyncio.Event()
         self.objects = self
@@ -76,10 +77,10 @@ def copies(home, tmp_path, monkeypatch):
         make_room=make_room,
         storage=home,
         on_full=lambda: None,
+        on_failed=home.failed.append,
     )
     files.freed = CountingBell()
-    home.failed = []
-    copies = BucketCache(files, home, on_failed=home.failed.append)
+    copies = BucketCache(files, home)
     return copies
 
 
@@ -213,17 +214,21 @@ async def test_wrong_payload_is_read_again_only_while_readers_wait(copies, home,
     assert (copies._files._used, copies._fetches) == (0, {})
 
 
-@pytest.mark.parametrize("is_dropped", [False, True])
-async def test_failed_disk_of_a_copy_is_told_so_that_the_process_ends(copies, home, monkeypatch, is_dropped):
+@pytest.mark.parametrize("failing", ["fetch", "adoption", "copy", "damaged payload"])
+async def test_failed_disk_of_a_copy_is_told_so_that_the_process_ends(copies, home, monkeypatch, tmp_path, failing):
     """Its caller may be a loop that takes the error for the end of the store."""
     await read(copies, A)
+    if failing == "damaged payload":
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged" / C).write_bytes(DATA[C])
 
-    async def fails(*_, **__):
+    def fails(*_):
         raise CorruptStore("the disk of the payloads failed")
 
-    monkeypatch.setattr(copies._files if is_dropped else home, "drop" if is_dropped else "fetch", fails)
+    patched = {"fetch": (home, "fetch"), "adoption": (bucket_cache, "name_file")}
+    monkeypatch.setattr(*patched.get(failing, (blobs, "remove_file")), fails)
     with pytest.raises(CorruptStore):
-        await (copies.make_room(1) if is_dropped else read(copies, B))
+        await (read(copies, B) if failing in patched else copies.make_room(1))
 
     (said,) = home.failed
     assert said.startswith("the disk of the payloads failed")

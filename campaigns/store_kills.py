@@ -140,8 +140,7 @@ class Trainer:
         self._run = Run(client, directory)
         self.published: dict[int, tuple[Digest, tuple[GroupId, ...]]] = {}
         self.refused: list[HeterorlError] = []
-        self.num_uploads = self.num_put = 0
-        """Payloads uploaded, and those of them through the bucket; the others were streamed."""
+        self.num_uploads = 0
 
     async def begin(self) -> None:
         """Take the lease and publish version 0."""
@@ -194,33 +193,12 @@ class Trainer:
 
     async def _upload(self, data: bytes, digest: Digest, *, offset: int = 0) -> int:
         async def rest() -> int:
-            if await self._put(data, digest):
-                return len(data)
             there = max(offset, await self._client.query_upload(digest=digest))
             return there if there == len(data) else await Run.upload(self._run, data, digest, offset=there)
 
         durable = await self._until_done(rest)
         self.num_uploads += 1
         return int(durable)
-
-    async def _put(self, data: bytes, digest: Digest) -> bool:
-        """Upload a payload through the bucket, as a learner tries first; False if it must be streamed."""
-
-        async def frames(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
-            yield data[offset:stop]
-
-        how: dict[str, Any] = {"epoch": self._run.epoch, "digest": digest, "num_bytes": len(data)}
-        try:
-            if not await self._client.put_payload(**how, frames=frames):
-                return False
-            is_whole = await self._client.take_payload(**how) == len(data)
-        except HeterorlError as error:
-            self.refused.append(error)
-            # A learner avoids a failed store for longer than this campaign lasts.
-            self._client._writes._not_before = 0.0
-            return False
-        self.num_put += is_whole
-        return is_whole
 
     async def _until_done(self, attempt: Any) -> Any:
         while True:
@@ -323,10 +301,7 @@ class Campaign:
             if progress is not None and bar is not None:
                 words = f"{sum(len(one.acknowledged) for one in witnesses)} groups acknowledged, last: {kind}"
                 progress.update(bar, advance=1, description=words)
-        put = trainer.num_put
         await self._work(witnesses, trainer)
-        # After an outage of the bucket, uploads use it again.
-        await self._until(lambda: trainer.num_put > put)
 
     async def _work(self, witnesses: list[Witness], trainer: Trainer) -> None:
         """Wait until each site had a group acknowledged and the learner a version."""
@@ -411,7 +386,6 @@ class Campaign:
             "versions": len(trainer.published),
             "payloads": len(payloads),
             "uploads": trainer.num_uploads,
-            "put": trainer.num_put,
             "lost": len(lost),
             "lost_are": [str(one) for one in lost],
             "duplicated": sum(count - 1 for count in twice.values()),
@@ -449,7 +423,7 @@ def tables_of(summary: dict[str, Any]) -> list[Table]:
     """Tables for the end."""
     account = Table("what", "count", title="what was promised")
     for name in (
-        "acknowledged", "versions", "payloads", "uploads", "put", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
+        "acknowledged", "versions", "payloads", "uploads", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
         "epochs_committing_at_once", "commits_of_an_older_epoch", "stay_down",
     ):  # fmt: skip
         account.add_row(name.replace("_", " "), str(summary[name]))

@@ -11,8 +11,6 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import Unreachable
 
 _STREAMS = frozenset({"watch_head", "read_payload", "stream_groups"})
-_NO_CALL = frozenset({"put_payload"})
-"""What ends before it reaches the network where no payload has another home than the coordinator."""
 
 
 class Link:
@@ -30,8 +28,6 @@ class Link:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
-        if name in _NO_CALL:
-            return method
         if name in _STREAMS:
 
             async def stream(**kwargs: Any) -> AsyncIterator[Any]:

@@ -5,7 +5,7 @@ A certificate states the role (heterorl.coordinator.rpc.access). A process that 
 Each method may raise a `RemoteError` of heterorl.common.errors. Times are seconds.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, SiteId, StepReport
@@ -32,9 +32,6 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import EvaluationSample, Sample, SampleFilter, SampleList, SampleNote, SamplePage
-
-PieceFrames = Callable[[int, int], AsyncGenerator[bytes, None]]
-"""Frames of [offset, stop) of a payload; each call starts at `offset`."""
 
 
 class WeightsApi(Protocol):
@@ -108,15 +105,6 @@ class LearnerApi(WeightsApi, Protocol):
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append frames (at most 1 MiB) from `offset`; returns the durable bytes."""
-
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
-        """Put a payload's missing pieces into the bucket; False without a bucket.
-
-        Raises Unreachable if the bucket refuses a piece; pieces that it took stay there for a while.
-        """
-
-    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Have the coordinator take and verify a payload; returns the durable bytes."""
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit a version and its groups atomically, once for a step id."""

@@ -23,7 +23,7 @@ from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.disk_space import DiskSpace
-from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadCache, PayloadStorage
+from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
 from heterorl.coordinator.versions.lineage import Standing
 
 ResultT = TypeVar("ResultT")
@@ -39,7 +39,6 @@ class CoordinatorContext:
     storage: PayloadStorage
     blobs: BlobStore
     cache: PayloadCache
-    direct_uploads: DirectUploads
     merges: MergedDeltas
     merger: DeltaMerger
     leases: PullLeases

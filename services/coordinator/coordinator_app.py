@@ -129,10 +129,9 @@ async def _serve(
             gauges = tasks.create_task(_gauges(core, server, process.clock))
             merger = tasks.create_task(core.context.merger.run())
             collector = tasks.create_task(core.context.collector.run())
-            direct_uploads = tasks.create_task(core.context.direct_uploads.run())
             core.on_fatal.add_done_callback(lambda _: process.stop.set())
             await process.stop.wait()
-            for loop in (gauges, merger, collector, direct_uploads):
+            for loop in (gauges, merger, collector):
                 loop.cancel()
     finally:
         _LOG.info("the coordinator of run %s stops", config.run_id)

@@ -32,8 +32,6 @@ class BucketConfig(Config):
     """Cache in data_dir; larger than a snapshot with its deltas."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long a node can use the address of a payload."""
-    put_bytes: int = Field(default=64 << 30, ge=0)
-    """Largest payload that the learner uploads directly; 0: all pass through the coordinator."""
 
     @field_validator("endpoint")
     @classmethod

@@ -120,7 +120,7 @@ async def open_context(
             await database.run(lambda connection: evaluation_jobs.end_removed(connection, names, now=clock.wall()))
             while not await database.run(ring.trim):
                 pass
-        storage, blobs, cache, direct_uploads = await open_payloads(
+        storage, blobs, cache = await open_payloads(
             config, database, clock, make_room=make_room, on_full=disk.note_refusal
         )
         merges = MergedDeltas(config.data_dir / "merged")
@@ -147,7 +147,6 @@ async def open_context(
     return CoordinatorContext(
         **vars(stores),
         storage=storage,
-        direct_uploads=direct_uploads,
         merger=DeltaMerger(
             **vars(stores), leased=lambda: leases.payloads(clock.monotonic()), may_write=lambda: not disk.is_full
         ),

@@ -8,11 +8,9 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from heterorl.common.api import PieceFrames
 from heterorl.common.errors import (
     Busy,
     CorruptData,
-    DigestMismatch,
     Draining,
     GroupNotAvailable,
     InvalidRequest,
@@ -22,13 +20,11 @@ from heterorl.common.errors import (
 from heterorl.common.pull.payload_reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import (
-    NO_PLACE,
     HeadUpdate,
     Manifest,
     PayloadRef,
     PublishRequest,
     PullPlan,
-    PutPlace,
     SignedManifest,
     version_or_none,
 )
@@ -65,36 +61,6 @@ class PolicyColumn:
         if num_bytes <= self._context.config.max_payload_bytes:
             self._context.disk.check_payload(num_bytes - self._context.blobs.query(digest))
         return await self._context.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
-
-    async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
-        """The bucket's place for a payload's next piece; NO_PLACE: stream it."""
-        await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
-        if self._context.blobs.query(digest):
-            return NO_PLACE
-        try:
-            return await self._context.direct_uploads.place(digest, num_bytes)
-        except Busy:
-            return NO_PLACE
-
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:  # noqa: ARG002 - see heterorl.common.api
-        """False: a caller in this process streams."""
-        return False
-
-    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Read and verify the pieces in the bucket as an upload.
-        It continues where an earlier call ended."""
-        have = self._context.blobs.query(digest)
-        frames = self._context.direct_uploads.frames(digest, num_bytes, offset=have)
-        try:
-            taken = await self.upload_payload(
-                epoch=epoch, digest=digest, num_bytes=num_bytes, offset=have, frames=frames
-            )
-        except DigestMismatch:
-            await self._context.direct_uploads.drop(digest)
-            raise
-        if taken == num_bytes:
-            await self._context.direct_uploads.drop(digest)
-        return taken
 
     async def publish_version(self, request: PublishRequest) -> int:
         try:

@@ -421,22 +421,14 @@ class QueryUploadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    PUT_BYTES_FIELD_NUMBER: builtins.int
     digest: builtins.str
     """Blake3 (hex) of the payload."""
-    epoch: builtins.int
-    """Epoch of the learner's lease; needed where an address is asked for."""
-    put_bytes: builtins.int
-    """Size of the whole payload, bytes, from a caller that asks where it may put it; 0 asks for no address."""
     def __init__(
         self,
         *,
         digest: builtins.str = ...,
-        epoch: builtins.int = ...,
-        put_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "put_bytes", b"put_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest"]) -> None: ...
 
 Global___QueryUploadRequest: typing_extensions.TypeAlias = QueryUploadRequest
 
@@ -447,28 +439,14 @@ class QueryUploadResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: builtins.int
-    PUT_URL_FIELD_NUMBER: builtins.int
-    PUT_OFFSET_FIELD_NUMBER: builtins.int
-    PUT_BYTES_FIELD_NUMBER: builtins.int
     num_bytes: builtins.int
     """Bytes that are durable."""
-    put_url: builtins.str
-    """Address that takes the next piece of the payload in one PUT for a while; empty where there is none, or where all
-    pieces are there. A credential: never to be logged.
-    """
-    put_offset: builtins.int
-    """Byte at which that piece begins, which is what whole pieces have; the payload's size when all are there."""
-    put_bytes: builtins.int
-    """Bytes of that piece."""
     def __init__(
         self,
         *,
         num_bytes: builtins.int = ...,
-        put_url: builtins.str = ...,
-        put_offset: builtins.int = ...,
-        put_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes", "put_bytes", b"put_bytes", "put_offset", b"put_offset", "put_url", b"put_url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes"]) -> None: ...
 
 Global___QueryUploadResponse: typing_extensions.TypeAlias = QueryUploadResponse
 
@@ -482,7 +460,6 @@ class UploadHeader(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
-    IS_PUT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     digest: builtins.str
@@ -491,8 +468,6 @@ class UploadHeader(google.protobuf.message.Message):
     """Size of the whole payload, bytes."""
     offset: builtins.int
     """Position of the first frame, bytes."""
-    is_put: builtins.bool
-    """Whether pieces of the payload were put at the addresses that QueryUpload gave; no frame follows."""
     def __init__(
         self,
         *,
@@ -500,9 +475,8 @@ class UploadHeader(google.protobuf.message.Message):
         digest: builtins.str = ...,
         num_bytes: builtins.int = ...,
         offset: builtins.int = ...,
-        is_put: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "is_put", b"is_put", "num_bytes", b"num_bytes", "offset", b"offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "num_bytes", b"num_bytes", "offset", b"offset"]) -> None: ...
 
 Global___UploadHeader: typing_extensions.TypeAlias = UploadHeader
 

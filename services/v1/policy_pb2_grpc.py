@@ -130,20 +130,19 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def QueryUpload(self, request, context):
-        """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
+        """QueryUpload tells how many bytes of a payload are durable.
 
-        INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: correct the digest. UNAVAILABLE: repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadPayload(self, request_iterator, context):
-        """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
+        """UploadPayload appends frames to a payload; the first message carries the header.
 
-        ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
-        PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL
-        or QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
+        ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. RESOURCE_EXHAUSTED STORE_FULL or
+        QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -344,17 +344,16 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
     """
 
     QueryUpload: _PolicyServiceQueryUploadType
-    """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
+    """QueryUpload tells how many bytes of a payload are durable.
 
-    INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+    INVALID_ARGUMENT: correct the digest. UNAVAILABLE: repeat.
     """
 
     UploadPayload: _PolicyServiceUploadPayloadType
-    """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
+    """UploadPayload appends frames to a payload; the first message carries the header.
 
-    ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
-    PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL
-    or QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
+    ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. RESOURCE_EXHAUSTED STORE_FULL or
+    QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
     """
 
     PublishVersion: _PolicyServicePublishVersionType
@@ -497,9 +496,9 @@ class PolicyServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.policy_pb2.QueryUploadRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.policy_pb2.QueryUploadResponse, collections.abc.Awaitable[heterorl.v1.policy_pb2.QueryUploadResponse]]:
-        """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
+        """QueryUpload tells how many bytes of a payload are durable.
 
-        INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: correct the digest. UNAVAILABLE: repeat.
         """
 
     @abc.abstractmethod
@@ -508,11 +507,10 @@ class PolicyServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[heterorl.v1.policy_pb2.UploadPayloadRequest],
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.policy_pb2.UploadPayloadResponse, collections.abc.Awaitable[heterorl.v1.policy_pb2.UploadPayloadResponse]]:
-        """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
+        """UploadPayload appends frames to a payload; the first message carries the header.
 
-        ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
-        PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL
-        or QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
+        ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. RESOURCE_EXHAUSTED STORE_FULL or
+        QUOTA_EXCEEDED: wait for the stated delay. OUT_OF_RANGE or UNAVAILABLE: ask QueryUpload and go on from there.
         """
 
     @abc.abstractmethod

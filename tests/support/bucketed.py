@@ -27,11 +27,6 @@ def served() -> float:
     return float(BYTES.labels("weights", "out")._value.get())
 
 
-def received() -> float:
-    """Payload bytes that coordinators of this process received from learners."""
-    return float(BYTES.labels("weights", "in")._value.get())
-
-
 def copies(run: SecureRun) -> list[Path]:
     """Payload files of the run's coordinator."""
     return [path for path in (run.directory / "data" / "blobs").rglob("*") if path.is_file()]
@@ -40,8 +35,3 @@ def copies(run: SecureRun) -> list[Path]:
 def payloads_of(names: Iterable[str]) -> list[str]:
     """Keys that are payloads."""
     return [name for name in names if name.startswith("blobs/")]
-
-
-def incoming_of(names: Iterable[str]) -> list[str]:
-    """Keys of what learners put, and nobody took yet."""
-    return [name for name in names if name.startswith("incoming/")]

@@ -8,16 +8,14 @@ from typing import Any, Self
 
 import grpc.aio
 
-from heterorl.common.api import PieceFrames
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES, Service, registry_of
 from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.rpc.calls import WeightCalls, answer_to, once, readable, timed
 from heterorl.common.rpc.node_config import NodeConfig
-from heterorl.common.rpc.presigned import PresignedWrites
 from heterorl.common.types.common import Digest, Series, SiteId, StepReport, peer_words
 from heterorl.common.types.evaluation import MAX_TEXT, Evaluation, EvaluationSet, PromptResult, cut_texts
-from heterorl.common.types.policy import LeaseGrant, PublishRequest, PutPlace
+from heterorl.common.types.policy import LeaseGrant, PublishRequest
 from heterorl.common.types.rollout import (
     DropReason,
     Group,
@@ -78,7 +76,6 @@ class CoordinatorClient(WeightCalls):
         super().__init__(address, **how)
         # Groups in one message, as the answer to `register` states.
         self._push_groups = 1
-        self._writes = PresignedWrites(self._connections, self._clock)
 
     @classmethod
     def of(cls, config: NodeConfig, **how: Any) -> Self:
@@ -136,39 +133,12 @@ class CoordinatorClient(WeightCalls):
                 await self._pace(self._up, "up", len(frame))
                 yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=frame_checksum(frame))
 
-        return await self._upload(requests())
-
-    async def _upload(self, requests: AsyncGenerator[policy_pb2.UploadPayloadRequest, None]) -> int:
         async def attempt() -> int:
             async with self._channel.held() as lane:
                 with timed("UploadPayload"):
-                    return int((await answer_to(lane.stubs["UploadPayload"], requests)).num_bytes)
+                    return int((await answer_to(lane.stubs["UploadPayload"], requests())).num_bytes)
 
         return await once("UploadPayload", attempt)
-
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
-        if not self._writes.is_worth_asking:
-            return False
-
-        async def ask() -> PutPlace:
-            answer = await self._call("QueryUpload", digest=digest, epoch=epoch, put_bytes=num_bytes)
-            return PutPlace(url=answer.put_url, offset=answer.put_offset, num_bytes=answer.put_bytes)
-
-        async def paced(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
-            async with contextlib.aclosing(frames(offset, stop)) as piece:
-                async for frame in piece:
-                    await self._pace(self._up, "up", len(frame))
-                    yield frame
-
-        return await self._writes.put_all(ask, paced, num_bytes=num_bytes)
-
-    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-
-        async def requests() -> AsyncGenerator[policy_pb2.UploadPayloadRequest, None]:
-            header = policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, is_put=True)
-            yield policy_pb2.UploadPayloadRequest(header=header)
-
-        return await self._upload(requests())
 
     async def publish_version(self, request: PublishRequest) -> int:
         return int((await self._call("PublishVersion", to_message(policy_pb2.PublishVersionRequest, request))).version)

@@ -1,13 +1,11 @@
-"""Reads and writes of payloads at presigned URLs of a bucket.
+"""Reads of payloads at presigned URLs of a bucket.
 
 The coordinator gives the URLs, which expire. A node uses a URL only if it allows its scheme and host, and follows no
 redirect. A URL is a credential, so it is never logged. A read yields only bytes of its range; the caller compares them
-with the payload's digest. A put sends a whole piece or fails; only the head of its answer is read, and the coordinator
-verifies the bytes.
+with the payload's digest.
 
 A URL that fails is dropped until the next plan. A bucket that is too slow, or whose reader gave up, is not used for ten
-minutes. A payload that arrived with another digest is never read by URL again. A failed piece is retried a few times,
-if the bucket took another one before.
+minutes. A payload that arrived with another digest is never read by URL again.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import contextlib
 import ipaddress
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,7 +26,7 @@ from pydantic import Field
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import PayloadRef, PutPlace
+from heterorl.common.types.policy import PayloadRef
 
 if TYPE_CHECKING:
     import httpx2
@@ -78,7 +76,7 @@ class UrlClient:
     """
 
     def __init__(self, allowed: Allowed, hosts: Sequence[str] = ()) -> None:
-        self.schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
+        self._schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
         self._hosts = tuple(host.lower() for host in hosts)
         self._takes_own = allowed == "any" or bool(hosts)
         self._client: httpx2.AsyncClient | None = None
@@ -88,7 +86,7 @@ class UrlClient:
             return False
         try:
             parts = urlsplit(url)
-            if parts.scheme not in self.schemes or not parts.hostname:
+            if parts.scheme not in self._schemes or not parts.hostname:
                 return False
             return self._is_named(parts.hostname) and (self._takes_own or not _is_own(parts.hostname))
         except ValueError:
@@ -237,102 +235,3 @@ async def _brisk(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         if left_bytes <= 0:
             left_bytes, left_s = BRISK_BYTES, BRISK_S
         yield frame
-
-
-ANSWER_S = 120.0
-"""Time for the answer to a put: a bucket replicates before it answers."""
-PUT_PAUSE_S = 300.0
-"""Pause of puts after a failure: each try of an unreachable bucket costs CONNECT_S."""
-TRIES = 4
-"""Tries of one piece, if another one got through."""
-AGAIN_S = 0.5
-"""Wait before the second try of a piece; doubles with each further one."""
-
-
-class _OddFrames(Unreachable):
-    """The frames are wrong, not the bucket."""
-
-
-class PresignedWrites:
-    """Puts payloads, and pauses for PUT_PAUSE_S after a failure.
-
-    Belongs to the event loop.
-    """
-
-    def __init__(self, connections: UrlClient, clock: Clock) -> None:
-        self._connections = connections
-        self._clock = clock
-        self._not_before = 0.0
-
-    @property
-    def is_worth_asking(self) -> bool:
-        return bool(self._connections.schemes) and self._clock.monotonic() >= self._not_before
-
-    async def put_all(
-        self,
-        ask: Callable[[], Awaitable[PutPlace]],
-        frames: Callable[[int, int], AsyncGenerator[bytes, None]],
-        *,
-        num_bytes: int,
-    ) -> bool:
-        """Put a payload's missing pieces; False without a usable URL.
-
-        `ask` returns the next missing piece and its URL; `frames` yields a range of the payload. Raises Unreachable if
-        the bucket does not answer, refuses, or lacks a piece that it took.
-        """
-        first, at, num_failures = -1, -1, 0
-        failure: Unreachable | None = None
-        while True:
-            place = await ask()
-            if place.offset == num_bytes:
-                return True
-            is_asked = self._connections.allows(place.url)
-            if failure is None and not is_asked:
-                return False
-            num_failures = num_failures + 1 if place.offset <= at else 0
-            first, at = place.offset if failure is None else first, max(at, place.offset)
-            if failure is not None and (not is_asked or num_failures == TRIES or (num_failures and at == first)):
-                self._not_before = self._clock.monotonic() + PUT_PAUSE_S
-                raise failure
-            if not 0 < place.num_bytes <= num_bytes - place.offset:
-                raise Unreachable(f"{place.num_bytes} bytes from {place.offset} on are no piece of the payload")
-            if num_failures:
-                await self._clock.sleep(AGAIN_S * 2 ** (num_failures - 1))
-            failure = Unreachable("the bucket of the payloads has not what it took")
-            try:
-                async with contextlib.aclosing(frames(place.offset, place.offset + place.num_bytes)) as piece:
-                    await self._put(place.url, piece, num_bytes=place.num_bytes)
-            except _OddFrames:
-                raise
-            except Unreachable as error:
-                failure = error
-
-    async def _put(self, url: str, frames: AsyncIterator[bytes], *, num_bytes: int) -> None:
-        client = self._connections.client()
-        import httpx2
-
-        headers = {"Content-Length": str(num_bytes)}
-        timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S, read=ANSWER_S)
-        try:
-            content = _exactly(num_bytes, frames)
-            async with client.stream("PUT", url, content=content, headers=headers, timeout=timeout) as answer:
-                # An answer with a body stays unread, which costs the connection: it may be endless.
-                if answer.headers.get("Content-Length") == "0":
-                    await answer.aread()
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            # Its text may hold the URL.
-            raise Unreachable(f"the bucket of the payloads does not answer ({type(error).__name__})") from None
-        if not answer.is_success:
-            raise Unreachable(f"the bucket of the payloads answers {answer.status_code}")
-
-
-async def _exactly(num_bytes: int, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    # Otherwise httpx2 would raise a protocol error of its own.
-    left = num_bytes
-    async for frame in frames:
-        left -= len(frame)
-        if left < 0:
-            break
-        yield frame
-    if left:
-        raise _OddFrames(f"the payload is not the {num_bytes} bytes that were to be put")

@@ -1,7 +1,7 @@
 """Values about versions: manifests, payloads, publication, pull plans, the learner's lease."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from heterorl.common.types.common import Digest, StepReport
 from heterorl.common.types.rollout import GroupId
@@ -67,22 +67,6 @@ class PayloadRef:
     to_version: int
     digest: Digest
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutPlace:
-    """A presigned URL for [offset, offset + num_bytes) of a payload.
-
-    The repr hides the URL, a credential. Without a URL there is no place, or the payload is complete if `offset` is its
-    size.
-    """
-
-    url: str = field(repr=False)
-    offset: int
-    num_bytes: int
-
-
-NO_PLACE = PutPlace(url="", offset=0, num_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,25 +20,25 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
-from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage, BucketUploads
+from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage
 from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.store.engine_choice import OWNER
-from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadCache, PayloadStorage
+from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
 
 _LOG = logging.getLogger(__name__)
 WAIT_S = 60.0
 """Longest wait for a bucket; then the process ends, and is restarted or a standby takes over."""
 PAUSE_S = 1.0
-Opened = tuple[PayloadStorage, BlobStore, PayloadCache, DirectUploads]
+Opened = tuple[PayloadStorage, BlobStore, PayloadCache]
 MakeRoom = Callable[[int], Awaitable[None]]
 
 
 async def open_payloads(
     config: CoordinatorConfig, database: Database, clock: Clock, *, make_room: MakeRoom, on_full: Callable[[], None]
 ) -> Opened:
-    """Open payload storage, files, cache and direct uploads.
+    """Open payload storage, files and cache.
     Raises ConfigError, DependencyMissing: the bucket cannot be used as named; Busy: it does not answer for WAIT_S."""
     if not config.payloads.bucket:
         if await database.run(_owner):
@@ -53,11 +53,11 @@ async def open_payloads(
             on_full=on_full,
             on_failed=database.fail,
         )
-        return PayloadStorage(), files, PayloadCache(), DirectUploads()
+        return PayloadStorage(), files, PayloadCache()
     until = clock.monotonic() + WAIT_S
     while True:
         try:
-            return await _open_bucket(config, database, clock, make_room=make_room, on_full=on_full)
+            return await _open_bucket(config, database, make_room=make_room, on_full=on_full)
         except Busy as error:
             if clock.monotonic() >= until:
                 action = "check payloads: bucket, endpoint, credentials; then start the coordinator again"
@@ -67,7 +67,7 @@ async def open_payloads(
 
 
 async def _open_bucket(
-    config: CoordinatorConfig, database: Database, clock: Clock, *, make_room: MakeRoom, on_full: Callable[[], None]
+    config: CoordinatorConfig, database: Database, *, make_room: MakeRoom, on_full: Callable[[], None]
 ) -> Opened:
     payloads = config.payloads
     await asyncio.to_thread(payload_index.empty, config.data_dir / SCRATCH)
@@ -98,11 +98,7 @@ async def _open_bucket(
     for digest in await asyncio.to_thread(files.whole):
         if storage.size(digest) is not None:
             cache.note(digest)
-    direct_uploads = BucketUploads(
-        objects, clock=clock, put_bytes=payloads.put_bytes, lifetime_s=payloads.url_lifetime_s
-    )
-    await direct_uploads.sweep()
-    return storage, files, cache, direct_uploads
+    return storage, files, cache
 
 
 async def _claim(objects: Objects, database: Database) -> None:

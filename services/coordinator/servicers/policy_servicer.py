@@ -46,11 +46,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     async def QueryUpload(self, request: pb.QueryUploadRequest, context: Context) -> pb.QueryUploadResponse:
         digest = digest_field("digest", request.digest)
-        answer = pb.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
-        if request.put_bytes:
-            place = await self._policy.put_place(epoch=request.epoch, digest=digest, num_bytes=request.put_bytes)
-            answer.put_url, answer.put_offset, answer.put_bytes = place.url, place.offset, place.num_bytes
-        return answer
+        return pb.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
 
     async def UploadPayload(
         self, request_iterator: AsyncIterator[pb.UploadPayloadRequest], context: Context
@@ -58,8 +54,6 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest("upload: the first message must be the header")
-        if first.header.is_put:
-            return await self._take(first.header, request_iterator)
 
         async def frames() -> AsyncIterator[bytes]:
             async for message in request_iterator:
@@ -79,16 +73,6 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             num_bytes=first.header.num_bytes,
             offset=first.header.offset,
             frames=frames(),
-        )
-        return pb.UploadPayloadResponse(num_bytes=num_bytes)
-
-    async def _take(
-        self, header: pb.UploadHeader, rest: AsyncIterator[pb.UploadPayloadRequest]
-    ) -> pb.UploadPayloadResponse:
-        if await anext(rest, None) is not None:
-            raise InvalidRequest("upload: a payload that was put has no frames")
-        num_bytes = await self._policy.take_payload(
-            epoch=header.epoch, digest=digest_field("header.digest", header.digest), num_bytes=header.num_bytes
         )
         return pb.UploadPayloadResponse(num_bytes=num_bytes)
 

@@ -1,6 +1,6 @@
 """Base classes of payload storage: files in data_dir; the bucket overrides them.
 
-`store/bucket` derives from the three classes. `BlobStore` calls the storage before it reports a payload complete, and
+`store/bucket` derives from both classes. `BlobStore` calls the storage before it reports a payload complete, and
 when it deletes one. Readers of files ask the cache first.
 """
 
@@ -11,9 +11,7 @@ from contextlib import asynccontextmanager
 from enum import Enum
 from pathlib import Path
 
-from heterorl.common.errors import PayloadMissing
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import NO_PLACE, PutPlace
 
 
 class PayloadStorage:
@@ -76,24 +74,3 @@ class PayloadCache:
     async def heal(self, digest: Digest) -> Repair:  # noqa: ARG002 - there is no other
         """Replace a missing or damaged file. Raises Busy: retry later."""
         return Repair.LOST
-
-
-class DirectUploads:
-    """Direct uploads of learners: not supported by files."""
-
-    async def place(self, digest: Digest, num_bytes: int) -> PutPlace:  # noqa: ARG002 - for no payload
-        """The place for the first missing piece of a payload.
-        Raises Busy: retry later."""
-        return NO_PLACE
-
-    async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
-        """Yield the uploaded bytes from `offset`, not yet verified.
-        Raises PayloadMissing: none were uploaded; DigestMismatch: wrong size, deleted; Busy: it cannot be read now."""
-        raise PayloadMissing(f"payload {digest[:12]} was not uploaded")
-        yield b""
-
-    async def drop(self, digest: Digest) -> None:
-        """Delete the uploaded pieces of a payload, if possible now."""
-
-    async def run(self) -> None:
-        """Delete abandoned pieces now and then, until cancelled."""

@@ -1,22 +1,19 @@
 """A version's payload files and manifest: encoded, uploaded, committed, pulled.
 
-With a bucket a payload is put there piece by piece, and the coordinator takes it from there. Otherwise, and for the
-rest after a failure, it is streamed to the coordinator from any byte on. A commit is asked until there is an answer,
-and never sent again before its result is known.
+A payload is streamed to the coordinator from any byte on. A commit is asked until there is an answer, and never sent
+again before its result is known.
 """
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, StateMismatch, Unreachable
+from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StateMismatch
 from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.puller import TrustedPuller
@@ -121,8 +118,6 @@ def _ref(info: PayloadInfo, kind: PayloadKind, from_version: int, to_version: in
 
 
 _LOG = logging.getLogger(__name__)
-MAX_TAKES = 4
-"""Attempts in a row of the coordinator to take a payload from the bucket that brought no byte."""
 MAX_MISMATCHES = 3
 """Complete uploads with another digest at the coordinator; after these the learner's disk is to blame."""
 MAX_REPAIRS = 3
@@ -145,17 +140,11 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
         StaleEpoch: the lease is lost.
         DigestMismatch: the file does not have the digest of its name.
     """
-    num_mismatches, before, may_put, is_answered = 0, -1, True, False
+    num_mismatches, before, is_answered = 0, -1, False
     while True:
         durable = await _durable(api, payload.digest, before, backoff)
         if durable >= payload.num_bytes:
             return
-        # A partly streamed payload continues by stream.
-        if may_put and not durable:
-            may_put = False
-            durable = await _put(api, payload, path, epoch=epoch, backoff=backoff)
-            if durable >= payload.num_bytes:
-                return
         if durable <= before and is_answered:
             # An answered upload without progress must not repeat without a wait.
             kept = f"{durable} of {payload.num_bytes} bytes of {payload.digest[:12]}"
@@ -164,7 +153,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
         before, is_answered = max(before, durable), True
         try:
             # Also when the call ends early: the generator holds an open file.
-            async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
+            async with contextlib.aclosing(_frames(path, payload, durable)) as frames:
                 await api.upload_payload(
                     epoch=epoch, digest=payload.digest, num_bytes=payload.num_bytes, offset=durable, frames=frames
                 )
@@ -186,56 +175,10 @@ async def _durable(api: LearnerApi, digest: Digest, before: int, backoff: Backof
     return durable
 
 
-async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
-    """Put a payload into the bucket, if any; returns its durable bytes."""
-    how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
-    try:
-        if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
-            return 0
-    except StaleEpoch:
-        raise
-    except (RemoteError, TimeoutError) as error:
-        _tell(payload, "could not be put into the bucket", error)
-        # The part that arrived need not be sent again.
-        await _take(api, how, backoff, tries=1)
-    else:
-        failure = await _take(api, how, backoff, tries=MAX_TAKES)
-        if failure is None:
-            return payload.num_bytes
-        _tell(payload, "could not be taken from the bucket", failure)
-    return await _durable(api, payload.digest, 0, backoff)
-
-
-async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
-    """Have the coordinator take a payload from the bucket; returns the error."""
-    left, before = tries, 0
-    while True:
-        try:
-            taken = await api.take_payload(**how)
-            return None if taken >= how["num_bytes"] else Unreachable(f"{taken} bytes of it are there")
-        except StaleEpoch:
-            raise
-        except (RemoteError, TimeoutError) as error:
-            left -= 1
-            if not is_transient(error) or (tries == 1):
-                return error
-            # Also after an outage of the coordinator: the bucket and the taken part are still there.
-            durable = await _durable(api, how["digest"], before, backoff)
-            left = tries if durable > before else left
-            before = max(before, durable)
-            if not left:
-                return error
-            await backoff.wait(error)
-
-
-def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
-    _LOG.warning("payload %s goes through the coordinator: it %s: %s", payload.digest[:12], what, error)
-
-
-async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> AsyncGenerator[bytes, None]:
+async def _frames(path: Path, payload: PayloadRef, offset: int) -> AsyncGenerator[bytes, None]:
     with path.open("rb") as file:
         file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, stop - offset)):
+        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, payload.num_bytes - offset)):
             offset += len(frame)
             BYTES.labels(payload.kind.value, "out").inc(len(frame))
             yield frame

@@ -1,9 +1,8 @@
 """The objects of one run in a bucket, and requests to them.
 
-    PREFIX/run                       the mark: the store whose rows name these payloads
-    PREFIX/blobs/ab/DIGEST           payloads; a name appears with all its bytes or not at all
-    PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put; not payloads before the coordinator verified them
-    PREFIX/damaged/DIGEST            payloads whose bytes changed; for inspection, never served
+    PREFIX/run               the mark: the store whose rows name these payloads
+    PREFIX/blobs/ab/DIGEST   payloads; a name appears with all its bytes or not at all
+    PREFIX/damaged/DIGEST    payloads whose bytes changed; for inspection, never served
 
 Errors show no address and no credentials, so no text of the library obstore leaves this module. A request ends within
 two minutes. A read lasts while bytes arrive and resumes at the missing byte. A conditional put makes the mark. It is
@@ -19,7 +18,6 @@ import logging
 import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,16 +108,6 @@ _TAKES = "take a payload"
 MARK = "run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A piece of a payload that a learner put."""
-
-    digest: Digest
-    offset: int
-    num_bytes: int
-    put_at: float
-
-
 class Objects:
     """Payloads by digest, below one prefix of one bucket."""
 
@@ -170,7 +158,9 @@ class Objects:
         return ConfigError("payloads.prefix", f"has the payloads of another store, {owner[:64]!r}", action=action)
 
     async def sizes(self) -> dict[Digest, int]:
-        names = ((key.rpartition("/")[2], num_bytes) for key, num_bytes, _ in await self._listed("blobs"))
+        async with self._asked("be listed"):
+            found = await self._library.list(self._store, prefix="blobs").collect_async()
+        names = ((entry["path"].rpartition("/")[2], int(entry["size"])) for entry in found)
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
     async def check(self) -> None:
@@ -213,7 +203,9 @@ class Objects:
                         await asyncio.wait([writing])
 
     async def delete(self, digest: Digest) -> None:
-        await self._delete(_key(digest))
+        await self.check()
+        async with self._asked("delete a payload"):
+            await self._library.delete_async(self._store, _key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
         await self.check()
@@ -223,32 +215,9 @@ class Objects:
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
         """Presigned URLs to read payloads; signed locally."""
-        return await self._signed("GET", [_key(digest) for digest in digests])
-
-    async def put_url(self, digest: Digest, offset: int) -> str:
-        (url,) = await self._signed("PUT", [_piece(digest, offset)])
-        return url
-
-    async def pieces(self, digest: Digest | None = None) -> list[Piece]:
-        """The pieces of one payload or of all, in order."""
-        folder = "incoming" if digest is None else f"incoming/{file_name(digest)}"
-        found = []
-        for key, num_bytes, put_at in await self._listed(folder):
-            name, _, offset = key.rpartition("/")
-            name = name.rpartition("/")[2]
-            if is_digest(name) and offset.isdecimal():
-                found.append(Piece(digest=Digest(name), offset=int(offset), num_bytes=num_bytes, put_at=put_at))
-        return sorted(found, key=lambda piece: (piece.digest, piece.offset))
-
-    async def read_piece(self, piece: Piece, *, skip: int = 0) -> AsyncIterator[bytes]:
-        """Yield a piece from byte `skip` on. Raises FileNotFoundError."""
-        async for block in self._read(_piece(piece.digest, piece.offset), offset=skip, stop=piece.num_bytes):
-            yield block
-
-    async def delete_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Delete pieces, present or not."""
-        if pieces:
-            await self._delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
+        keys = [_key(digest) for digest in digests]
+        async with self._asked("be signed for"):
+            return list(await self._library.sign_async(self._store, "GET", keys, self._lifetime)) if keys else []
 
     async def _create(self, key: str, data: bytes, *, action: str) -> bool:
         """Put an object unless it exists; returns whether it did."""
@@ -281,23 +250,6 @@ class Objects:
                 if offset == before:
                     raise Busy("the bucket of the payloads sends nothing", retry_after_s=BUSY_S)
 
-    async def _listed(self, prefix: str) -> list[tuple[str, int, float]]:
-        """Key, bytes and time of the objects below a prefix."""
-        async with self._asked("be listed"):
-            found = await self._library.list(self._store, prefix=prefix).collect_async()
-        return [(entry["path"], int(entry["size"]), float(entry["last_modified"].timestamp())) for entry in found]
-
-    async def _delete(self, *keys: str) -> None:
-        await self.check()
-        async with self._asked("delete a payload"):
-            for key in keys:
-                await self._library.delete_async(self._store, key)
-
-    async def _signed(self, method: str, keys: Sequence[str]) -> list[str]:
-        """Presigned URLs for this method; signed locally."""
-        async with self._asked("be signed for"):
-            return list(await self._library.sign_async(self._store, method, [*keys], self._lifetime)) if keys else []
-
     @asynccontextmanager
     async def _asked(self, action: str) -> AsyncIterator[None]:
         try:
@@ -317,7 +269,3 @@ def _key(digest: Digest) -> str:
     # `file_name` refuses anything but a digest.
     name = file_name(digest)
     return f"blobs/{name[:2]}/{name}"
-
-
-def _piece(digest: Digest, offset: int) -> str:
-    return f"incoming/{file_name(digest)}/{offset:016d}"

@@ -112,9 +112,6 @@ async def test_upload_that_brings_nothing_is_not_repeated_without_a_pause(tmp_pa
         async def query_upload(self, *, digest):
             return 100 if self.calls == 5 else 0
 
-        async def put_payload(self, **values):
-            return False
-
         async def upload_payload(self, **values):
             self.calls += 1
             return 0

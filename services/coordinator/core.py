@@ -5,6 +5,7 @@ Each change is one store operation, answered after its commit. A bell wakes its 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -123,8 +124,7 @@ async def open_context(
         storage, blobs, cache = await open_payloads(
             config, database, clock, make_room=make_room, on_full=disk.note_refusal
         )
-        merges = MergedDeltas(config.data_dir / "merged")
-        await merges.open(database)
+        merges = await asyncio.to_thread(MergedDeltas, config.data_dir / "merged")
         sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
         # The coordinator does not see reads from the bucket.
         lease_s = max(config.pull_lease_s, config.payloads.url_lifetime_s if config.payloads.bucket else 0.0)

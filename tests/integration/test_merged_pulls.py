@@ -101,7 +101,6 @@ async def test_kill_in_the_middle_of_a_composition_costs_only_the_work(tmp_path,
     assert sorted(path.name.rsplit("-", 1)[0] for path in folder.iterdir()) == names
 
     async with merging(tmp_path) as core, served(core) as client:
-        found = len(core.merges.spans)
         await core.merger.settle()
         held = await puller(client, tmp_path / "held").pull(held=None, want_version=0)
         first = await puller(client, tmp_path / "a").pull(held=held, want_version=-1)
@@ -109,6 +108,6 @@ async def test_kill_in_the_middle_of_a_composition_costs_only_the_work(tmp_path,
         api = Counted(client)
         second = await puller(api, tmp_path / "a").pull(held=held, want_version=-1)
 
-        assert (found, api.num_read) == (len(names) - 1, 1)
+        assert api.num_read == 1
         assert {first.arena.state_root(), second.arena.state_root()} == {run.roots[9]}
         assert [path for path in folder.iterdir() if path.name.startswith("compose")] == []

@@ -1,10 +1,9 @@
 """Merged deltas: spans worth merging, and the cache of merged files.
 
-    data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
-    data_dir/merged/compose*                       in progress; removed at the next start
+    data_dir/merged/<start>-<stop>-<digest>        complete, never changed
+    data_dir/merged/compose*                       in progress
 
-The directory may be deleted at any time. A start reads it and removes files that do not lead between the states of
-their versions.
+The directory may be deleted at any time, and a start empties it.
 
 A block is a span of 4^j versions that starts at a multiple of its length. A few blocks cover any lag, and each is made
 from 4 of the next smaller size. A merged delta of k versions has about k^0.65 times the bytes of one, so larger blocks
@@ -14,20 +13,16 @@ cost less a version.
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.errors import Busy, CorruptData, MalformedPayload
-from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.errors import Busy
+from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload import read_roots
-from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.payload_files import file_size
 
 RADIX = 4
@@ -98,40 +93,16 @@ def to_evict(sizes: Mapping[Span, int], *, head: int, window: int, budget_bytes:
     return evicted
 
 
-_LOG = logging.getLogger(__name__)
-_NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")
-
-
 class MergedDeltas:
     """The merged deltas of one run.
     Belongs to the event loop, but `into` may be called from any thread."""
 
     def __init__(self, directory: Path) -> None:
+        """Removes an earlier process's files; blocks."""
+        payload_index.empty(directory)
         self._directory = directory
         self._index: dict[Span, PayloadRef] = {}
         self._into: dict[tuple[str, int], tuple[PayloadRef, ...]] = {}
-
-    async def open(self, database: Database) -> None:
-        found = _scan(self._directory)
-        if found:
-            versions = {version for payload, _ in found for version in (payload.from_version, payload.to_version)}
-            await self._adopt(found, await database.run(lambda connection: _state_roots(connection, versions)))
-
-    async def _adopt(
-        self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[str, dict[int, str]]
-    ) -> None:
-        for payload, roots in found:
-            start, stop = payload.from_version, payload.to_version
-            right = [
-                Span(start, stop, variant)
-                for variant, root in root_of.items()
-                if (root.get(start), root.get(stop)) == roots
-            ]
-            if right and right[0] not in self._index:
-                self._index[right[0]] = payload
-            else:
-                self.path(payload).unlink(missing_ok=True)
-        self._replace_into()
 
     @property
     def spans(self) -> frozenset[Span]:
@@ -153,7 +124,6 @@ class MergedDeltas:
 
     def name(self, scratch: Path, payload: PayloadRef) -> None:
         scratch.replace(self.path(payload))
-        sync_directory(self._directory)
 
     def add(self, payload: PayloadRef, variant: str = "") -> None:
         self._index[Span(payload.from_version, payload.to_version, variant)] = payload
@@ -203,42 +173,3 @@ def _is_gone(path: Path) -> bool:
     except Busy:
         # Unknown now; its reader gets Busy too.
         return False
-
-
-def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
-    # Only these versions: each row has a manifest.
-    roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for each in versions:
-        rows = connection.execute("SELECT variant, state_root FROM stated WHERE version = ?", (each,))
-        for variant, root in rows:
-            roots[variant][each] = root
-    return dict(roots)
-
-
-def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
-    """Payloads with the states they lead between; other files are removed."""
-    found = []
-    # A directory is a file system's, where this one is a mount of its own.
-    for path in sorted(path for path in directory.iterdir() if path.is_file()) if directory.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        try:
-            if match is None:
-                raise MalformedPayload("not a merged delta")
-            roots = read_roots(path)
-        except CorruptData as error:
-            _LOG.debug("merged delta %s is removed: %s", path.name, error)
-            path.unlink()
-            continue
-        except OSError as error:
-            # Not damage: a later start may read it.
-            _LOG.warning("merged delta %s cannot be read, a later start tries again: %s", path.name, error)
-            continue
-        payload = PayloadRef(
-            kind=PayloadKind.MERGED,
-            from_version=int(match[1]),
-            to_version=int(match[2]),
-            digest=Digest(match[3]),
-            num_bytes=path.stat().st_size,
-        )
-        found.append((payload, roots))
-    return found

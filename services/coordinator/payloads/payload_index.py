@@ -23,10 +23,12 @@ from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 
 def empty(directory: Path) -> None:
-    """Make a directory and remove an earlier process's files from it."""
+    """Make a directory and remove an earlier process's files from it.
+    A directory in it is a file system's, where this one is a mount of its own."""
     make_directory(directory)
     for path in directory.iterdir():
-        path.unlink()
+        if not path.is_dir():
+            path.unlink()
 
 
 def graph(chain: Chain) -> Graph:

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.rollout import DropReason, Span
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import merged_deltas, payload_index
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import Locks
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
@@ -76,12 +76,6 @@ async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core
     for text in about_versions:
         (how,) = await core.database.run(lambda connection, text=text: plan_of(connection, text))
         assert "COVERING INDEX versions_abandoned" in how
-
-
-async def test_start_reads_the_states_of_merged_deltas_alone(core):
-    roots = await core.database.run(lambda connection: merged_deltas._state_roots(connection, {3, 7}))
-
-    assert roots == {"": {3: "root-3", 7: "root-7"}, "int8": {7: "small-7"}}
 
 
 async def test_lock_of_a_name_is_forgotten_with_its_last_user():

@@ -189,7 +189,7 @@ class Fetcher:
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._path(payload, gap.start)
-        writer = PieceWriter(path, clock=self.clock, digest=digest if gap.start == 0 else None)
+        writer = PieceWriter(path, digest=digest if gap.start == 0 else None)
         frames = self.api.read_payload(digest=payload.digest, offset=offset, **bound)
         try:
             async for frame in frames:

@@ -5,9 +5,9 @@ A thread writes and hashes frames while the next ones arrive:
     put     waits for room: at most BATCH_BYTES wait during a write; unblocked by the thread
     thread  waits for a frame; unblocked by put
 
-Over a slow link each frame goes to the thread at once; over a fast one, batches do. Written bytes become durable every
-SYNC_S and when a fetch breaks, so a power cut costs seconds of the link. A complete file is not synced: it is used at
-once and removed, and after a power cut its digest is checked first.
+Over a slow link each frame goes to the thread at once; over a fast one, batches do. Bytes are synced when a fetch
+breaks; before, the kernel writes them back within half a minute or so. A complete file is not synced: it is used at
+once and removed. After a power cut a digest that differs costs one more fetch.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import blake3
 
-from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import write_all
 from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
@@ -71,7 +70,6 @@ def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> l
 
 
 BATCH_BYTES = 4 << 20
-SYNC_S = 30.0
 COPY_BYTES = 1 << 20
 
 
@@ -99,18 +97,15 @@ class RunningDigest:
 class PieceWriter:
     """Appends to one file, which it owns."""
 
-    def __init__(self, path: Path, *, clock: Clock, digest: RunningDigest | None = None) -> None:
+    def __init__(self, path: Path, *, digest: RunningDigest | None = None) -> None:
         """Open or create the file; `digest` follows the bytes."""
         self._path = path
-        self._clock = clock
         self._file = path.open("ab", buffering=0)
         self._digest = digest
-        self._synced_at = clock.monotonic()
         self._is_new = True
         self._batch: list[bytes] = []
         self._num_waiting = 0
         self._writing: asyncio.Future[None] | None = None
-        self._syncing: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
     async def put(self, frame: bytes) -> None:
@@ -159,18 +154,6 @@ class PieceWriter:
             self._batch = []
         elif self._batch:
             self._hand_over()
-        now = self._clock.monotonic()
-        if self._syncing is None and now - self._synced_at >= SYNC_S:
-            self._synced_at = now
-            # A descriptor of its own, so that closing the file does not wait for the disk.
-            descriptor = os.dup(self._file.fileno())
-            self._syncing = asyncio.get_running_loop().run_in_executor(None, _sync, descriptor)
-            self._syncing.add_done_callback(self._synced)
-
-    def _synced(self, done: asyncio.Future[None]) -> None:
-        self._syncing = None
-        error = done.exception()
-        self._error = self._error or error
 
     # the thread
 
@@ -203,10 +186,3 @@ def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
         part.unlink()
     digest.catch_up(path)
     return digest.digest()
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)

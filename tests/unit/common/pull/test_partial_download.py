@@ -14,7 +14,7 @@ import pytest
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
 from heterorl.common.pull import fetcher, partial_download
 from heterorl.common.pull.fetcher import STALL_S, Fetcher
-from heterorl.common.pull.partial_download import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest
+from heterorl.common.pull.partial_download import BATCH_BYTES, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 from tests.support.sampler_world import CountingThreads
@@ -66,7 +66,7 @@ async def end(task):
 
 async def test_frame_of_a_slow_link_reaches_the_disk_at_once(tmp_path):
     path = tmp_path / "piece"
-    writer = PieceWriter(path, clock=ManualClock())
+    writer = PieceWriter(path)
     for number in range(3):
         await writer.put(DATA[:100])
         await until(lambda number=number: path.stat().st_size == 100 * (number + 1))
@@ -123,52 +123,6 @@ async def test_file_that_arrived_whole_is_not_waited_for(tmp_path, disk):
     assert disk.synced == []
 
 
-async def test_long_fetch_is_made_durable_behind_the_writer_by_time_and_not_by_size(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    clock = ManualClock()
-    writer = PieceWriter(tmp_path / "piece", clock=clock)
-
-    async def put(frame):
-        await writer.put(frame)
-        await until(lambda: writer._writing is None and writer._syncing is None)
-
-    for _ in range(3):
-        await put(DATA[:FRAME])
-    assert synced == []
-    clock.advance(SYNC_S)
-    await put(DATA[:FRAME])
-    await put(DATA[:FRAME])
-    assert synced == [4 * FRAME]
-    clock.advance(SYNC_S)
-    await put(DATA[:FRAME])
-    await writer.close(durable=False)
-
-    assert synced == [4 * FRAME, 6 * FRAME]
-
-
-async def test_fetch_syncs_what_came_every_half_minute(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    source, clock = Source(), ManualClock()
-    path = tmp_path / PAYLOAD.digest
-    path.write_bytes(DATA[:FRAME])
-    plain = source.read_payload
-
-    async def frames(**wanted):
-        async for frame in plain(**wanted):
-            yield frame
-            # Each is on the disk before the next, 10 s apart.
-            await until(lambda: path.stat().st_size == FRAME + source.sent)
-            clock.advance(10.0)
-
-    source.read_payload = frames
-    await begin(source, tmp_path, clock)
-
-    num_frames = (len(DATA) - FRAME) // FRAME
-    assert num_frames / 4 <= len(synced) <= num_frames / 3 + 1
-
-
 async def test_disk_without_room_is_refused_before_the_first_byte(tmp_path, monkeypatch):
     (tmp_path / PAYLOAD.digest).write_bytes(DATA[:FRAME])
     full = shutil.disk_usage(tmp_path)._replace(free=len(DATA) - FRAME - 1)
@@ -180,21 +134,18 @@ async def test_disk_without_room_is_refused_before_the_first_byte(tmp_path, monk
     assert source.sent == 0
 
 
-@pytest.mark.parametrize("call", ["write_all", "fdatasync"])
-async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
+async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
 
-    monkeypatch.setattr(*((os, "fdatasync") if call == "fdatasync" else (partial_download, call)), refuse)
-    monkeypatch.setattr(partial_download, "SYNC_S", 0.0)
+    monkeypatch.setattr(partial_download, "write_all", refuse)
     source = Source()
     with pytest.raises(DiskFull, match=re.escape(f"no space left under {tmp_path} (free space")):
         await begin(source, tmp_path)
     assert source.open_streams == 0
 
 
-@pytest.mark.parametrize("late", ["write_all", "fdatasync"])
-async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path, monkeypatch, late):
+async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path, monkeypatch):
     """What nobody asks a future for is printed by asyncio with a traceback, long after it was told by its type."""
     lost = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: lost.append(context["message"]))
@@ -202,17 +153,14 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
 
-    writer = PieceWriter(tmp_path / "piece", clock=ManualClock())
+    writer = PieceWriter(tmp_path / "piece")
     writer._error = OSError(errno.ENOSPC, "an earlier one")
-    monkeypatch.setattr(*((os, "fdatasync") if late == "fdatasync" else (partial_download, late)), refuse)
-    monkeypatch.setattr(partial_download, "SYNC_S", 0.0)
+    monkeypatch.setattr(partial_download, "write_all", refuse)
     for _ in range(2):
         with pytest.raises(OSError, match="earlier"):
             await writer.put(bytes(10))
     with pytest.raises(OSError, match="earlier"):
         await writer.close(durable=True)
-    if writer._syncing is not None:
-        await asyncio.wait([writer._syncing])
     del writer
     gc.collect()
     await asyncio.sleep(0)

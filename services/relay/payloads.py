@@ -21,8 +21,7 @@ from heterorl.common.errors import Busy, CorruptData, DiskFull, Draining, Invali
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.metrics import RELAY_BYTES, RELAY_READS
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.fetcher import Fetcher
-from heterorl.common.pull.partial_download import RunningDigest
+from heterorl.common.pull.fetcher import Fetcher, RunningDigest
 from heterorl.common.pull.payload_reader import DamagedFile, PayloadReader
 from heterorl.common.rpc.calls import WeightCalls
 from heterorl.common.types.common import Digest

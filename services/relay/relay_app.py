@@ -34,10 +34,9 @@ from heterorl.common.rpc.server_limits import MemoryQuota
 from heterorl.common.rpc.transport_options import server_options
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.cached_weights import CachedWeights
-from heterorl.relay.node_admission import NodeAdmission
 from heterorl.relay.payloads import FROM_BUCKET, FROM_COORDINATOR, TO_NODES
 from heterorl.relay.relay_config import RelayConfig
-from heterorl.relay.router import Forwarder, Router
+from heterorl.relay.router import Forwarder, NodeAdmission, Router
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8

@@ -15,7 +15,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads import garbage_collector
-from heterorl.coordinator.payloads.snapshots import DamagedPayload
+from heterorl.coordinator.payloads.payload_index import DamagedPayload
 from heterorl.coordinator.store import blobs
 from heterorl.coordinator.store.bucket import bucket_cache as bucket_copies
 from heterorl.coordinator.store.bucket.objects import Objects

@@ -5,7 +5,7 @@ import asyncio
 import blake3
 import numpy as np
 
-from heterorl.common.pull.partial_download import SPLIT_BYTES
+from heterorl.common.pull.fetcher import SPLIT_BYTES
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 

@@ -25,8 +25,14 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
+from heterorl.coordinator.payloads.payload_index import (
+    DamagedPayload,
+    Work,
+    decide_snapshot,
+    verify_way,
+    write_snapshot,
+)
 from heterorl.coordinator.payloads.retention import Needs, PullLeases
-from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.background import BackgroundWorker
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database

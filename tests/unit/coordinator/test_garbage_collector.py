@@ -18,7 +18,6 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import payload_index
-from heterorl.coordinator.payloads import snapshots as snapshots_module
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, keeping, published, puller, stored_files
@@ -361,12 +360,12 @@ async def test_publication_and_deletion_of_the_same_payload_exclude_each_other(t
 
 
 async def test_composition_that_went_wrong_is_not_offered(tmp_path, monkeypatch):
-    real = snapshots_module.compose
+    real = payload_index.compose
 
     def short(paths, target, **rest):
         return real(paths[:-1], target, **rest)
 
-    monkeypatch.setattr(snapshots_module, "compose", short)
+    monkeypatch.setattr(payload_index, "compose", short)
     async with keeping(tmp_path, snapshot_ratio=0.001) as (core, _):
         run = await published(core, tmp_path, 5)
         await worked(core)
@@ -439,15 +438,15 @@ def test_payload_of_another_way_is_found_though_its_chunks_lead_to_the_state(tmp
         )
         for version, (arena, info) in enumerate(zip((old, new), infos, strict=True))
     ]  # fmt: skip
-    snapshots_module.verify_way(paths, manifests, on_chunk=lambda: None)
+    payload_index.verify_way(paths, manifests, on_chunk=lambda: None)
     data = bytearray(paths[1].read_bytes())
     data[place : place + 32] = bytes(range(32))
     end = 12 + int.from_bytes(data[8:12], "little")
     data[end : end + 8] = xxhash.xxh3_64_intdigest(bytes(data[12:end])).to_bytes(8, "little")
     paths[1].write_bytes(data)
 
-    with pytest.raises(snapshots_module.DamagedPayload, match="it leads from") as found:
-        snapshots_module.verify_way(paths, manifests, on_chunk=lambda: None)
+    with pytest.raises(payload_index.DamagedPayload, match="it leads from") as found:
+        payload_index.verify_way(paths, manifests, on_chunk=lambda: None)
     assert found.value.index == 1
 
 

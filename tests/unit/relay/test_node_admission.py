@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import Unauthenticated
 from heterorl.common.identity.spiffe import Identity, Role
 from heterorl.common.rpc.server_limits import OF_CALLER, MemoryQuota
-from heterorl.relay.node_admission import Node, NodeAdmission
+from heterorl.relay.router import Node, NodeAdmission
 
 
 class Call:

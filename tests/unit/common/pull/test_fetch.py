@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
-from heterorl.common.pull import fetcher, partial_download
-from heterorl.common.pull.fetcher import Fetcher
-from heterorl.common.pull.partial_download import SPLIT_BYTES
+from heterorl.common.pull import fetcher
+from heterorl.common.pull.fetcher import SPLIT_BYTES, Fetcher
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
@@ -114,14 +113,14 @@ async def test_joining_goes_on_after_a_crash_at_any_point(source, tmp_path):
 
 
 async def test_cancelled_fetch_leaves_no_thread_that_joins_its_pieces(source, tmp_path, monkeypatch):
-    half, begun, may_go_on = len(DATA) // 2, threading.Event(), threading.Event()
+    half, begun, may_go_on, join = len(DATA) // 2, threading.Event(), threading.Event(), fetcher.join
     (tmp_path / PAYLOAD.digest).write_bytes(DATA[:half])
     (tmp_path / f"{PAYLOAD.digest}.{half}").write_bytes(DATA[half:])
 
     def slow(*pieces):
         begun.set()
         may_go_on.wait(30.0)
-        return partial_download.join(*pieces)
+        return join(*pieces)
 
     monkeypatch.setattr(fetcher, "join", slow)
     fetching = asyncio.create_task(_fetcher(source, tmp_path, 2).fetch(PAYLOAD))

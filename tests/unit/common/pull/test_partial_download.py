@@ -12,9 +12,8 @@ import blake3
 import pytest
 
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
-from heterorl.common.pull import fetcher, partial_download
-from heterorl.common.pull.fetcher import STALL_S, Fetcher
-from heterorl.common.pull.partial_download import BATCH_BYTES, PieceWriter, RunningDigest
+from heterorl.common.pull import fetcher
+from heterorl.common.pull.fetcher import BATCH_BYTES, STALL_S, Fetcher, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 from tests.support.sampler_world import CountingThreads
@@ -27,7 +26,7 @@ class Disk:
         self.is_open = threading.Event()
         self.is_open.set()
         self.synced = []
-        real_write, real_sync = partial_download.write_all, os.fsync
+        real_write, real_sync = fetcher.write_all, os.fsync
 
         def write(file, data):
             self.is_open.wait()
@@ -37,7 +36,7 @@ class Disk:
             self.synced.append(os.fstat(descriptor).st_size)
             real_sync(descriptor)
 
-        monkeypatch.setattr(partial_download, "write_all", write)
+        monkeypatch.setattr(fetcher, "write_all", write)
         monkeypatch.setattr(os, "fsync", sync)
 
 
@@ -138,7 +137,7 @@ async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
 
-    monkeypatch.setattr(partial_download, "write_all", refuse)
+    monkeypatch.setattr(fetcher, "write_all", refuse)
     source = Source()
     with pytest.raises(DiskFull, match=re.escape(f"no space left under {tmp_path} (free space")):
         await begin(source, tmp_path)
@@ -155,7 +154,7 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
 
     writer = PieceWriter(tmp_path / "piece")
     writer._error = OSError(errno.ENOSPC, "an earlier one")
-    monkeypatch.setattr(partial_download, "write_all", refuse)
+    monkeypatch.setattr(fetcher, "write_all", refuse)
     for _ in range(2):
         with pytest.raises(OSError, match="earlier"):
             await writer.put(bytes(10))

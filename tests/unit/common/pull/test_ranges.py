@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.pull.partial_download import SPLIT_BYTES, Gap, Piece, find_gaps
+from heterorl.common.pull.fetcher import SPLIT_BYTES, Gap, Piece, find_gaps
 
 
 @st.composite

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.coordinator.payloads.payload_index import decide_snapshot
 from heterorl.coordinator.payloads.retention import Graph, Needs, decide_retirement
-from heterorl.coordinator.payloads.snapshots import decide_snapshot
 from heterorl.coordinator.versions.pull_plans import plan_pull
 
 
